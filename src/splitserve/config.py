@@ -1,0 +1,78 @@
+"""Settings of one worker, by component. Resolved once at the start (cli, launch) and never changed after."""
+
+from __future__ import annotations
+
+import msgspec
+
+from splitserve.core.request import DisaggregationMode
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`).
+    model: str = "smollm2"
+    # "auto": float32 on CPU, the checkpoint's own dtype elsewhere.
+    dtype: str = "auto"
+    # "auto": cuda where there is one, else cpu.
+    device: str = "auto"
+    # Tokens a request may have at most; None: what the model was made for.
+    context_length: int | None = None
+    # CPU threads of the model; None: all cores of this process.
+    threads: int | None = None
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    # Tokens a page.
+    page_size: int = 16
+    # Tokens in the pool; None: from `mem_fraction`.
+    max_total_tokens: int | None = None
+    # Of the device's free memory after the weights are loaded.
+    mem_fraction: float = 0.15
+    enable_prefix_cache: bool = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    # Token budget of one step.
+    chunked_prefill_size: int = 2048
+    max_running_requests: int = 256
+    # Requests waiting at most; beyond that a request is refused with 503.
+    max_queued_requests: int = 4096
+    # Rows beyond `max_running_requests` for requests whose KV is on its way (decode).
+    num_preallocated_rows: int = 64
+
+
+class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    mode: DisaggregationMode = DisaggregationMode.NULL
+    transfer_backend: str = "tcp"
+    # Where this worker's bootstrap server (prefill) and its data and control sockets are reached by peers.
+    host: str = "127.0.0.1"
+    # Prefill: port of the bootstrap server, 0: any free one.
+    bootstrap_port: int = 8998
+    # Deadlines, seconds.
+    bootstrap_timeout: float = 300.0
+    transfer_timeout: float = 300.0
+    heartbeat_interval: float = 5.0
+    heartbeat_misses: int = 2
+    # Metadata rows: requests whose hand-over is under way at most.
+    num_metadata_slots: int = 512
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    # 0: any free port.
+    port: int = 30000
+    served_model_name: str | None = None
+    # Router to register with, e.g. http://127.0.0.1:8000; None: register nowhere.
+    router_url: str | None = None
+    log_level: str = "warning"
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one worker is told."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    server: ServerConfig = ServerConfig()

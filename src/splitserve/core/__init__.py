@@ -1,0 +1,1 @@
+"""Plain data every other part speaks: requests, sampling parameters, step plans, layouts."""

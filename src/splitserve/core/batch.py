@@ -1,0 +1,98 @@
+"""What the scheduler asks of the engine for one step, and what it gets back. Plain data, no behaviour.
+
+A step computes, for every request in it, the KV of tokens [start, start + len(token_ids)) and, where `sample` is set,
+the next token. There is no prefill batch and no decode batch: a decode is a step of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from splitserve.core.sampling import SamplingParams
+
+# (token id, logprob), best first. Logprobs are of the model's own distribution, before penalties and temperature.
+TopLogprobs = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to draw the token that follows this step's last token."""
+
+    params: SamplingParams
+    # Absolute position of the token to draw: number of prompt and output tokens before it.
+    position: int
+    # The request's prompt and output so far, for penalties and min tokens. References, owned by the request: read only.
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    # Return the chosen token's logprob, and the best `num_top_logprobs` beside it.
+    return_logprob: bool = False
+    num_top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InputLogprobSpec:
+    """Score prompt tokens: the logits at step offset first+i are scored against targets[i]."""
+
+    first: int
+    targets: Sequence[int]
+    num_top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStep:
+    """One request's share of a step."""
+
+    rid: str
+    # Row of the page table that holds this request's page numbers; pages for all tokens of this step are in it.
+    row: int
+    # Tokens to compute, at positions [start, start + len(token_ids)). Never empty.
+    token_ids: Sequence[int]
+    start: int
+    # None while the prompt is not finished by this step: nothing is sampled.
+    sample: SampleSpec | None = None
+    input_logprobs: InputLogprobSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All the work of one forward pass."""
+
+    requests: tuple[RequestStep, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(r.token_ids) for r in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: TopLogprobs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """One request's share of a step's outcome."""
+
+    # The sampled token; None where the step's `sample` was None.
+    token_id: int | None = None
+    # Present where asked for.
+    logprob: TokenLogprob | None = None
+    input_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    # Same order and length as the plan's requests.
+    requests: tuple[RequestResult, ...] = field(default_factory=tuple)
+
+
+class Engine(Protocol):
+    """The model as the scheduler knows it."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises EngineError; the KV of the step's tokens is then undefined."""
+        ...

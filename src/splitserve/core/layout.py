@@ -1,0 +1,67 @@
+"""The KV cache's layout in memory, as data. Two of these and a token range are all that resharding needs.
+
+A pool is a list of components, one memory region each: the keys of layer 0, the values of layer 0, and so on. Inside a
+component page p lies at byte offset p x page_bytes, and a page holds [page_size, num_heads, head_dim] elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KVComponent:
+    """One region of the pool: one kind of tensor of one layer."""
+
+    # "k" or "v" ("latent" for MLA).
+    name: str
+    # Global layer number.
+    layer: int
+    dtype: str
+    # KV heads held by this rank, the first of them by its global number, and how many the model has.
+    num_heads: int
+    first_head: int
+    total_heads: int
+    head_dim: int
+
+    def page_bytes(self, page_size: int) -> int:
+        return page_size * self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The pool of one rank. Component i is memory region i of the rank's transport."""
+
+    page_size: int
+    num_pages: int
+    components: tuple[KVComponent, ...]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all components."""
+        return sum(c.page_bytes(self.page_size) for c in self.components)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_page // self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A range of this process's memory that a transport may read and write. Owned by the pool that handed it out."""
+
+    address: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy `length` bytes from one place of our regions to one place of the peer's. Regions by index."""
+
+    src_region: int
+    src_offset: int
+    dst_region: int
+    dst_offset: int
+    length: int

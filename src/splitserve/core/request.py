@@ -1,0 +1,151 @@
+"""One sample of one client request as the scheduler sees it, from arrival to its one final message.
+
+The one quantity that scheduling moves is `num_computed_tokens`: it chases `num_tokens` (prompt + output). Where they are
+equal after a step, a token is sampled and `num_tokens` grows by one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from splitserve.core.batch import TokenLogprob
+from splitserve.core.sampling import SamplingParams
+
+
+class DisaggregationMode(enum.StrEnum):
+    """The role of a worker."""
+
+    NULL = "null"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RoomKey:
+    """What both sides of a hand-over call it. Samples of one request may share a room number, never a key."""
+
+    room: int
+    sample: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.room}/{self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapInfo:
+    """Where this request's other half is. Drawn by the router, the same on both sides."""
+
+    # The prefill worker's bootstrap server. FAKE_BOOTSTRAP_HOST routes the request through the fake transport.
+    host: str
+    port: int
+    key: RoomKey
+
+
+class FinishType(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended."""
+
+    type: FinishType
+    # The stop token id or stop string that matched, for STOP.
+    matched: int | str | None = None
+    # For ABORT: what happened, the HTTP status to answer and the reason code.
+    message: str | None = None
+    status_code: int | None = None
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When a request entered each stage, in the clock's seconds. A stage is entered once; the first time counts."""
+
+    entered: dict[str, float] = field(default_factory=dict)
+
+    def enter(self, stage: str, now: float) -> None:
+        self.entered.setdefault(stage, now)
+
+    def stage(self) -> str:
+        """The stage the request is in now."""
+        return next(reversed(self.entered), "received")
+
+    def seconds_since_first(self) -> dict[str, float]:
+        first = min(self.entered.values(), default=0.0)
+        return {stage: at - first for stage, at in self.entered.items()}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sample being served. The scheduler owns it; every mutable field below changes only in the scheduler's thread."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    bootstrap: BootstrapInfo | None = None
+    return_logprob: bool = False
+    num_top_logprobs: int = 0
+    # First prompt position whose logprob is wanted; None: no input logprobs.
+    logprob_start: int | None = None
+
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    # Pages of tokens [0, len(pages) x page_size). The first `num_cached_tokens` tokens' pages belong to the prefix cache
+    # and are held by its lock; the rest belong to this request.
+    pages: list[int] = field(default_factory=list)
+    # Tokens whose KV was found in a prefix cache, on whichever side computed the prompt.
+    num_cached_tokens: int = 0
+    # Row of the page table; None while the request is not admitted.
+    row: int | None = None
+    finish: FinishReason | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_tokens_at_most(self) -> int:
+        """Tokens this request can grow to."""
+        return len(self.prompt_ids) + self.params.max_new_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish is not None
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens at positions [start, end), of prompt and output."""
+        n = len(self.prompt_ids)
+        if end <= n:
+            return self.prompt_ids[start:end]
+        if start >= n:
+            return self.output_ids[start - n : end - n]
+        return self.prompt_ids[start:] + self.output_ids[: end - n]
+
+    def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Take the next token and see whether it ends the request."""
+        self.output_ids.append(token_id)
+        if logprob is not None:
+            self.output_logprobs.append(logprob)
+        self.finish = self._finish_after(token_id)
+
+    def _finish_after(self, token_id: int) -> FinishReason | None:
+        p = self.params
+        if len(self.output_ids) >= p.min_new_tokens:
+            is_eos = token_id in self.eos_token_ids and not p.ignore_eos
+            if is_eos or token_id in p.stop_token_ids:
+                return FinishReason(FinishType.STOP, matched=token_id)
+        if len(self.output_ids) >= p.max_new_tokens:
+            return FinishReason(FinishType.LENGTH)
+        return None

@@ -1,0 +1,100 @@
+"""How one request wants its tokens drawn, and the checks on what a client may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from splitserve.errors import InvalidRequestError
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one sample of one request, resolved: nothing in here is optional any more.
+
+    The order of application is: logit bias, repetition/frequency/presence penalty, min-tokens mask, temperature,
+    then the top-k, top-p and min-p filters on the tempered distribution.
+    """
+
+    max_new_tokens: int = 128
+    # Until so many output tokens exist, neither EOS, stop ids nor stop strings end the request.
+    min_new_tokens: int = 0
+    # 0 means greedy.
+    temperature: float = 1.0
+    # -1 (or 0) switches the filter off.
+    top_k: int = -1
+    top_p: float = 1.0
+    # Tokens whose probability is under min_p x the largest probability are dropped.
+    min_p: float = 0.0
+    # > 1 makes tokens of prompt and output less likely (CTRL, arXiv:1909.05858).
+    repetition_penalty: float = 1.0
+    # Subtracted once per occurrence in the output.
+    frequency_penalty: float = 0.0
+    # Subtracted once if the token occurs in the output.
+    presence_penalty: float = 0.0
+    # token id -> value added to its logit.
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    # Counter-based randomness: the draw at position p depends on (seed, p) alone. Always set; see `sample_seed`.
+    seed: int = 0
+    # Stop strings are matched by the front end's detokenizer; the scheduler never sees text.
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    # Keep the matched stop string (or the stop token's text) in the output.
+    include_stop: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError naming the first parameter that is out of range."""
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "must be in [0, max_new_tokens]"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "must be in [0, 100]"),
+            ("top_k", self.top_k >= -1, "must be -1 (off) or at least 1"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be in (0, 10]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be in [-2, 2]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be in [-2, 2]"),
+            (
+                "logit_bias",
+                all(0 <= t < vocab_size for t in self.logit_bias),
+                f"token ids must be in [0, {vocab_size})",
+            ),
+            (
+                "logit_bias",
+                all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
+                "values must be in [-100, 100]",
+            ),
+            (
+                "stop_token_ids",
+                all(0 <= t < vocab_size for t in self.stop_token_ids),
+                f"token ids must be in [0, {vocab_size})",
+            ),
+        )
+        for name, ok, rule in checks:
+            if not ok:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}: it {rule}", param=name)
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of sample number `sample` of a request with seed `seed`: sample 0 keeps it, the others differ."""
+    return seed & _MASK64 if sample == 0 else mix64(seed & _MASK64, sample)
+
+
+def mix64(a: int, b: int) -> int:
+    """Two 64-bit integers to one, well mixed (the finaliser of SplitMix64, Steele et al., OOPSLA 2014)."""
+    z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def uniform_at(seed: int, position: int) -> float:
+    """The uniform variate in [0, 1) that decides the token at absolute position `position` of a sequence."""
+    return (mix64(seed, position) >> 11) * 2.0**-53

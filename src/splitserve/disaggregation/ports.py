@@ -1,0 +1,80 @@
+"""The two ends of a hand-over as the queues see them. `manager.py` implements them; tests may, too.
+
+Sender (prefill side)                              Receiver (decode side)
+  Bootstrapping    no word from decode yet           Bootstrapping    resolving the prefill, shaking hands
+  WaitingForInput  decode's pages are known          WaitingForInput  handshake done: pages may be announced
+  Transferring     a chunk has been sent             Transferring     pages announced, data on its way
+  Success          all bytes proven in place         Success          all bytes and the metadata row are in place
+  Failed           sticky, from anywhere             Failed           sticky, from anywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from splitserve.core.request import BootstrapInfo
+from splitserve.disaggregation.state import KVPoll
+from splitserve.errors import SplitserveError
+from splitserve.messages import TransferStats
+
+
+class SenderPort(Protocol):
+    def poll(self) -> KVPoll: ...
+
+    def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
+        """Queue our pages to be written after those sent before: the i-th page ever sent goes to the i-th page announced.
+
+        The last call also writes our metadata row `metadata_index` into the row decode announced. It may send no pages.
+        """
+        ...
+
+    def failure(self) -> SplitserveError:
+        """Why it Failed. Only then."""
+        ...
+
+    def abort(self, reason: str, *, status_code: int = 499) -> None:
+        """Fail this end and tell the other. Idempotent, no-op once final."""
+        ...
+
+    def quiescent(self) -> bool:
+        """Nothing reads our pages on this room's behalf any more: they may be reused. True after Success or settled failure."""
+        ...
+
+    def stats(self) -> TransferStats | None:
+        """After Success."""
+        ...
+
+    def clear(self) -> None:
+        """Forget the room. Call once, when final and quiescent."""
+        ...
+
+
+class ReceiverPort(Protocol):
+    def poll(self) -> KVPoll: ...
+
+    def init(self, pages: Sequence[int], metadata_index: int, *, num_tokens: int) -> None:
+        """Announce the target pages, in token order, and the metadata row. Once, in WaitingForInput."""
+        ...
+
+    def failure(self) -> SplitserveError: ...
+
+    def abort(self, reason: str, *, status_code: int = 499) -> None: ...
+
+    def quiescent(self) -> bool:
+        """Nobody writes, or can still write, to the announced pages and row: Success, never announced, or proven/fenced."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+class ManagerPort(Protocol):
+    """KVManager as the queues see it."""
+
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> SenderPort:
+        """Open the sending end of a room. Raises DuplicateRoomError, CapacityError."""
+        ...
+
+    def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
+        """Open the receiving end of a room. Raises DuplicateRoomError, CapacityError."""
+        ...

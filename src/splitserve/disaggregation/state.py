@@ -1,0 +1,55 @@
+"""KVPoll: the state of one room's hand-over, as a table. Ordered so that ranks agree by taking the minimum."""
+
+from __future__ import annotations
+
+import enum
+
+
+class KVPoll(enum.IntEnum):
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+class KVEvent(enum.StrEnum):
+    # The handshake is done (receiver), or the peer's pages are known (sender).
+    PAIRED = "paired"
+    # Pages announced (receiver), or the first chunk handed to the transport (sender).
+    STARTED = "started"
+    # All bytes and the metadata row proven in place.
+    COMPLETED = "completed"
+    # Anything went wrong, on either side.
+    FAILED = "failed"
+
+
+TRANSITIONS: dict[KVPoll, dict[KVEvent, KVPoll]] = {
+    KVPoll.BOOTSTRAPPING: {
+        KVEvent.PAIRED: KVPoll.WAITING_FOR_INPUT,
+        KVEvent.FAILED: KVPoll.FAILED,
+    },
+    KVPoll.WAITING_FOR_INPUT: {
+        KVEvent.STARTED: KVPoll.TRANSFERRING,
+        KVEvent.FAILED: KVPoll.FAILED,
+    },
+    KVPoll.TRANSFERRING: {
+        KVEvent.COMPLETED: KVPoll.SUCCESS,
+        KVEvent.FAILED: KVPoll.FAILED,
+    },
+    # Final states: a late failure of a finished hand-over changes nothing, and Failed is sticky.
+    KVPoll.SUCCESS: {KVEvent.FAILED: KVPoll.SUCCESS},
+    KVPoll.FAILED: {event: KVPoll.FAILED for event in KVEvent},
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A bug: the table has no such move."""
+
+
+def advance(state: KVPoll, event: KVEvent) -> KVPoll:
+    """The state after `event`. Raises IllegalTransition where the table has no entry."""
+    try:
+        return TRANSITIONS[state][event]
+    except KeyError:
+        raise IllegalTransition(f"KVPoll {state.name} has no move for {event.value!r}") from None

@@ -1,0 +1,117 @@
+"""Every error Splitserve raises, each with its HTTP status and a stable reason code.
+
+SplitserveError
+├── InvalidRequestError          400  the request itself is at fault
+│   ├── PromptTooLongError       400
+│   └── MissingBootstrapError    400  a PD worker got a request without a bootstrap room
+├── UnknownModelError            404
+├── DuplicateRoomError           409  the same (room, sample) is already being served
+├── RequestAbortedError          499  the client left, or somebody asked for the abort
+├── CapacityError                503  a bounded queue or table is full: retry later
+├── WorkerUnavailableError       503  no worker, or not ready yet
+├── DeadlineExceededError        504  a wait ran out of time; the stage is named
+├── KVTransferError              500  the KV cache of one room could not be handed over
+│   ├── IncompatiblePeerError    500  versions, layouts or models of the two sides differ
+│   └── PeerLostError            500  the other side died or was replaced
+├── EngineError                  500  the model failed on this step
+├── ModelLoadError               500
+└── ConfigError                  500  the command line or a config file is wrong
+"""
+
+from __future__ import annotations
+
+
+class SplitserveError(Exception):
+    """Base of all errors.
+
+    `message` says what happened, to which request, at which stage and what to do about it.
+    """
+
+    http_status = 500
+    reason = "internal_error"
+    openai_type = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        # The request field at fault, for OpenAI's error shape; None where no single field is.
+        self.param = param
+
+
+class InvalidRequestError(SplitserveError):
+    http_status = 400
+    reason = "invalid_request"
+    openai_type = "invalid_request_error"
+
+
+class PromptTooLongError(InvalidRequestError):
+    reason = "prompt_too_long"
+
+
+class MissingBootstrapError(InvalidRequestError):
+    reason = "missing_bootstrap_room"
+
+
+class UnknownModelError(InvalidRequestError):
+    http_status = 404
+    reason = "model_not_found"
+
+
+class DuplicateRoomError(InvalidRequestError):
+    http_status = 409
+    reason = "duplicate_room"
+
+
+class RequestAbortedError(SplitserveError):
+    http_status = 499
+    reason = "aborted"
+    openai_type = "aborted"
+
+
+class CapacityError(SplitserveError):
+    http_status = 503
+    reason = "over_capacity"
+
+
+class WorkerUnavailableError(SplitserveError):
+    http_status = 503
+    reason = "worker_unavailable"
+
+
+class DeadlineExceededError(SplitserveError):
+    http_status = 504
+    reason = "deadline_exceeded"
+
+
+class KVTransferError(SplitserveError):
+    """The hand-over of one room's KV cache failed.
+
+    `bootstrap_room` is the room, `failure_reason` the cause as the side at fault gave it.
+    """
+
+    reason = "kv_transfer_failed"
+
+    def __init__(self, bootstrap_room: int, failure_reason: str) -> None:
+        super().__init__(f"KV transfer of room {bootstrap_room} failed: {failure_reason}")
+        self.bootstrap_room = bootstrap_room
+        self.failure_reason = failure_reason
+
+
+class IncompatiblePeerError(KVTransferError):
+    reason = "incompatible_peer"
+
+
+class PeerLostError(KVTransferError):
+    reason = "peer_lost"
+
+
+class EngineError(SplitserveError):
+    reason = "engine_error"
+
+
+class ModelLoadError(SplitserveError):
+    reason = "model_load_failed"
+
+
+class ConfigError(SplitserveError):
+    reason = "bad_config"

@@ -1,0 +1,171 @@
+"""What a worker's front end and its scheduler say to each other. Tagged msgspec structs, msgpack on the wire.
+
+Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest.
+Scheduler -> front end: SchedulerReady or SchedulerFailed once, then StepOutputs, FlushCacheReply, StateReply.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from splitserve.core.batch import TokenLogprob
+from splitserve.core.request import BootstrapInfo, FinishReason
+from splitserve.core.sampling import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base: the class name is the tag."""
+
+
+class GenerateRequest(Message, frozen=True):
+    """Serve one sample. `rid` is unique in this worker (the front end makes it so for n > 1 and batches)."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    bootstrap: BootstrapInfo | None = None
+    return_logprob: bool = False
+    num_top_logprobs: int = 0
+    # First prompt position whose logprob is wanted; None: no input logprobs.
+    logprob_start: int | None = None
+
+
+class AbortRequest(Message, frozen=True):
+    """End a request now. The scheduler answers with its one final TokenOutput, unless it has ended already.
+
+    `quiet`: the front end has matched a stop string or lost the client, and waits for no answer; none is sent.
+    """
+
+    rid: str
+    message: str = "aborted"
+    quiet: bool = False
+
+
+class FlushCacheRequest(Message, frozen=True):
+    """Drop every prefix-cache entry that no request uses."""
+
+    call_id: int
+
+
+class StateRequest(Message, frozen=True):
+    """Ask for a snapshot."""
+
+    call_id: int
+
+
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's KV hand-over, as the prefill side saw it."""
+
+    # Bytes written into the decode side's memory, pages and metadata.
+    num_bytes: int
+    # From the first write's submission to the last write's proof of completion, seconds.
+    seconds: float
+    # Of these, seconds after the prompt's last forward pass: what compute did not hide.
+    exposed_seconds: float
+
+
+class TokenOutput(Message, frozen=True):
+    """New tokens of one request. The one with `finish` set is its last message."""
+
+    rid: str
+    # Tokens since the last message, with their logprobs where asked for.
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    # Logprobs of prompt tokens, complete in the first message that carries any. None unless asked for; the first
+    # prompt token has none.
+    input_logprobs: list[TokenLogprob] | None = None
+    num_cached_tokens: int = 0
+    finish: FinishReason | None = None
+    # stage -> seconds since the request reached the scheduler; with `finish`.
+    timeline: dict[str, float] | None = None
+    # With `finish`, on the prefill side.
+    transfer: TransferStats | None = None
+
+
+class StepOutputs(Message, frozen=True):
+    """All outputs of one step in one frame."""
+
+    outputs: list[TokenOutput]
+
+
+class FlushCacheReply(Message, frozen=True):
+    call_id: int
+    num_pages_freed: int
+
+
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot: what is held where. When a worker is idle, everything is free or cached."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    # Disaggregation queues; zero in the other roles.
+    num_prefill_bootstrap_queue_reqs: int = 0
+    num_prefill_inflight_queue_reqs: int = 0
+    num_decode_prealloc_queue_reqs: int = 0
+    num_decode_transfer_queue_reqs: int = 0
+    page_size: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_leased: int
+    rows_total: int
+    rows_free: int
+    metadata_slots_total: int = 0
+    metadata_slots_free: int = 0
+    # Since the start.
+    num_transfer_failed_reqs_total: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # of these, found
+    num_steps_total: int = 0
+    num_computed_tokens_total: int = 0
+    num_finished_reqs_total: int = 0
+    # Prompt and output tokens of all requests in the worker, for load balancing.
+    num_tokens_held: int = 0
+
+
+class StateReply(Message, frozen=True):
+    call_id: int
+    state: SchedulerState
+
+
+class SchedulerReady(Message, frozen=True):
+    """The model is loaded, the pool is there, and the scheduler takes requests."""
+
+    # Longest prompt + output it can serve: the model's context, or the pool where that is smaller.
+    max_total_tokens_per_request: int
+    vocab_size: int
+    pages_total: int
+    page_size: int
+    dtype: str
+    kv_bytes_per_token: int
+    device: str
+    num_parameters: int
+    load_seconds: float
+
+
+class SchedulerFailed(Message, frozen=True):
+    """The scheduler could not start. Its process ends after this."""
+
+    message: str
+
+
+ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest
+FromScheduler = StepOutputs | FlushCacheReply | StateReply | SchedulerReady | SchedulerFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
+_from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
+
+
+def encode(message: ToScheduler | FromScheduler) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_scheduler(frame: bytes) -> ToScheduler:
+    """Raises msgspec.DecodeError on anything that is not exactly one of ToScheduler."""
+    return _to_scheduler.decode(frame)
+
+
+def decode_from_scheduler(frame: bytes) -> FromScheduler:
+    """Raises msgspec.DecodeError on anything that is not exactly one of FromScheduler."""
+    return _from_scheduler.decode(frame)
