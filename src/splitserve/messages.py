@@ -153,8 +153,8 @@ ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest
 FromScheduler = StepOutputs | FlushCacheReply | StateReply | SchedulerReady | SchedulerFailed
 
 _encoder = msgspec.msgpack.Encoder()
-_to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
-_from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
+_to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
+_from_scheduler: msgspec.msgpack.Decoder[FromScheduler] = msgspec.msgpack.Decoder(FromScheduler)
 
 
 def encode(message: ToScheduler | FromScheduler) -> bytes:

@@ -1,7 +1,7 @@
 """One sample of one client request as the scheduler sees it, from arrival to its one final message.
 
-The one quantity that scheduling moves is `num_computed_tokens`: it chases `num_tokens` (prompt + output). Where they are
-equal after a step, a token is sampled and `num_tokens` grows by one.
+The one quantity that scheduling moves is `num_computed_tokens`: it chases `num_tokens` (prompt + output). Where they
+are equal after a step, a token is sampled and `num_tokens` grows by one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Timeline:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sample being served. The scheduler owns it; every mutable field below changes only in the scheduler's thread."""
+    """A sample being served. The scheduler owns it; the mutable fields change only in the scheduler's thread."""
 
     rid: str
     prompt_ids: list[int]
@@ -97,7 +97,7 @@ class Request:
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed_tokens: int = 0
-    # Pages of tokens [0, len(pages) x page_size). The first `num_cached_tokens` tokens' pages belong to the prefix cache
+    # Pages of tokens [0, len(pages) x page_size). The first ones, those found in the prefix cache, belong to the cache
     # and are held by its lock; the rest belong to this request.
     pages: list[int] = field(default_factory=list)
     # Tokens whose KV was found in a prefix cache, on whichever side computed the prompt.

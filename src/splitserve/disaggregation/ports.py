@@ -23,7 +23,7 @@ class SenderPort(Protocol):
     def poll(self) -> KVPoll: ...
 
     def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
-        """Queue our pages to be written after those sent before: the i-th page ever sent goes to the i-th page announced.
+        """Queue our pages to be written after those sent before: the i-th page sent goes to the i-th page announced.
 
         The last call also writes our metadata row `metadata_index` into the row decode announced. It may send no pages.
         """
@@ -38,7 +38,7 @@ class SenderPort(Protocol):
         ...
 
     def quiescent(self) -> bool:
-        """Nothing reads our pages on this room's behalf any more: they may be reused. True after Success or settled failure."""
+        """Nothing reads our pages for this room any more: they may be reused. After Success or settled failure."""
         ...
 
     def stats(self) -> TransferStats | None:
@@ -62,7 +62,7 @@ class ReceiverPort(Protocol):
     def abort(self, reason: str, *, status_code: int = 499) -> None: ...
 
     def quiescent(self) -> bool:
-        """Nobody writes, or can still write, to the announced pages and row: Success, never announced, or proven/fenced."""
+        """Nobody writes, or can still write, to the announced pages: Success, never announced, proven or fenced."""
         ...
 
     def clear(self) -> None: ...

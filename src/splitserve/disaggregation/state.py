@@ -39,7 +39,7 @@ TRANSITIONS: dict[KVPoll, dict[KVEvent, KVPoll]] = {
     },
     # Final states: a late failure of a finished hand-over changes nothing, and Failed is sticky.
     KVPoll.SUCCESS: {KVEvent.FAILED: KVPoll.SUCCESS},
-    KVPoll.FAILED: {event: KVPoll.FAILED for event in KVEvent},
+    KVPoll.FAILED: dict.fromkeys(KVEvent, KVPoll.FAILED),
 }
 
 

@@ -1,0 +1,1 @@
+"""Command line. Written in layer 7."""
