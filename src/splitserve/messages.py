@@ -119,6 +119,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_steps_total: int = 0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0
+    # Conservation checks that failed: anything but 0 is a bug.
+    num_invariant_violations_total: int = 0
     # Prompt and output tokens of all requests in the worker, for load balancing.
     num_tokens_held: int = 0
 

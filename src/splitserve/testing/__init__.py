@@ -1,0 +1,1 @@
+"""Honest small implementations of the big parts, for tests and benchmarks."""

@@ -1,0 +1,1 @@
+"""What a worker does with requests: colocated, prefill, decode. Changing role means replacing one object."""

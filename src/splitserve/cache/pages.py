@@ -1,0 +1,43 @@
+"""The free list of KV pages. A page is either free in here or held by exactly one holder outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Hands out page numbers [0, num_pages). Neighbours are handed out together where it costs nothing."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least one page, got {num_pages}")
+        self.num_pages = num_pages
+        # A stack: the end is taken first, so a fresh pool hands out 0, 1, 2, ... and transfers find long runs.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_free = bytearray(b"\x01" * num_pages)
+
+    def available(self) -> int:
+        return len(self._free)
+
+    def alloc(self, count: int) -> list[int]:
+        """Take `count` pages. Raises MemoryError, taking none, where fewer are free: callers look first."""
+        if count > len(self._free):
+            raise MemoryError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} are free")
+        if count == 0:
+            return []
+        taken = self._free[-count:]
+        del self._free[-count:]
+        taken.reverse()
+        for page in taken:
+            self._is_free[page] = 0
+        return taken
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back. Raises ValueError on a page that is already free: a double free is a bug."""
+        returned = list(pages)
+        for page in returned:
+            if self._is_free[page]:
+                raise ValueError(f"page {page} is freed twice")
+            self._is_free[page] = 1
+        returned.reverse()
+        self._free.extend(returned)

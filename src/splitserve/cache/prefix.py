@@ -1,0 +1,86 @@
+"""The contract of a prefix cache, and the cache that never remembers anything.
+
+Pages handed to `insert` belong to the cache from then on; pages returned by `evict` belong to the caller. A locked path
+is never evicted. One contract suite, `tests/contract/test_prefix_cache.py`, runs against every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class PrefixHandle(Protocol):
+    """A place in the cache that can be locked. Opaque to callers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest cached prefix: pages of tokens [0, len(pages) x page_size)."""
+
+    pages: list[int]
+    handle: PrefixHandle | None
+
+
+class PrefixCache(Protocol):
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest cached prefix of `tokens`, in whole pages. Touches it for eviction order; locks nothing."""
+        ...
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
+        """Remember the KV of `tokens`, page by page; len(tokens) == len(pages) x page_size.
+
+        Returns the cache's own pages for all of `tokens`, and those of the given pages that it did not take because it
+        held that part already (or keeps nothing): these stay the caller's, who frees the ones it owned.
+        """
+        ...
+
+    def lock(self, handle: PrefixHandle | None) -> None:
+        """Keep the path from the root to `handle` from eviction until it is unlocked as often as locked."""
+        ...
+
+    def unlock(self, handle: PrefixHandle | None) -> None: ...
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Forget least recently used, unlocked pages until `num_pages` are found or nothing is left. May give more."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages the cache owns."""
+        ...
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Of these, pages no lock keeps."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError where counters and structure disagree."""
+        ...
+
+
+class NoPrefixCache:
+    """Remembers nothing: every prompt is computed anew."""
+
+    num_pages = 0
+    num_evictable_pages = 0
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        return PrefixMatch([], None)
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
+        return PrefixMatch([], None), list(pages)
+
+    def lock(self, handle: PrefixHandle | None) -> None:
+        assert handle is None
+
+    def unlock(self, handle: PrefixHandle | None) -> None:
+        assert handle is None
+
+    def evict(self, num_pages: int) -> list[int]:
+        return []
+
+    def check(self) -> None:
+        return None

@@ -1,0 +1,145 @@
+"""Prefix cache as a radix tree over whole pages (RadixAttention, Zheng et al., arXiv:2312.07104).
+
+An edge holds the tokens of one or more whole pages and the pages themselves; children are told apart by the tokens of
+their first page. A path is locked by counting users on every node from the leaf to the root; eviction takes unlocked
+leaves, least recently used first. Recency is a counter, not time: the order of use is all that matters.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from splitserve.cache.prefix import PrefixHandle, PrefixMatch
+
+PageKey = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An edge of the tree with what hangs below it. `keys[i]` are the tokens of `pages[i]`."""
+
+    keys: list[PageKey]
+    pages: list[int]
+    parent: Node | None
+    children: dict[PageKey, Node] = field(default_factory=dict)
+    # Locked paths that end at or below this node.
+    users: int = 0
+    last_use: int = 0
+
+
+class RadixCache:
+    """See `PrefixCache` for the contract."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._root = Node([], [], None)
+        self._uses = 0
+        self._num_pages = 0
+        self._num_locked_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def num_evictable_pages(self) -> int:
+        return self._num_pages - self._num_locked_pages
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        node, pages = self._walk(self._split_pages(tokens))
+        return PrefixMatch(pages, node if pages else None)
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
+        keys = self._split_pages(tokens)
+        assert len(keys) == len(pages), f"{len(tokens)} tokens do not fill {len(pages)} pages"
+        node, held = self._walk(keys)
+        known = len(held)
+        if known < len(keys):
+            leaf = Node(keys[known:], list(pages[known:]), node, last_use=self._uses)
+            node.children[leaf.keys[0]] = leaf
+            self._num_pages += len(leaf.pages)
+            node = leaf
+        match = PrefixMatch(held + list(pages[known:]), node if keys else None)
+        return match, [given for given, own in zip(pages[:known], held, strict=True) if given != own]
+
+    def lock(self, handle: PrefixHandle | None) -> None:
+        for node in self._path(handle):
+            if node.users == 0:
+                self._num_locked_pages += len(node.pages)
+            node.users += 1
+
+    def unlock(self, handle: PrefixHandle | None) -> None:
+        for node in self._path(handle):
+            assert node.users > 0, "unlocked more often than locked"
+            node.users -= 1
+            if node.users == 0:
+                self._num_locked_pages -= len(node.pages)
+
+    def evict(self, num_pages: int) -> list[int]:
+        evicted: list[int] = []
+        leaves = [(n.last_use, id(n), n) for n in self._nodes() if not n.children and n.users == 0]
+        heapq.heapify(leaves)
+        while leaves and len(evicted) < num_pages:
+            node = heapq.heappop(leaves)[2]
+            evicted.extend(node.pages)
+            self._num_pages -= len(node.pages)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.keys[0]]
+            if parent is not self._root and not parent.children and parent.users == 0:
+                heapq.heappush(leaves, (parent.last_use, id(parent), parent))
+        return evicted
+
+    def check(self) -> None:
+        nodes = list(self._nodes())
+        pages = [p for n in nodes for p in n.pages]
+        assert len(pages) == len(set(pages)), "a page hangs in the tree twice"
+        assert len(pages) == self._num_pages
+        assert sum(len(n.pages) for n in nodes if n.users) == self._num_locked_pages
+        for node in nodes:
+            assert node.parent is not None
+            assert node.parent.children[node.keys[0]] is node
+            assert node.parent is self._root or node.parent.users >= node.users
+
+    def _split_pages(self, tokens: Sequence[int]) -> list[PageKey]:
+        size = self.page_size
+        return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
+
+    def _walk(self, keys: list[PageKey]) -> tuple[Node, list[int]]:
+        """Follow `keys` as far as the tree goes, splitting an edge left half way, and mark the way as just used."""
+        self._uses += 1
+        node, pages = self._root, list[int]()
+        while len(pages) < len(keys) and (child := node.children.get(keys[len(pages)])) is not None:
+            rest = keys[len(pages) : len(pages) + len(child.keys)]
+            common = next((i for i, (a, b) in enumerate(zip(rest, child.keys, strict=False)) if a != b), len(rest))
+            if common < len(child.keys):
+                child = self._split(child, common)
+            child.last_use = self._uses
+            pages.extend(child.pages)
+            node = child
+        return node, pages
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge in two. `node` keeps the lower part, so that handles to it keep meaning the whole path."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.keys[:at], node.pages[:at], parent, users=node.users, last_use=node.last_use)
+        parent.children[upper.keys[0]] = upper
+        node.keys, node.pages, node.parent = node.keys[at:], node.pages[at:], upper
+        upper.children[node.keys[0]] = node
+        return upper
+
+    def _path(self, handle: PrefixHandle | None) -> Iterator[Node]:
+        node = handle
+        while isinstance(node, Node) and node is not self._root:
+            yield node
+            node = node.parent
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

@@ -1,0 +1,142 @@
+"""The decode side's queues.
+
+The life of a request on a decode worker:
+1. `DecodePreallocQueue.add` opens a receiver, which finds the prefill worker and shakes hands with it.
+2. `pop_preallocated` takes those that have shaken hands, first come first served, while pages, a row and a metadata
+   slot are free: it allocates them and announces them to the prefill side. They move to the `DecodeTransferQueue`.
+3. `pop_transferred` takes those whose bytes are all in place and commits them: the metadata row is read, checked to
+   belong to the room, and its token becomes the first output. The prompt counts as computed: no forward pass runs.
+4. What failed comes back with its cause. Its pages may be reused when the receiver is quiescent, not before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.clock import Clock
+from splitserve.core.request import Request, RoomKey
+from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.ports import ManagerPort, ReceiverPort
+from splitserve.disaggregation.state import KVPoll
+from splitserve.errors import KVTransferError, MissingBootstrapError, SplitserveError
+
+
+@dataclass(slots=True, eq=False)
+class DecodeEntry:
+    """A request on the decode side with its receiving end."""
+
+    request: Request
+    key: RoomKey
+    receiver: ReceiverPort
+    # The row the prefill side writes, from pre-allocation until the entry ends.
+    metadata_index: int | None = None
+    # Set where the hand-over succeeded but what arrived is not usable.
+    error: SplitserveError | None = None
+
+    def failure(self) -> SplitserveError:
+        return self.error or self.receiver.failure()
+
+
+class DecodePreallocQueue:
+    """Requests that shake hands or wait for memory."""
+
+    def __init__(
+        self, manager: ManagerPort, cache: PagedKVCache, slots: ReqToMetadataIdxAllocator, clock: Clock
+    ) -> None:
+        self._manager = manager
+        self._cache = cache
+        self._slots = slots
+        self._clock = clock
+        self._entries: dict[str, DecodeEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request) -> None:
+        """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError."""
+        bootstrap = request.bootstrap
+        if bootstrap is None:
+            raise MissingBootstrapError("a decode worker needs bootstrap_room: send requests through the router")
+        receiver = self._manager.receiver(request.rid, bootstrap)
+        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver)
+
+    def pop_preallocated(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+        """(those whose pages are announced now, those that failed)."""
+        announced: list[DecodeEntry] = []
+        failed: list[DecodeEntry] = []
+        has_room = True
+        for entry in self._entries.values():
+            state = entry.receiver.poll()
+            if state is KVPoll.FAILED:
+                failed.append(entry)
+            elif state is KVPoll.WAITING_FOR_INPUT and has_room:
+                # The first that does not fit stops those behind it, so that a large request is never starved.
+                has_room = self._preallocate(entry)
+                if has_room:
+                    announced.append(entry)
+        for entry in announced + failed:
+            del self._entries[entry.request.rid]
+        return announced, failed
+
+    def num_tokens_pre_allocated(self) -> int:
+        """Prompt tokens of the requests still waiting for pages."""
+        return sum(entry.request.num_prompt_tokens for entry in self._entries.values())
+
+    def remove(self, rid: str) -> DecodeEntry | None:
+        return self._entries.pop(rid, None)
+
+    def _preallocate(self, entry: DecodeEntry) -> bool:
+        request = entry.request
+        if self._slots.available_size() == 0:
+            return False
+        if not self._cache.try_admit(request, max_tokens=request.num_tokens_at_most):
+            return False
+        self._cache.extend(request, request.num_prompt_tokens)
+        entry.metadata_index = self._slots.alloc()
+        request.timeline.enter("transfer", self._clock.now())
+        entry.receiver.init(request.pages, entry.metadata_index, num_tokens=request.num_prompt_tokens)
+        return True
+
+
+class DecodeTransferQueue:
+    """Requests whose KV is on its way into pages they hold."""
+
+    def __init__(self, metadata: MetadataBuffers) -> None:
+        self._metadata = metadata
+        self._entries: dict[str, DecodeEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def extend(self, entries: list[DecodeEntry]) -> None:
+        for entry in entries:
+            self._entries[entry.request.rid] = entry
+
+    def pop_transferred(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+        """(those ready to decode, with their first token; those that failed)."""
+        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
+        arrived = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        for entry in arrived:
+            self._commit(entry)
+        return [e for e in arrived if e.error is None], failed + [e for e in arrived if e.error is not None]
+
+    def remove(self, rid: str) -> DecodeEntry | None:
+        return self._entries.pop(rid, None)
+
+    def entries(self) -> list[DecodeEntry]:
+        return list(self._entries.values())
+
+    def _commit(self, entry: DecodeEntry) -> None:
+        """Make the request what it would be had its prompt been computed here."""
+        assert entry.metadata_index is not None
+        request = entry.request
+        try:
+            row = self._metadata.get_buf(entry.metadata_index, entry.key)
+        except KVTransferError as error:
+            entry.error = error
+            return
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_cached_tokens = row.num_cached_tokens
+        request.append(row.output_id, row.logprob if request.return_logprob else None)

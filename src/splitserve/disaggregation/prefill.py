@@ -1,0 +1,125 @@
+"""The prefill side's queues.
+
+The life of a request on a prefill worker:
+1. `PrefillBootstrapQueue.add` opens a sender. The request waits until decode has announced its pages.
+2. `pop_bootstrapped` takes those whose pages are known and for whom a metadata slot is free; they enter the waiting
+   line and are computed chunk by chunk. After each chunk `PrefillEntry.send_chunk` sends the whole pages that are new.
+3. With the last chunk goes the metadata row: the first token and what belongs to it. The request moves to the
+   `PrefillInflightQueue` until every byte is proven in place.
+4. `pop_finished` gives it back: done, or failed with the cause. Its pages may be reused when the sender is quiescent.
+
+These queues know the sender only by its Protocol, and neither the engine nor the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitserve.cache.blocks import kv_to_page_num
+from splitserve.core.request import Request, RoomKey
+from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.ports import ManagerPort, SenderPort
+from splitserve.disaggregation.state import KVPoll
+from splitserve.errors import MissingBootstrapError
+
+
+@dataclass(slots=True, eq=False)
+class PrefillEntry:
+    """A request on the prefill side with its sending end."""
+
+    request: Request
+    key: RoomKey
+    sender: SenderPort
+    # Our metadata row, from `pop_bootstrapped` until the entry ends.
+    metadata_index: int | None = None
+    # Pages [0, num_pages_sent) of the prompt have been handed to the sender.
+    num_pages_sent: int = 0
+
+    def send_chunk(self, page_size: int) -> None:
+        """Send the whole pages computed since the last call. The prompt is not finished yet."""
+        self._send(self.request.num_computed_tokens // page_size)
+
+    def send_last_chunk(self, page_size: int, metadata: MetadataBuffers) -> None:
+        """Send what is left, the last page as full as it is, and then the metadata row."""
+        request = self.request
+        assert self.metadata_index is not None
+        metadata.set_buf(
+            self.metadata_index,
+            MetadataRow(
+                key=self.key,
+                output_id=request.output_ids[0],
+                num_cached_tokens=request.num_cached_tokens,
+                logprob=request.output_logprobs[0] if request.output_logprobs else None,
+            ),
+        )
+        self._send(kv_to_page_num(request.num_prompt_tokens, page_size), is_last=True)
+
+    def _send(self, end: int, *, is_last: bool = False) -> None:
+        if end > self.num_pages_sent or is_last:
+            pages = self.request.pages[self.num_pages_sent : end]
+            self.sender.send(pages, is_last=is_last, metadata_index=self.metadata_index if is_last else None)
+            self.num_pages_sent = end
+
+
+class PrefillBootstrapQueue:
+    """Requests whose decode side has not announced its pages yet."""
+
+    def __init__(self, manager: ManagerPort, slots: ReqToMetadataIdxAllocator) -> None:
+        self._manager = manager
+        self._slots = slots
+        self._entries: dict[str, PrefillEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request) -> None:
+        """Open the sending end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError."""
+        bootstrap = request.bootstrap
+        if bootstrap is None:
+            raise MissingBootstrapError("a prefill worker needs bootstrap_room: send requests through the router")
+        sender = self._manager.sender(request.rid, bootstrap)
+        self._entries[request.rid] = PrefillEntry(request, bootstrap.key, sender)
+
+    def pop_bootstrapped(self) -> tuple[list[PrefillEntry], list[PrefillEntry]]:
+        """(those that may be computed now, in order of arrival; those that failed)."""
+        ready: list[PrefillEntry] = []
+        failed: list[PrefillEntry] = []
+        for entry in self._entries.values():
+            state = entry.sender.poll()
+            if state is KVPoll.FAILED:
+                failed.append(entry)
+            elif state is KVPoll.WAITING_FOR_INPUT and self._slots.available_size() > 0:
+                entry.metadata_index = self._slots.alloc()
+                ready.append(entry)
+        for entry in ready + failed:
+            del self._entries[entry.request.rid]
+        return ready, failed
+
+    def remove(self, rid: str) -> PrefillEntry | None:
+        return self._entries.pop(rid, None)
+
+
+class PrefillInflightQueue:
+    """Requests whose last chunk is on its way."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, PrefillEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: PrefillEntry) -> None:
+        self._entries[entry.request.rid] = entry
+
+    def pop_finished(self) -> tuple[list[PrefillEntry], list[PrefillEntry]]:
+        """(those whose KV is proven in place, those that failed)."""
+        states = {rid: entry.sender.poll() for rid, entry in self._entries.items()}
+        done = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        return done, failed
+
+    def remove(self, rid: str) -> PrefillEntry | None:
+        return self._entries.pop(rid, None)
+
+    def entries(self) -> list[PrefillEntry]:
+        return list(self._entries.values())

@@ -1,0 +1,81 @@
+"""What leaves the scheduler: tokens as they come, and exactly one final message for every request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from splitserve.clock import Clock
+from splitserve.core.request import FinishReason, FinishType, Request
+from splitserve.errors import RequestAbortedError, SplitserveError
+from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, TransferStats
+
+
+class Outbox:
+    """Collects a step's outputs and sends them as one message."""
+
+    def __init__(self, send: Callable[[FromScheduler], None], clock: Clock) -> None:
+        self._send = send
+        self._clock = clock
+        self._outputs: list[TokenOutput] = []
+        # rid -> output tokens the front end has been told of; a request is open from `open` to its final message.
+        self._told: dict[str, int] = {}
+        self.num_finished = 0
+
+    def open(self, request: Request) -> None:
+        self._told[request.rid] = 0
+
+    def is_open(self, rid: str) -> bool:
+        return rid in self._told
+
+    def tell(self, request: Request, transfer: TransferStats | None = None) -> None:
+        """Send what is new of this request; its last message if it is finished."""
+        told = self._told[request.rid]
+        new = request.output_ids[told:]
+        finish = request.finish
+        if not new and finish is None:
+            return
+        first = told == 0 and bool(new) and request.logprob_start is not None
+        self._outputs.append(
+            TokenOutput(
+                rid=request.rid,
+                token_ids=new,
+                logprobs=request.output_logprobs[told:],
+                input_logprobs=request.input_logprobs if first else None,
+                num_cached_tokens=request.num_cached_tokens,
+                finish=finish,
+                timeline=self._close(request) if finish else None,
+                transfer=transfer,
+            )
+        )
+        if finish is None:
+            self._told[request.rid] = told + len(new)
+
+    def fail(self, request: Request, error: SplitserveError) -> None:
+        """End the request with `error`; the stage it was in and its id go into the message."""
+        stage = request.timeline.stage()
+        message = f"request {request.rid} ended in stage '{stage}': {error.message}"
+        request.finish = FinishReason(
+            FinishType.ABORT, message=message, status_code=error.http_status, reason=error.reason
+        )
+        self.tell(request)
+
+    def forget(self, request: Request) -> None:
+        """End the request without a word: the front end asked for that."""
+        request.finish = FinishReason(FinishType.ABORT, reason=RequestAbortedError.reason)
+        self._close(request)
+
+    def reply(self, message: FromScheduler) -> None:
+        """Answer a call at once, after the outputs that came before it."""
+        self.flush()
+        self._send(message)
+
+    def flush(self) -> None:
+        if self._outputs:
+            self._send(StepOutputs(outputs=self._outputs))
+            self._outputs = []
+
+    def _close(self, request: Request) -> dict[str, float]:
+        del self._told[request.rid]
+        self.num_finished += 1
+        request.timeline.enter("finished", self._clock.now())
+        return request.timeline.seconds_since_first()

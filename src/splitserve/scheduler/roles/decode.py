@@ -1,0 +1,152 @@
+"""The decode role: receive prompts' KV, generate the tokens.
+
+1. `accept` opens the receiving end; the request stands in the pre-allocation queue: handshake, then memory.
+2. `advance` announces pages to the prefill side and moves it to the transfer queue.
+3. `advance` takes what has arrived: the prompt counts as computed and the first token is there (a prebuilt batch: no
+   forward pass). It joins the running set up to the free places.
+4. It decodes like any other request until it ends.
+
+A request that fails or is aborted while the prefill side may still write keeps its pages, in the lease table, until its
+receiver is quiescent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.clock import Clock
+from splitserve.core.batch import StepResult
+from splitserve.core.request import DisaggregationMode, Request
+from splitserve.disaggregation.decode import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
+from splitserve.disaggregation.lease import LeaseTable
+from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.ports import ManagerPort
+from splitserve.errors import SplitserveError
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.roles.base import QueueState
+from splitserve.scheduler.running import Batch, RunningSet, take_result
+
+
+class DecodeRole:
+    mode = DisaggregationMode.DECODE
+
+    def __init__(
+        self,
+        running: RunningSet,
+        cache: PagedKVCache,
+        outbox: Outbox,
+        clock: Clock,
+        manager: ManagerPort,
+        metadata: MetadataBuffers,
+        slots: ReqToMetadataIdxAllocator,
+    ) -> None:
+        self._set = running
+        self._cache = cache
+        self._outbox = outbox
+        self._clock = clock
+        self._slots = slots
+        self._prealloc = DecodePreallocQueue(manager, cache, slots, clock)
+        self._transfer = DecodeTransferQueue(metadata)
+        # Prebuilt requests: KV and first token are here, a place in the running set is not free yet.
+        self._prebuilt: deque[Request] = deque()
+        self._leases: LeaseTable[DecodeEntry] = LeaseTable()
+        self._num_failed = 0
+
+    def accept(self, request: Request) -> None:
+        request.timeline.enter("handshake", self._clock.now())
+        self._prealloc.add(request)
+
+    def advance(self) -> None:
+        for entry in self._leases.reclaim():
+            self._free(entry)
+        arrived, failed_in_transfer = self._transfer.pop_transferred()
+        for entry in arrived:
+            self._take_in(entry)
+        announced, failed = self._prealloc.pop_preallocated()
+        self._transfer.extend(announced)
+        for entry in failed + failed_in_transfer:
+            self._fail(entry)
+        while self._prebuilt and len(self._set.running) < self._set.max_running:
+            self._set.running.append(self._prebuilt.popleft())
+
+    def finish_step(self, batch: Batch, result: StepResult) -> None:
+        for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
+            take_result(request, step, outcome)
+            if request.is_finished:
+                self._set.running.remove(request)
+                self._cache.release(request, publish=False)
+            self._outbox.tell(request)
+
+    def abort(self, rid: str, error: SplitserveError | None) -> None:
+        entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
+        request = entry.request if entry else self._remove_decoding(rid)
+        if request is None:
+            return
+        if error is None:
+            self._outbox.forget(request)
+        else:
+            self._outbox.fail(request, error)
+        if entry is None:
+            self._cache.release(request, publish=False)
+            return
+        entry.receiver.abort(
+            error.message if error else "the client of the decode side left",
+            status_code=error.http_status if error else 499,
+        )
+        self._leases.hold(entry, entry.receiver, len(request.pages))
+
+    def holders(self) -> list[Request]:
+        entries = [*self._transfer.entries(), *self._leases.items()]
+        transferring = [e.request for e in entries if self._cache.holds(e.request)]
+        return [*self._set.running, *self._prebuilt, *transferring]
+
+    def num_waiting(self) -> int:
+        return len(self._prealloc) + len(self._transfer) + len(self._prebuilt)
+
+    def is_idle(self) -> bool:
+        return not (self._prealloc or self._transfer or self._prebuilt or self._leases or self._set.running)
+
+    def queue_state(self) -> QueueState:
+        return {
+            "num_decode_prealloc_queue_reqs": len(self._prealloc),
+            "num_decode_transfer_queue_reqs": len(self._transfer),
+            "pages_leased": self._leases.num_pages,
+            "metadata_slots_total": self._slots.size,
+            "metadata_slots_free": self._slots.available_size(),
+            "num_transfer_failed_reqs_total": self._num_failed,
+        }
+
+    def _take_in(self, entry: DecodeEntry) -> None:
+        """From here on the request is like any other: its room is forgotten, its metadata slot free."""
+        request = entry.request
+        request.timeline.enter("decoding", self._clock.now())
+        self._close_room(entry)
+        if request.is_finished:
+            self._cache.release(request, publish=False)
+        else:
+            self._prebuilt.append(request)
+        self._outbox.tell(request)
+
+    def _remove_decoding(self, rid: str) -> Request | None:
+        for request in self._prebuilt:
+            if request.rid == rid:
+                self._prebuilt.remove(request)
+                return request
+        return self._set.remove(rid)
+
+    def _fail(self, entry: DecodeEntry) -> None:
+        self._num_failed += 1
+        self._outbox.fail(entry.request, entry.failure())
+        self._leases.hold(entry, entry.receiver, len(entry.request.pages))
+
+    def _free(self, entry: DecodeEntry) -> None:
+        """Give back what a hand-over that came to nothing held."""
+        if self._cache.holds(entry.request):
+            self._cache.release(entry.request, publish=False)
+        self._close_room(entry)
+
+    def _close_room(self, entry: DecodeEntry) -> None:
+        if entry.metadata_index is not None:
+            self._slots.free(entry.metadata_index)
+        entry.receiver.clear()

@@ -1,0 +1,153 @@
+"""The prefill role: compute prompts, hand their KV over, never decode.
+
+1. `accept` opens the sending end; the request stands in the bootstrap queue until decode's pages are known.
+2. `advance` moves it to the waiting line; the plan admits it and computes it chunk by chunk.
+3. `finish_step` sends the new whole pages after every chunk; after the last one also the metadata row, and the request
+   moves to the in-flight queue.
+4. `advance` ends it when every byte is proven in place: its pages enter the prefix cache and the front end is answered.
+
+A request that fails or is aborted on the way keeps its pages, in the lease table, until its sender is quiescent.
+"""
+
+from __future__ import annotations
+
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.clock import Clock
+from splitserve.core.batch import StepResult
+from splitserve.core.request import DisaggregationMode, FinishReason, FinishType, Request
+from splitserve.disaggregation.lease import LeaseTable
+from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.ports import ManagerPort
+from splitserve.disaggregation.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
+from splitserve.disaggregation.state import KVPoll
+from splitserve.errors import SplitserveError
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.roles.base import QueueState
+from splitserve.scheduler.running import Batch, RunningSet, take_result
+
+
+class PrefillRole:
+    mode = DisaggregationMode.PREFILL
+
+    def __init__(
+        self,
+        running: RunningSet,
+        cache: PagedKVCache,
+        outbox: Outbox,
+        clock: Clock,
+        manager: ManagerPort,
+        metadata: MetadataBuffers,
+        slots: ReqToMetadataIdxAllocator,
+    ) -> None:
+        self._set = running
+        self._cache = cache
+        self._outbox = outbox
+        self._clock = clock
+        self._metadata = metadata
+        self._slots = slots
+        self._bootstrap = PrefillBootstrapQueue(manager, slots)
+        # Bootstrapped and not yet fully computed: waiting or running, by rid.
+        self._computing: dict[str, PrefillEntry] = {}
+        self._inflight = PrefillInflightQueue()
+        self._leases: LeaseTable[PrefillEntry] = LeaseTable()
+        self._num_failed = 0
+
+    def accept(self, request: Request) -> None:
+        request.timeline.enter("bootstrap", self._clock.now())
+        self._bootstrap.add(request)
+
+    def advance(self) -> None:
+        for entry in self._leases.reclaim():
+            self._free(entry)
+        ready, failed = self._bootstrap.pop_bootstrapped()
+        for entry in ready:
+            entry.request.timeline.enter("waiting", self._clock.now())
+            self._computing[entry.request.rid] = entry
+            self._set.waiting.append(entry.request)
+        done, failed_in_flight = self._inflight.pop_finished()
+        for entry in done:
+            self._finish(entry)
+        failed_computing = [e for e in self._computing.values() if e.sender.poll() is KVPoll.FAILED]
+        for entry in failed_computing:
+            self._stop_computing(entry)
+        for entry in failed + failed_in_flight + failed_computing:
+            self._fail(entry)
+
+    def finish_step(self, batch: Batch, result: StepResult) -> None:
+        for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
+            take_result(request, step, outcome)
+            entry = self._computing[request.rid]
+            # A room that failed while its chunk was computed is taken out by the next `advance`.
+            if entry.sender.poll() is KVPoll.FAILED:
+                continue
+            if outcome.token_id is None:
+                entry.send_chunk(self._cache.page_size)
+            else:
+                self._hand_over(entry)
+
+    def abort(self, rid: str, error: SplitserveError | None) -> None:
+        entry = self._bootstrap.remove(rid) or self._inflight.remove(rid)
+        if entry is None and (entry := self._computing.get(rid)) is not None:
+            self._stop_computing(entry)
+        if entry is None:
+            return
+        entry.sender.abort(
+            error.message if error else "the client of the prefill side left",
+            status_code=error.http_status if error else 499,
+        )
+        if error is None:
+            self._outbox.forget(entry.request)
+        else:
+            self._outbox.fail(entry.request, error)
+        self._leases.hold(entry, entry.sender, len(entry.request.pages))
+
+    def holders(self) -> list[Request]:
+        entries = [*self._inflight.entries(), *self._leases.items()]
+        return [*self._set.running, *(e.request for e in entries if self._cache.holds(e.request))]
+
+    def num_waiting(self) -> int:
+        return len(self._bootstrap) + len(self._set.waiting)
+
+    def is_idle(self) -> bool:
+        return not (self._bootstrap or self._computing or self._inflight or self._leases)
+
+    def queue_state(self) -> QueueState:
+        return {
+            "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
+            "num_prefill_inflight_queue_reqs": len(self._inflight),
+            "pages_leased": self._leases.num_pages,
+            "metadata_slots_total": self._slots.size,
+            "metadata_slots_free": self._slots.available_size(),
+            "num_transfer_failed_reqs_total": self._num_failed,
+        }
+
+    def _hand_over(self, entry: PrefillEntry) -> None:
+        entry.request.timeline.enter("transfer", self._clock.now())
+        self._stop_computing(entry)
+        entry.send_last_chunk(self._cache.page_size, self._metadata)
+        self._inflight.add(entry)
+
+    def _stop_computing(self, entry: PrefillEntry) -> None:
+        del self._computing[entry.request.rid]
+        self._set.remove(entry.request.rid)
+
+    def _finish(self, entry: PrefillEntry) -> None:
+        request = entry.request
+        # One token is all this side ever makes, whatever the request asks for in total.
+        request.finish = FinishReason(FinishType.LENGTH)
+        self._outbox.tell(request, transfer=entry.sender.stats())
+        self._cache.share(request)
+        self._free(entry)
+
+    def _fail(self, entry: PrefillEntry) -> None:
+        self._num_failed += 1
+        self._outbox.fail(entry.request, entry.sender.failure())
+        self._leases.hold(entry, entry.sender, len(entry.request.pages))
+
+    def _free(self, entry: PrefillEntry) -> None:
+        """The one place where an entry's page, row and slot go back, and its room is forgotten."""
+        if self._cache.holds(entry.request):
+            self._cache.release(entry.request, publish=False)
+        if entry.metadata_index is not None:
+            self._slots.free(entry.metadata_index)
+        entry.sender.clear()

@@ -1,0 +1,207 @@
+"""The scheduler of one worker: messages in, plans out, results back, tokens on their way.
+
+A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns *what* they mean for a request:
+
+    receive   messages from the front end, progress of the role's queues
+    plan      the next step, from the running set
+    commit    the engine's result, into requests and out to the front end
+    rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Protocol
+
+from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
+from splitserve.clock import Clock
+from splitserve.core.batch import StepResult
+from splitserve.core.request import Request
+from splitserve.errors import (
+    CapacityError,
+    EngineError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestAbortedError,
+    SplitserveError,
+)
+from splitserve.messages import (
+    AbortRequest,
+    FlushCacheReply,
+    FlushCacheRequest,
+    GenerateRequest,
+    SchedulerState,
+    StateReply,
+    StateRequest,
+    ToScheduler,
+)
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.running import Batch, RunningSet
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """Where messages come from."""
+
+    def drain(self) -> list[ToScheduler]:
+        """What has arrived, without waiting."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Return when a message is there, when the transfer layer made progress, or after `timeout` seconds."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask of this worker."""
+
+    # Prompt and output together.
+    max_tokens_per_request: int
+    max_queued_requests: int
+    eos_token_ids: frozenset[int]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        role: Role,
+        running: RunningSet,
+        cache: PagedKVCache,
+        inbox: Inbox,
+        outbox: Outbox,
+        clock: Clock,
+        limits: Limits,
+    ) -> None:
+        self.role = role
+        self._set = running
+        self._cache = cache
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._limits = limits
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+        self._num_violations = 0
+        self._has_worked = False
+
+    def receive(self) -> None:
+        for message in self._inbox.drain():
+            self._handle(message)
+        self.role.advance()
+        self._outbox.flush()
+
+    def plan(self) -> Batch | None:
+        return self._set.plan(self._clock.now())
+
+    def commit(self, batch: Batch, result: StepResult) -> None:
+        self._num_steps += 1
+        self._num_computed_tokens += batch.plan.num_tokens
+        self._has_worked = True
+        self.role.finish_step(batch, result)
+        self._outbox.flush()
+
+    def fail_step(self, batch: Batch, error: EngineError) -> None:
+        """The engine could not run this step: its requests end with the cause, the worker goes on."""
+        logger.error("step failed: %s", error.message)
+        for request in batch.requests:
+            self.role.abort(request.rid, error)
+        self._outbox.flush()
+
+    def rest(self, timeout: float) -> None:
+        if self._has_worked and self.role.is_idle():
+            self._has_worked = False
+            self._check()
+        self._inbox.wait(timeout)
+
+    def state(self) -> SchedulerState:
+        prefix, queues = self._cache.prefix, self.role.queue_state()
+        return SchedulerState(
+            num_running_reqs=len(self._set.running),
+            num_waiting_reqs=self.role.num_waiting(),
+            page_size=self._cache.page_size,
+            pages_total=self._cache.pages.num_pages,
+            pages_free=self._cache.pages.available(),
+            pages_cached=prefix.num_pages,
+            rows_total=len(self._cache.rows.table),
+            rows_free=self._cache.rows.available_size(),
+            prefix_cache_queries=self._cache.prefix_queries,
+            prefix_cache_hits=self._cache.prefix_hits,
+            num_steps_total=self._num_steps,
+            num_computed_tokens_total=self._num_computed_tokens,
+            num_finished_reqs_total=self._outbox.num_finished,
+            num_tokens_held=sum(r.num_tokens for r in self._set.running) + sum(r.num_tokens for r in self._set.waiting),
+            num_invariant_violations_total=self._num_violations,
+            **{"pages_leased": 0, **queues},
+        )
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolation unless every page, row and slot is accounted for."""
+        self._cache.check(self.role.holders())
+        queues = self.role.queue_state()
+        if self.role.is_idle() and queues.get("metadata_slots_free") != queues.get("metadata_slots_total"):
+            raise InvariantViolation(f"idle, but metadata slots are taken: {queues}")
+
+    def _check(self) -> None:
+        try:
+            self.check_invariants()
+        except AssertionError as violation:
+            # A leak must not take the worker's streams down with it; it shows in the log and on /metrics.
+            self._num_violations += 1
+            logger.error("the KV pool does not add up: %s", violation)
+
+    def _handle(self, message: ToScheduler) -> None:
+        match message:
+            case GenerateRequest():
+                self._accept(message)
+            case AbortRequest():
+                error = None if message.quiet else RequestAbortedError(message.message)
+                self.role.abort(message.rid, error)
+            case FlushCacheRequest():
+                self._outbox.reply(FlushCacheReply(call_id=message.call_id, num_pages_freed=self._cache.flush()))
+            case StateRequest():
+                self._outbox.reply(StateReply(call_id=message.call_id, state=self.state()))
+
+    def _accept(self, message: GenerateRequest) -> None:
+        request = Request(
+            rid=message.rid,
+            prompt_ids=message.prompt_ids,
+            params=message.params,
+            eos_token_ids=self._limits.eos_token_ids,
+            bootstrap=message.bootstrap,
+            return_logprob=message.return_logprob,
+            num_top_logprobs=message.num_top_logprobs,
+            logprob_start=message.logprob_start,
+        )
+        request.timeline.enter("received", self._clock.now())
+        if self._outbox.is_open(request.rid):
+            logger.error("request id %s is in use already; the second request with it is dropped", request.rid)
+            return
+        self._has_worked = True
+        self._outbox.open(request)
+        try:
+            self._check_limits(request)
+            self.role.accept(request)
+        except SplitserveError as error:
+            self._outbox.fail(request, error)
+
+    def _check_limits(self, request: Request) -> None:
+        longest = self._limits.max_tokens_per_request
+        if not request.prompt_ids:
+            raise InvalidRequestError("the prompt is empty")
+        if request.num_prompt_tokens >= longest:
+            raise PromptTooLongError(
+                f"the prompt has {request.num_prompt_tokens} tokens; this worker takes at most {longest - 1} and one "
+                "token of output: shorten the prompt, or start the worker with a larger --max-total-tokens"
+            )
+        if self.role.num_waiting() >= self._limits.max_queued_requests:
+            raise CapacityError(f"{self.role.num_waiting()} requests are waiting already: retry later")
+        room = longest - request.num_prompt_tokens
+        if request.params.max_new_tokens > room:
+            params = dataclasses.replace(
+                request.params, max_new_tokens=room, min_new_tokens=min(request.params.min_new_tokens, room)
+            )
+            request.params = params

@@ -1,0 +1,82 @@
+"""An engine without a model whose next token depends on every KV slot of the request.
+
+It writes one 64-bit value per token into a real pool and draws the next token from all the values it finds through the
+page table. A page that was lost, swapped, overwritten or not transferred changes the output, so comparing tokens with
+`expected_tokens` proves the bookkeeping and the transfer, at thousands of steps a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.core.batch import (
+    RequestResult,
+    RequestStep,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+from splitserve.core.layout import KVComponent, KVLayout, Region
+from splitserve.core.sampling import SamplingParams, mix64
+
+Slots = npt.NDArray[np.uint64]
+
+
+class FakeEngine:
+    """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own."""
+
+    def __init__(
+        self, page_table: npt.NDArray[np.int32], num_pages: int, page_size: int, vocab_size: int = 512
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._table = page_table
+        # One value a token: [num_pages, page_size].
+        self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64)
+        # Two float32 elements are the eight bytes of one value.
+        component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2)
+        self.layout = KVLayout(page_size, num_pages, (component,))
+
+    def regions(self) -> tuple[Region, ...]:
+        return (Region(self._pool.ctypes.data, self._pool.nbytes),)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return StepResult(tuple(self._run(step) for step in plan.requests))
+
+    def _run(self, step: RequestStep) -> RequestResult:
+        slots = self._slots(step.row, step.start + len(step.token_ids))
+        flat = self._pool.reshape(-1)
+        flat[slots[step.start :]] = _values(step.token_ids, step.start)
+        logprobs = step.input_logprobs
+        scored = tuple(TokenLogprob(t, -1.0) for t in logprobs.targets) if logprobs else ()
+        if step.sample is None:
+            return RequestResult(input_logprobs=scored)
+        token = _draw(int(np.bitwise_xor.reduce(flat[slots])), step.sample, self.vocab_size)
+        return RequestResult(token, TokenLogprob(token, -1.0) if step.sample.return_logprob else None, scored)
+
+    def _slots(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
+        page_size = self._pool.shape[1]
+        tokens = np.arange(num_tokens)
+        return self._table[row, tokens // page_size].astype(np.int64) * page_size + tokens % page_size
+
+
+def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams, count: int, vocab_size: int = 512) -> list[int]:
+    """What the fake engine draws for this prompt when nothing went wrong: `count` tokens, stop conditions ignored."""
+    state = int(np.bitwise_xor.reduce(_values(prompt_ids, 0)))
+    output: list[int] = []
+    for _ in range(count):
+        spec = SampleSpec(params, len(prompt_ids) + len(output), prompt_ids, output)
+        output.append(_draw(state, spec, vocab_size))
+        state ^= int(_values(output[-1:], spec.position)[0])
+    return output
+
+
+def _values(token_ids: Sequence[int], start: int) -> Slots:
+    return np.array([mix64(token, start + i) for i, token in enumerate(token_ids)], dtype=np.uint64)
+
+
+def _draw(state: int, spec: SampleSpec, vocab_size: int) -> int:
+    return mix64(state, 0 if spec.params.is_greedy else mix64(spec.params.seed, spec.position)) % vocab_size

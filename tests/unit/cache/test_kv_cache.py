@@ -1,0 +1,114 @@
+"""The account of the pool under random lives of requests."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
+from splitserve.cache.pages import PageAllocator
+from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.radix import RadixCache
+from splitserve.cache.slots import ReqToTokenPool
+from splitserve.core.request import Request
+from splitserve.core.sampling import SamplingParams
+
+
+def make_cache(num_pages=12, page_size=4, rows=3, prefix=True) -> PagedKVCache:
+    return PagedKVCache(
+        PageAllocator(num_pages),
+        ReqToTokenPool(rows, num_pages * page_size, page_size),
+        RadixCache(page_size) if prefix else NoPrefixCache(),
+        page_size,
+    )
+
+
+def make_request(rid="r", prompt=(1, 2, 3, 4, 5), max_new_tokens=4) -> Request:
+    return Request(rid, list(prompt), SamplingParams(max_new_tokens=max_new_tokens))
+
+
+def admit(cache: PagedKVCache, request: Request) -> bool:
+    return cache.try_admit(request, max_tokens=request.num_tokens_at_most, max_prefix=request.num_tokens - 1)
+
+
+lives = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.lists(st.integers(0, 1), min_size=1, max_size=24), st.integers(1, 20)),
+        st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 9)),
+        st.tuples(st.just("release"), st.integers(0, 9), st.booleans()),
+        st.tuples(st.just("share"), st.integers(0, 9), st.none()),
+    ),
+    max_size=80,
+)
+
+
+@given(lives, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_lost_and_an_admitted_request_always_finds_room(life, with_prefix):
+    cache = make_cache(prefix=with_prefix)
+    held: list[Request] = []
+    for number, (action, a, b) in enumerate(life):
+        if action == "admit":
+            request = make_request(f"r{number}", a, b)
+            if admit(cache, request):
+                held.append(request)
+            else:
+                assert request.row is None
+                assert not cache.holds(request)
+        elif held:
+            request = held[a % len(held)]
+            if action == "compute":
+                end = min(request.num_computed_tokens + b, request.num_tokens_at_most)
+                cache.extend(request, end)
+                # Tokens beyond the prompt come from sampling.
+                request.output_ids.extend([0] * (end - request.num_tokens))
+                request.num_computed_tokens = end
+            elif action == "share":
+                cache.share(request)
+            else:
+                held.remove(request)
+                cache.release(request, publish=b)
+        cache.check(held)
+        for request in held:
+            assert cache.rows.table[request.row, : len(request.pages)].tolist() == request.pages
+    for request in held:
+        cache.release(request, publish=True)
+    cache.check([])
+    cache.flush()
+    assert cache.pages.available() == cache.pages.num_pages
+
+
+def test_a_second_request_reuses_the_pages_of_the_first():
+    cache = make_cache()
+    first = make_request("a", prompt=range(10))
+    assert admit(cache, first)
+    cache.extend(first, 10)
+    first.num_computed_tokens = 10
+    cache.share(first)
+    second = make_request("b", prompt=range(10))
+    assert admit(cache, second)
+    assert second.num_cached_tokens == second.num_computed_tokens == 8
+    assert second.pages == first.pages[:2]
+    assert (cache.prefix_queries, cache.prefix_hits) == (9 + 9, 8)
+
+
+def test_a_request_that_cannot_end_within_the_pool_waits():
+    cache = make_cache(num_pages=4)
+    assert admit(cache, make_request("a", prompt=range(8), max_new_tokens=4))
+    assert not admit(cache, make_request("b", prompt=range(4), max_new_tokens=4))
+    assert admit(cache, make_request("c", prompt=range(2), max_new_tokens=2))
+
+
+def test_releasing_twice_is_caught():
+    cache = make_cache()
+    request = make_request()
+    assert admit(cache, request)
+    cache.release(request, publish=False)
+    with pytest.raises(InvariantViolation, match="released twice"):
+        cache.release(request, publish=False)
+
+
+def test_a_request_whose_owner_forgot_it_is_caught():
+    cache = make_cache()
+    assert admit(cache, make_request("lost"))
+    with pytest.raises(InvariantViolation, match="lost"):
+        cache.check([])
