@@ -107,7 +107,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int
     pages_free: int
     pages_cached: int
-    pages_leased: int
+    # Held for requests that ended while a peer may still touch their pages.
+    pages_leased: int = 0
     rows_total: int
     rows_free: int
     metadata_slots_total: int = 0

@@ -44,7 +44,7 @@ class FrontEndPipe:
                 logger.error("dropped a message of the front end that is none of ours: %s", error)
 
     def wait(self, timeout: float) -> None:
-        self._poller.poll(timeout * 1000)
+        self._poller.poll(int(timeout * 1000))
         self.waker.clear()
 
     def send(self, message: FromScheduler) -> None:

@@ -135,7 +135,7 @@ class Scheduler:
             num_finished_reqs_total=self._outbox.num_finished,
             num_tokens_held=sum(r.num_tokens for r in self._set.running) + sum(r.num_tokens for r in self._set.waiting),
             num_invariant_violations_total=self._num_violations,
-            **{"pages_leased": 0, **queues},
+            **queues,
         )
 
     def check_invariants(self) -> None:

@@ -22,6 +22,7 @@ from splitserve.core.batch import (
 )
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import SamplingParams, mix64
+from splitserve.errors import EngineError
 
 Slots = npt.NDArray[np.uint64]
 
@@ -34,6 +35,9 @@ class FakeEngine:
     ) -> None:
         self.vocab_size = vocab_size
         self._table = page_table
+        self._failure: EngineError | None = None
+        # Tokens of every step run so far.
+        self.step_sizes: list[int] = []
         # One value a token: [num_pages, page_size].
         self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64)
         # Two float32 elements are the eight bytes of one value.
@@ -44,7 +48,15 @@ class FakeEngine:
         return (Region(self._pool.ctypes.data, self._pool.nbytes),)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.step_sizes.append(plan.num_tokens)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         return StepResult(tuple(self._run(step) for step in plan.requests))
+
+    def fail_next(self, error: EngineError) -> None:
+        """Raise `error` in the next step."""
+        self._failure = error
 
     def _run(self, step: RequestStep) -> RequestResult:
         slots = self._slots(step.row, step.start + len(step.token_ids))
@@ -60,7 +72,9 @@ class FakeEngine:
     def _slots(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         page_size = self._pool.shape[1]
         tokens = np.arange(num_tokens)
-        return self._table[row, tokens // page_size].astype(np.int64) * page_size + tokens % page_size
+        pages: npt.NDArray[np.int64] = self._table[row, tokens // page_size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = pages * page_size + tokens % page_size
+        return slots
 
 
 def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams, count: int, vocab_size: int = 512) -> list[int]:

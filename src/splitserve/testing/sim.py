@@ -1,0 +1,144 @@
+"""Schedulers on fakes under a manual clock: whole workers in one thread, turned by hand, no sockets and no waiting.
+
+`SimWorker` is one worker: the real scheduler, role, cache and queues over the fake engine, with lists for pipes.
+`ColocatedWorld` is one null worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.cache.pages import PageAllocator
+from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.radix import RadixCache
+from splitserve.cache.slots import ReqToTokenPool
+from splitserve.clock import ManualClock
+from splitserve.core.batch import TokenLogprob
+from splitserve.core.request import FinishReason, Request
+from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
+from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.running import RunningSet
+from splitserve.scheduler.scheduler import Limits, Scheduler
+from splitserve.testing.fake_engine import FakeEngine
+
+RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
+
+
+class ListInbox:
+    """Messages in a list. Waiting is a no-op: the test decides what happens next."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToScheduler] = []
+
+    def drain(self) -> list[ToScheduler]:
+        drained, self.messages = self.messages, []
+        return drained
+
+    def wait(self, timeout: float) -> None:
+        return None
+
+
+class SimWorker:
+    """One worker. What it tells its front end is collected by request, and checked as it comes."""
+
+    def __init__(
+        self,
+        clock: ManualClock,
+        make_role: RoleMaker,
+        tokens_at_most: Callable[[Request], int],
+        *,
+        num_pages: int = 64,
+        page_size: int = 16,
+        token_budget: int = 2048,
+        max_running: int = 64,
+        max_queued: int = 1000,
+        prefix: bool = True,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.clock = clock
+        self.longest = num_pages * page_size
+        rows = ReqToTokenPool(max_running, self.longest, page_size)
+        self.engine = FakeEngine(rows.table, num_pages, page_size)
+        cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
+        self.cache = PagedKVCache(PageAllocator(num_pages), rows, cache_of_prefixes, page_size)
+        self.inbox = ListInbox()
+        self.outputs: dict[str, list[TokenOutput]] = {}
+        self.replies: list[FromScheduler] = []
+        outbox = Outbox(self._collect, clock)
+        running = RunningSet(
+            self.cache, token_budget=token_budget, max_running=max_running, tokens_at_most=tokens_at_most
+        )
+        limits = Limits(self.longest, max_queued, eos_token_ids)
+        self.role = make_role(self, running, outbox)
+        self.scheduler = Scheduler(self.role, running, self.cache, self.inbox, outbox, clock, limits)
+        self._loop = NormalLoop(self.scheduler, self.engine)
+
+    def submit(self, message: ToScheduler) -> None:
+        self.inbox.messages.append(message)
+
+    def turn(self) -> bool:
+        """One turn of the loop; False if there was nothing to compute."""
+        return self._loop.run_once()
+
+    def is_idle(self) -> bool:
+        return self.role.is_idle() and not self.inbox.messages
+
+    def tokens(self, rid: str) -> list[int]:
+        return [t for output in self.outputs.get(rid, []) for t in output.token_ids]
+
+    def finish(self, rid: str) -> FinishReason | None:
+        outputs = self.outputs.get(rid, [])
+        return outputs[-1].finish if outputs else None
+
+    def cached(self, rid: str) -> int:
+        return self.outputs[rid][-1].num_cached_tokens
+
+    def input_logprobs(self, rid: str) -> list[TokenLogprob]:
+        return [lp for output in self.outputs[rid] for lp in output.input_logprobs or []]
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+
+    def check_nothing_is_held(self) -> None:
+        self.check()
+        state = self.scheduler.state()
+        assert self.role.is_idle()
+        assert state.pages_free + state.pages_cached == state.pages_total
+        assert state.rows_free == state.rows_total
+        assert state.metadata_slots_free == state.metadata_slots_total
+        assert state.num_invariant_violations_total == 0
+
+    def _collect(self, message: FromScheduler) -> None:
+        if not isinstance(message, StepOutputs):
+            self.replies.append(message)
+            return
+        for output in message.outputs:
+            earlier = self.outputs.setdefault(output.rid, [])
+            assert not earlier or earlier[-1].finish is None, f"{output.rid} heard more after its final message"
+            earlier.append(output)
+
+
+class ColocatedWorld(SimWorker):
+    """One null worker and its clock."""
+
+    def __init__(self, **settings: Any) -> None:
+        def make_role(worker: SimWorker, running: RunningSet, outbox: Outbox) -> Role:
+            return ColocatedRole(running, worker.cache, outbox, worker.clock)
+
+        super().__init__(ManualClock(), make_role, lambda r: r.num_tokens_at_most, **settings)
+
+    def run_until_idle(self, max_turns: int = 20_000) -> None:
+        for _ in range(max_turns):
+            self.turn()
+            self.clock.advance(0.001)
+            if self.is_idle():
+                return
+        raise AssertionError("still busy: something hangs")
+
+    def largest_step(self) -> int:
+        return max(self.engine.step_sizes)
