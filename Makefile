@@ -1,0 +1,48 @@
+# Everything runs inside .venv, which `setup` makes; nothing outside the repository and ~/.cache/splitserve is touched.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The CPU build where the package index offers one. For CUDA put your own requirement here, e.g. TORCH=torch==2.11.0.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: help setup demo test check bench soak format clean
+
+help:
+	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
+	@echo "make test    all tests            make check   ruff, ruff format, mypy"
+	@echo "make bench   the first figures    make soak    the long random test"
+	@echo "make setup   only the set-up      make clean   remove the set-up"
+
+setup: .venv/.installed
+	@$(BIN)/splitserve pull smollm2
+
+.venv/.installed: requirements.lock pyproject.toml
+	@echo "Setting up .venv (first time: a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: setup
+	@$(BIN)/splitserve demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	@$(BIN)/splitserve bench main --append-to docs/log.md
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --override-ini addopts="--strict-markers --import-mode=importlib"
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
