@@ -183,10 +183,15 @@ class Scheduler:
         self._has_worked = True
         self._outbox.open(request)
         try:
-            self._check_limits(request)
             self.role.accept(request)
         except SplitserveError as error:
             self._outbox.fail(request, error)
+            return
+        try:
+            self._check_limits(request)
+        except SplitserveError as error:
+            # After it was accepted, so that a role with another half tells that half, too.
+            self.role.abort(request.rid, error)
 
     def _check_limits(self, request: Request) -> None:
         longest = self._limits.max_tokens_per_request
@@ -197,8 +202,8 @@ class Scheduler:
                 f"the prompt has {request.num_prompt_tokens} tokens; this worker takes at most {longest - 1} and one "
                 "token of output: shorten the prompt, or start the worker with a larger --max-total-tokens"
             )
-        if self.role.num_waiting() >= self._limits.max_queued_requests:
-            raise CapacityError(f"{self.role.num_waiting()} requests are waiting already: retry later")
+        if self.role.num_waiting() > self._limits.max_queued_requests:
+            raise CapacityError(f"{self._limits.max_queued_requests} requests are waiting already: retry later")
         room = longest - request.num_prompt_tokens
         if request.params.max_new_tokens > room:
             params = dataclasses.replace(

@@ -1,0 +1,92 @@
+"""Tiny random models with the features of real ones, complete enough to serve: weights, config, tokenizer, chat template.
+
+Weights are drawn wider than a training run would: then the best token leads by far more than float noise, and greedy
+output can be compared exactly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+TinyKind = Literal["llama", "qwen3", "gemma3", "mixtral"]
+TINY_KINDS: tuple[TinyKind, ...] = ("llama", "qwen3", "gemma3", "mixtral")
+
+_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>")
+_PAD_ID, _BOS_ID, _EOS_ID = 256, 257, 258
+_VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)
+_CHAT_TEMPLATE = (
+    "<bos>{% for message in messages %}"
+    "<{{ 'assistant' if message.role == 'assistant' else 'user' }}>{{ message.content }}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,
+    "pad_token_id": _PAD_ID,
+    "bos_token_id": _BOS_ID,
+    "eos_token_id": _EOS_ID,
+    "tie_word_embeddings": False,
+}
+# Gemma-3: full attention only in the third of four layers, and a window that tests outgrow.
+_GEMMA_LAYERS = ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention")
+_GEMMA_WINDOW = 32
+
+
+def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
+    """Save a random model of this kind (float32) into `folder`, which is made, and return it. Same seed, same weights.
+
+    llama: grouped-query attention. qwen3: norms on queries and keys. gemma3: sliding windows on most layers.
+    mixtral: two of four experts a token.
+    """
+    config = _config(kind)
+    # Initialisation draws from torch's global generator: lend it a seed, and give it back as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=_BOS_ID, eos_token_id=_EOS_ID, pad_token_id=_PAD_ID
+    )
+    model.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _config(kind: TinyKind) -> Any:
+    if kind == "llama":
+        return transformers.LlamaConfig(**_COMMON)
+    if kind == "qwen3":
+        return transformers.Qwen3Config(**_COMMON)
+    if kind == "mixtral":
+        return transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    own = {"num_hidden_layers": len(_GEMMA_LAYERS), "layer_types": list(_GEMMA_LAYERS), "query_pre_attn_scalar": 16}
+    return transformers.Gemma3TextConfig(**{**_COMMON, **own, "sliding_window": _GEMMA_WINDOW})
+
+
+def _tokenizer() -> Any:
+    """One token a byte, and the special ones after them. Decodes every id, and any text comes back as it was."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=_COMMON["max_position_embeddings"],
+    )

@@ -1,0 +1,152 @@
+"""Prefill and decode together, in every order the seeds come up with: right tokens, one end each, nothing kept."""
+
+import random
+
+import pytest
+
+from splitserve.config import DisaggregationConfig
+from splitserve.core.request import FinishType
+from splitserve.core.sampling import SamplingParams
+from splitserve.errors import EngineError
+from splitserve.testing.fake_engine import expected_tokens
+from splitserve.testing.pair import PairWorld
+
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_handed_over_request_continues_as_if_it_had_never_moved(seed):
+    world = PairWorld(seed, prefill_settings={"token_budget": 24})
+    prompt = list(range(100))
+    world.submit("a", prompt, GREEDY, room=1)
+    world.run_until_idle()
+    assert world.decode.tokens("a") == expected_tokens(prompt, GREEDY, 8)
+    assert world.prefill.tokens("a") == world.decode.tokens("a")[:1]
+    assert world.decode.engine.step_sizes == [1] * 7, "decode ran a forward pass for the prompt"
+    assert max(world.prefill.engine.step_sizes) == 24
+    world.check_nothing_is_held()
+
+
+def test_whole_pages_travel_before_the_prompt_is_finished():
+    world = PairWorld(0, prefill_settings={"token_budget": 32})
+    world.submit("a", list(range(160)), GREEDY, room=1)
+    while not world.data.busy_sessions():
+        world.happen()
+    assert world.prefill.tokens("a") == []
+    assert len(world.prefill.engine.step_sizes) < 5
+
+
+def test_cached_tokens_and_the_first_logprob_travel_with_the_metadata():
+    world = PairWorld(3)
+    prompt = list(range(64))
+    for rid, room in (("cold", 1), ("warm", 2)):
+        world.submit(rid, prompt, GREEDY, room=room, return_logprob=True)
+        world.run_until_idle()
+    assert (world.decode.cached("cold"), world.decode.cached("warm")) == (0, 48)
+    logprobs = [lp for output in world.decode.outputs["warm"] for lp in output.logprobs]
+    assert [lp.token_id for lp in logprobs] == world.decode.tokens("warm")
+
+
+def test_a_request_of_one_token_ends_with_the_hand_over():
+    world = PairWorld(1)
+    world.submit("a", [1, 2, 3], SamplingParams(max_new_tokens=1, temperature=0.0), room=1)
+    world.run_until_idle()
+    assert world.decode.finish("a").type is FinishType.LENGTH
+    assert world.decode.engine.step_sizes == []
+
+
+def test_a_prompt_decode_cannot_hold_is_refused_on_both_sides():
+    world = PairWorld(2, decode_settings={"num_pages": 4})
+    world.submit("a", list(range(100)), GREEDY, room=1)
+    world.run_until_idle()
+    assert world.decode.finish("a").status_code == 400
+    assert world.prefill.finish("a").type is FinishType.ABORT
+    world.check_nothing_is_held()
+
+
+def test_a_room_used_twice_is_a_conflict_and_the_first_goes_on():
+    world = PairWorld(4)
+    world.submit("a", list(range(50)), GREEDY, room=1)
+    world.submit("b", list(range(50)), GREEDY, room=1)
+    world.run_until_idle()
+    assert world.decode.finish("b").status_code == world.prefill.finish("b").status_code == 409
+    assert world.decode.tokens("a") == expected_tokens(range(50), GREEDY, 8)
+    world.check_nothing_is_held()
+
+
+def test_an_engine_failure_on_prefill_reaches_the_client_of_decode():
+    world = PairWorld(5)
+    world.prefill.engine.fail_next(EngineError("the kernel broke"))
+    world.submit("a", list(range(50)), GREEDY, room=1)
+    world.run_until_idle()
+    assert "the kernel broke" in world.decode.finish("a").message
+    assert world.decode.finish("a").status_code == 500
+    world.check_nothing_is_held()
+
+
+def test_a_half_that_never_comes_ends_the_other_by_its_deadline():
+    world = PairWorld(6, config=DisaggregationConfig(bootstrap_timeout=30.0))
+    world.submit("a", list(range(50)), GREEDY, room=1)
+    world.decode.inbox.messages.clear()
+    for _ in range(20):
+        for _ in range(100):
+            world.happen()
+        world.clock.advance(2.0)
+    world.run_until_idle()
+    finish = world.prefill.finish("a")
+    assert (finish.type, finish.status_code, finish.reason) == (FinishType.ABORT, 504, "deadline_exceeded")
+    world.check_nothing_is_held()
+
+
+def random_lives(seed: int) -> None:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 4, 16])
+    world = PairWorld(
+        seed,
+        prefill_settings={
+            "num_pages": rng.choice([24, 100]),
+            "page_size": page_size,
+            "token_budget": rng.choice([3, 16, 256]),
+            "max_running": rng.choice([1, 8]),
+        },
+        decode_settings={
+            "num_pages": rng.choice([24, 100]),
+            "page_size": page_size,
+            "max_running": rng.choice([2, 8]),
+        },
+        num_slots=rng.choice([1, 3, 16]),
+    )
+    longest = min(world.prefill.longest, world.decode.longest)
+    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    aborted: set[str] = set()
+    for i in range(12):
+        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, longest))]
+        params = SamplingParams(max_new_tokens=rng.randrange(1, 12), temperature=rng.choice([0.0, 1.0]), seed=i)
+        world.submit(f"r{i}", prompt, params, room=i)
+        asked[f"r{i}"] = prompt, params
+        for _ in range(rng.randrange(60)):
+            world.happen()
+        if rng.random() < 0.4:
+            victim = rng.choice(list(asked))
+            aborted.add(victim)
+            world.abort(victim, *rng.sample([world.prefill, world.decode], rng.randrange(1, 3)))
+        world.prefill.check()
+        world.decode.check()
+    world.run_until_idle()
+    for rid, (prompt, params) in asked.items():
+        finish, got = world.decode.finish(rid), world.decode.tokens(rid)
+        assert finish is not None
+        assert world.prefill.finish(rid) is not None
+        room = world.decode.longest - len(prompt)
+        expected = expected_tokens(prompt, params, min(params.max_new_tokens, room))
+        assert got == expected[: len(got)]
+        if finish.type is FinishType.ABORT:
+            assert rid in aborted
+        else:
+            assert got == expected
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lives_in_random_order_end_right(seed):
+    random_lives(seed)
