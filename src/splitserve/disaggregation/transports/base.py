@@ -1,6 +1,12 @@
 """The contract of a transport: raw memory regions and copy lists, nothing of heads, pages or requests.
 
-Five verbs: register, write, poll, drain, close. `tests/contract/test_transports.py` runs against every implementation.
+Life of a write:
+1. The receiving side opens a session for one peer and hands it over in its own handshake.
+2. The sending side writes to that session; copies of one session land in order.
+3. The ticket becomes DONE (proven), FAILED (proven that nothing lands any more) or LOST (no proof either way).
+4. A session ends when either side drains it. On the receiving side that is the fence: no byte lands afterwards.
+
+`tests/contract/test_transports.py` runs against every implementation.
 """
 
 from __future__ import annotations
@@ -15,9 +21,9 @@ from splitserve.core.layout import Copy, Region
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a peer's transport is reached. Travels in the handshake as plain data."""
+    """Where one peer may write to us. Travels in the handshake as plain data."""
 
-    # Unique to one life of one process: a restarted peer has another.
+    # Drawn anew for each handshake and never used again after a drain: a restarted or fenced peer gets another.
     session_id: str
     # What the backend needs to connect, e.g. "127.0.0.1:41235".
     endpoint: str
@@ -29,6 +35,8 @@ class WriteState(enum.IntEnum):
     DONE = 1
     # Nothing of this write will touch the peer's memory any more.
     FAILED = 2
+    # It failed half-way and nobody vouches for the rest: bytes under way may land until the peer drains the session.
+    LOST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,12 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
     state: WriteState
-    # Why it failed; None otherwise.
+    # Why it FAILED or was LOST; None otherwise.
     error: str | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.state is not WriteState.PENDING
 
 
 class Transport(Protocol):
@@ -53,26 +65,27 @@ class Transport(Protocol):
         """
         ...
 
-    @property
-    def address(self) -> PeerAddress:
-        """Where peers reach this transport."""
+    def open_session(self) -> PeerAddress:
+        """A fresh address for one peer to write to us through. It ends with `drain(session_id)`."""
         ...
 
     def write(self, peer: PeerAddress, copies: Sequence[Copy]) -> Ticket:
-        """Begin to copy from our regions into the peer's. Never blocks on the peer. Writes to one peer land in order.
+        """Begin to copy from our regions into the peer's. Never blocks on the peer.
 
-        The source bytes must not change until the ticket is DONE or FAILED.
+        Writes to one session land in order. The source bytes must not change until the ticket is final.
+        Raises CapacityError while too many writes to this session are under way (try again when one of them is final)
+        and ValueError for a copy outside our own regions.
         """
         ...
 
     def poll(self, ticket: Ticket) -> WriteStatus:
-        """State of a write. DONE and FAILED are final, and asking once they are reached forgets the ticket."""
+        """State of a write. Asking once a final state is reached forgets the ticket; then it is unknown: KeyError."""
         ...
 
     def drain(self, session_id: str) -> None:
-        """Cut the peer off: when this returns, no write from or to that session is under way or can begin.
+        """End a session, ours or a peer's: when this returns, no write of it touches our memory or can begin.
 
-        Its pending tickets are FAILED. Later writes to the same session fail.
+        Its pending tickets become final, later writes to it fail, and incoming writes through it are refused.
         """
         ...
 
@@ -83,3 +96,7 @@ class Transport(Protocol):
 
 # A transport calls this, from any thread, when a ticket became final, so that a waiting poller wakes up.
 ProgressCallback = Callable[[], None]
+
+
+def ignore_progress() -> None:
+    """For pollers that do not wait."""

@@ -1,0 +1,139 @@
+"""Where prefill ranks register and decode ranks find them: a small HTTP server beside each prefill worker.
+
+  PUT /route                                 a rank registers its PrefillInfo; a new epoch replaces the old one
+  GET /route?tp_rank=0&pp_rank=0&dp_rank=0   that rank's PrefillInfo; 503 until every rank is in, 404 for no such rank
+  GET /health                                200
+
+It knows addresses and layouts. Nothing of a request passes through it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from aiohttp import web
+
+from splitserve.disaggregation.loop_thread import LoopThread
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, ParallelRank, PrefillInfo, version_difference
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_SECONDS = 10.0
+MAX_BODY_BYTES = 4 << 20
+
+
+class _VersionOnly(msgspec.Struct):
+    version: int
+
+
+class RouteTable:
+    """The ranks of one prefill worker. Pure."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[int, int, int], PrefillInfo] = {}
+        self._sizes = (0, 0, 0)
+
+    def put(self, info: PrefillInfo) -> None:
+        """Register a rank. Raises ValueError where its rank is outside its sizes."""
+        rank = info.args.rank
+        place, sizes = _place(rank), (rank.tp_size, rank.pp_size, rank.dp_size)
+        if not all(0 <= r < size for r, size in zip(place, sizes, strict=True)):
+            raise ValueError(f"rank (tp, pp, dp) {place} is outside its sizes {sizes}")
+        if sizes != self._sizes:
+            # Another deployment has taken over: what its predecessor registered means nothing any more.
+            self._ranks.clear()
+            self._sizes = sizes
+        self._ranks[place] = info
+
+    def get(self, tp_rank: int, pp_rank: int, dp_rank: int) -> PrefillInfo | None:
+        """None while not every rank is in. Raises KeyError for a rank that this worker does not have."""
+        tp_size, pp_size, dp_size = self._sizes
+        if len(self._ranks) < max(1, tp_size * pp_size * dp_size):
+            return None
+        return self._ranks[tp_rank, pp_rank, dp_rank]
+
+
+class KVBootstrapServer:
+    """Serves one RouteTable from a thread of its own. `port` 0 takes any free one; `self.port` is the real one."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._table = RouteTable()
+        self._thread: LoopThread | None = None
+        self._runner: web.AppRunner | None = None
+
+    def run(self) -> None:
+        """Start serving. Raises OSError where the port is taken."""
+        self._thread = LoopThread("kv-bootstrap")
+        try:
+            self._thread.submit(self._start()).result(START_TIMEOUT_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def poll(self) -> bool:
+        """Whether it is serving."""
+        return self._thread is not None and self._thread.is_alive
+
+    def close(self) -> None:
+        """Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if self._runner is not None:
+            thread.submit(self._runner.cleanup()).result(START_TIMEOUT_SECONDS)
+            self._runner = None
+        thread.close()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.put("/route", self._put_route),
+                web.get("/route", self._get_route),
+                web.get("/health", self._health),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.host, self.port).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _put_route(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            version = msgspec.json.decode(body, type=_VersionOnly).version
+            if version != PROTOCOL_VERSION:
+                return _error(400, version_difference(ours=PROTOCOL_VERSION, theirs=version))
+            info = msgspec.json.decode(body, type=PrefillInfo)
+            self._table.put(info)
+        except (msgspec.DecodeError, ValueError) as error:
+            return _error(400, f"malformed registration: {error}")
+        logger.info("prefill rank %s registered from %s", _place(info.args.rank), info.control_address)
+        return web.json_response({"registered": True})
+
+    async def _get_route(self, request: web.Request) -> web.Response:
+        try:
+            tp_rank, pp_rank, dp_rank = (int(request.query[name]) for name in ("tp_rank", "pp_rank", "dp_rank"))
+        except (KeyError, ValueError):
+            return _error(400, "tp_rank, pp_rank and dp_rank are needed, as integers")
+        try:
+            info = self._table.get(tp_rank, pp_rank, dp_rank)
+        except KeyError:
+            return _error(404, f"this prefill worker has no rank (tp, pp, dp) {(tp_rank, pp_rank, dp_rank)}")
+        if info is None:
+            return _error(503, "not all prefill ranks have registered yet")
+        return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+
+def _place(rank: ParallelRank) -> tuple[int, int, int]:
+    return rank.tp_rank, rank.pp_rank, rank.dp_rank
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)

@@ -1,0 +1,146 @@
+"""What makes a KVManager live in production: its messages over ZeroMQ, and a thread that ticks it.
+
+The scheduler's thread is inside the model for up to a second at a time; this one answers peers meanwhile. It sleeps
+until a control message arrives, the transport finished a write, the scheduler called a port, or a heartbeat may be due.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import zmq
+
+from splitserve.core.request import BootstrapInfo
+from splitserve.disaggregation.manager import KVManager
+from splitserve.disaggregation.ports import ReceiverPort, SenderPort
+from splitserve.disaggregation.waker import Waker
+from splitserve.errors import SplitserveError
+
+logger = logging.getLogger(__name__)
+
+# Peers whose sockets stay open; the one unused for longest is closed for another.
+MAX_CONNECTIONS = 2048
+# Frames that wait for one peer; a peer that lets more pile up is as good as lost.
+MAX_QUEUED_FRAMES = 10_000
+MAX_FRAME_BYTES = 64 << 20
+# How long a closed socket still tries to deliver its last words.
+LINGER_MS = 500
+# Deadlines and heartbeats are looked at this often when nothing else happens.
+TICK_MS = 100
+
+
+class ZmqChannel:
+    """ControlChannel over PUSH and PULL sockets on `host`, each manager with one PULL socket on a free port."""
+
+    def __init__(self, host: str) -> None:
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.setsockopt(zmq.IPV6, ":" in host)
+        self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._pull.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
+        name = f"[{host}]" if ":" in host else host
+        port = self._pull.bind_to_random_port(f"tcp://{name}")
+        self._address = f"tcp://{name}:{port}"
+        self._push: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def pull_socket(self) -> zmq.Socket[bytes]:
+        """For polling only."""
+        return self._pull
+
+    def send(self, address: str, frame: bytes) -> None:
+        try:
+            self._socket_to(address).send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("dropped a control message of %d bytes to %s: %s", len(frame), address, error)
+
+    def receive(self) -> list[bytes]:
+        frames: list[bytes] = []
+        while True:
+            try:
+                frames.append(self._pull.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return frames
+
+    def forget(self, address: str) -> None:
+        if socket := self._push.pop(address, None):
+            socket.close(linger=LINGER_MS)
+
+    def close(self) -> None:
+        for address in list(self._push):
+            self.forget(address)
+        self._pull.close(linger=0)
+        self._context.term()
+
+    def _socket_to(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._push.get(address)
+        if socket is None:
+            while len(self._push) >= MAX_CONNECTIONS:
+                self.forget(next(iter(self._push)))
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+            socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+            socket.connect(address)
+            self._push[address] = socket
+        self._push.move_to_end(address)
+        return socket
+
+
+class ManagerThread:
+    """ManagerPort around a KVManager that is ticked by a thread of its own. `close` ends both; the transport stays.
+
+    `waker` must be the one that the manager's `wake` and the transport's progress callback poke. `on_change` is called
+    from the thread after a tick in which a room's state changed; it must not block.
+    """
+
+    def __init__(self, manager: KVManager, channel: ZmqChannel, waker: Waker, on_change: Callable[[], None]) -> None:
+        self._manager = manager
+        self._channel = channel
+        self._waker = waker
+        self._on_change = on_change
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-manager", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> SenderPort:
+        return self._manager.sender(rid, bootstrap)
+
+    def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
+        return self._manager.receiver(rid, bootstrap)
+
+    def close(self) -> None:
+        """Give up what is open, tell the peers, end the thread. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._manager.close()
+        self._channel.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._channel.pull_socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll(TICK_MS)
+            self._waker.clear()
+            try:
+                changed = self._manager.tick()
+            except Exception as error:
+                # A bug. The rooms that were open end with an error instead of hanging, and the worker serves on.
+                logger.exception("the KV manager failed")
+                self._manager.fail_all(SplitserveError(f"the KV manager failed: {error!r}: see the worker's log"))
+                changed = True
+            if changed:
+                self._on_change()

@@ -1,0 +1,312 @@
+"""The decode side of a manager: prefill peers (found, shaken hands with, watched) and rooms being received.
+
+Which pages prefill may write to is decided here: those of an announced room, until its TransferStatus or the fence. The
+fence is `_lose`: the session's drain returns only when nothing can be written through it any more, and a prefill that
+lives on must register for a new one. Losing a prefill costs its announced rooms; rooms that had not announced yet look
+for it again, and find its successor without anybody restarting.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.disaggregation.peers import Directory, LookupFailure, PeerState, PrefillPeer
+from splitserve.disaggregation.receiver import KVReceiver
+from splitserve.disaggregation.room import Context
+from splitserve.disaggregation.state import KVEvent, KVPoll
+from splitserve.disaggregation.wire import (
+    PROTOCOL_VERSION,
+    AbortRoom,
+    Cause,
+    KVArgsRegisterInfo,
+    Mail,
+    Ping,
+    PrefillInfo,
+    RegisterReply,
+    TransferInfo,
+    TransferStatus,
+    Unregistered,
+    VersionMismatch,
+    version_difference,
+)
+from splitserve.errors import (
+    CapacityError,
+    DuplicateRoomError,
+    IncompatiblePeerError,
+    PeerLostError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
+
+
+class DecodeSide:
+    def __init__(self, context: Context, directory: Directory) -> None:
+        self._context = context
+        self._directory = directory
+        self._rooms: dict[RoomKey, KVReceiver] = {}
+        self._peers: dict[tuple[str, int], PrefillPeer] = {}
+        # From a random start, so that two decodes never use the same number.
+        self._attempts = itertools.count(context.mailbox.epoch >> 1)
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    # -- rooms ----------------------------------------------------------------------------------------------------
+
+    def open(self, rid: str, bootstrap: BootstrapInfo) -> KVReceiver:
+        key = bootstrap.key
+        if key in self._rooms:
+            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
+        if len(self._rooms) >= self._context.limits.max_rooms:
+            raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
+        peer = self._peer_at(bootstrap.host, bootstrap.port)
+        receiver = KVReceiver(self, self._context, bootstrap, rid, next(self._attempts), peer)
+        self._rooms[key] = receiver
+        self._pair_if_ready(receiver)
+        return receiver
+
+    def announce(self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int) -> None:
+        assert receiver.peer.session is not None
+        info = TransferInfo(
+            session_id=receiver.peer.session.session_id,
+            key=receiver.key,
+            attempt=receiver.attempt,
+            rid=receiver.rid,
+            pages=pages,
+            metadata_index=metadata_index,
+            num_tokens=num_tokens,
+        )
+        self._post(receiver.peer, info)
+
+    def fail(self, receiver: KVReceiver, error: SplitserveError) -> None:
+        """Fail a room and tell prefill, as soon as we know where it is."""
+        if not receiver.fail(error):
+            return
+        if receiver.announced_at is not None and not receiver.settled:
+            receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
+        self._send_abort(receiver)
+
+    def fail_all(self, error: SplitserveError) -> None:
+        for receiver in list(self._rooms.values()):
+            self.fail(receiver, error)
+
+    def remove(self, receiver: KVReceiver) -> None:
+        self._rooms.pop(receiver.key, None)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def handle(self, mail: Mail) -> None:
+        peers = [p for p in self._peers.values() if p.info and p.info.control_address == mail.sender]
+        for peer in peers:
+            if peer.info and peer.info.epoch != mail.epoch:
+                self._lose(peer, "it was restarted")
+            else:
+                peer.speaks()
+                self._pair_rooms(peer)
+        match mail.body:
+            case RegisterReply() as body:
+                self._on_register_reply(mail, body)
+            case TransferStatus() as body:
+                if receiver := self._room_of(mail, body.key, body.attempt):
+                    self._on_status(receiver, body)
+            case AbortRoom() as body:
+                receiver = self._room_of(mail, body.key, body.attempt)
+                if receiver is not None and receiver.fail(body.cause.to_error(body.key)):
+                    # Prefill knows; its TransferStatus follows. Should that be lost, our repeated abort asks for it.
+                    receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
+            case Unregistered(session_id=session_id, why=why):
+                if lost := self._peer_of_session(session_id):
+                    self._lose(lost, why, tell=False)
+            case _:
+                pass
+
+    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+        for peer in list(self._peers.values()):
+            if peer.info and peer.info.control_address == mismatch.envelope.sender:
+                self._reject(peer, str(mismatch))
+
+    def _on_register_reply(self, mail: Mail, body: RegisterReply) -> None:
+        peer = self._peer_of_session(body.session_id)
+        if peer is None or peer.info is None or peer.info.epoch != mail.epoch:
+            return
+        if body.refusal is not None:
+            self._reject(peer, f"prefill refuses: {body.refusal}")
+            return
+        peer.state = PeerState.READY
+        self._pair_rooms(peer)
+
+    def _on_status(self, receiver: KVReceiver, status: TransferStatus) -> None:
+        receiver.settled, receiver.abort_again_at = True, None
+        self._context.changed = True
+        if status.failure is not None:
+            receiver.fail(status.failure.to_error(receiver.key))
+        elif receiver.poll() is KVPoll.TRANSFERRING:
+            receiver.advance(KVEvent.COMPLETED)
+
+    def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> KVReceiver | None:
+        """The announced room a prefill speaks of, if it is still that attempt and that prefill."""
+        receiver = self._rooms.get(key)
+        if receiver is None or receiver.attempt != attempt or receiver.announced_at is None:
+            return None
+        info = receiver.peer.info
+        return receiver if info is not None and info.epoch == mail.epoch else None
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.state is PeerState.RESOLVING:
+                self._look_up(peer)
+            else:
+                self._heartbeat(peer, now)
+        for receiver in list(self._rooms.values()):
+            self._check_deadline(receiver, now)
+            if receiver.abort_again_at is not None and now >= receiver.abort_again_at:
+                receiver.abort_again_at = now + self._context.config.heartbeat_interval
+                self._send_abort(receiver)
+
+    def close(self, why: str) -> None:
+        for peer in list(self._peers.values()):
+            self._lose(peer, why)
+
+    def _look_up(self, peer: PrefillPeer) -> None:
+        match self._directory.result(peer.address):
+            case PrefillInfo() as info:
+                self._resolved(peer, info)
+            case LookupFailure(message=message, is_definitive=definitive):
+                del self._peers[peer.address]
+                error = WorkerUnavailableError(f"{peer} was not found: {message}")
+                self._release_rooms(peer, error, again=not definitive)
+            case None:
+                pass
+
+    def _heartbeat(self, peer: PrefillPeer, now: float) -> None:
+        config = self._context.config
+        if not peer.beat(now, config.heartbeat_interval):
+            return
+        if peer.misses >= config.heartbeat_misses:
+            seconds = config.heartbeat_interval * config.heartbeat_misses
+            self._lose(peer, f"it did not answer for {seconds:g} s")
+        elif peer.state is PeerState.READY:
+            assert peer.session is not None
+            self._post(peer, Ping(session_id=peer.session.session_id))
+        else:
+            self._register(peer)
+
+    def _check_deadline(self, receiver: KVReceiver, now: float) -> None:
+        config = self._context.config
+        if receiver.is_final:
+            return
+        if receiver.announced_at is not None:
+            if now - receiver.announced_at > config.transfer_timeout:
+                stage = "waiting for its KV cache"
+                self.fail(receiver, receiver.deadline_error(stage, config.transfer_timeout, "transfer_timeout"))
+        elif now - receiver.opened_at > config.bootstrap_timeout:
+            is_paired = receiver.poll() is KVPoll.WAITING_FOR_INPUT
+            stage = "waiting for free pages" if is_paired else f"reaching the {receiver.peer}"
+            self.fail(receiver, receiver.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
+
+    # -- peers ----------------------------------------------------------------------------------------------------
+
+    def _peer_at(self, host: str, port: int) -> PrefillPeer:
+        """The prefill behind a bootstrap address, looked up where it is not known."""
+        peer = self._peers.get((host, port))
+        if peer is None:
+            if len(self._peers) >= self._context.limits.max_peers:
+                raise CapacityError(f"{len(self._peers)} prefill workers are known, and there is no room for another")
+            peer = self._peers[host, port] = PrefillPeer((host, port))
+            self._directory.request(peer.address, self._context.config.bootstrap_timeout)
+        return peer
+
+    def _resolved(self, peer: PrefillPeer, info: PrefillInfo) -> None:
+        peer.info = info
+        for abort in peer.unsent_aborts:
+            self._post(peer, abort)
+        peer.unsent_aborts.clear()
+        if info.version != PROTOCOL_VERSION:
+            self._reject(peer, version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
+        elif difference := self._context.args.difference(info.args):
+            self._reject(peer, f"decode and prefill differ: {difference}")
+        else:
+            peer.session = self._context.transport.open_session()
+            peer.state = PeerState.REGISTERING
+            peer.next_beat_at = self._context.clock.now() + self._context.config.heartbeat_interval
+            peer.heard = False
+            self._register(peer)
+
+    def _register(self, peer: PrefillPeer) -> None:
+        assert peer.session is not None
+        self._post(peer, KVArgsRegisterInfo(args=self._context.args, session=peer.session))
+
+    def _reject(self, peer: PrefillPeer, why: str) -> None:
+        """The two sides do not fit: fail its rooms for good. The next room looks again; it may have been replaced."""
+        self._fence(peer)
+        for receiver in self._rooms_of(peer):
+            receiver.settled = True
+            self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
+        self._forget(peer)
+
+    def _lose(self, peer: PrefillPeer, why: str, *, tell: bool = True) -> None:
+        """Fence a prefill out. Announced rooms fail, the others look for its successor."""
+        if tell and peer.session is not None:
+            self._post(peer, Unregistered(session_id=peer.session.session_id, why=why))
+        self._fence(peer)
+        for receiver in self._rooms_of(peer):
+            receiver.settled, receiver.abort_again_at = True, None
+            if receiver.poll() is not KVPoll.BOOTSTRAPPING:
+                receiver.fail(PeerLostError(receiver.key.room, f"{peer} was lost: {why}"))
+        self._forget(peer)
+        self._release_rooms(peer, PeerLostError(0, why), again=True)
+        self._context.changed = True
+
+    def _fence(self, peer: PrefillPeer) -> None:
+        """When this returns, the prefill can write nothing any more. Only then may its rooms be called settled."""
+        self._peers.pop(peer.address, None)
+        if peer.session is not None:
+            self._context.transport.drain(peer.session.session_id)
+
+    def _forget(self, peer: PrefillPeer) -> None:
+        if peer.info is not None:
+            self._context.mailbox.forget(peer.info.control_address)
+
+    def _release_rooms(self, peer: PrefillPeer, error: SplitserveError, *, again: bool) -> None:
+        """Rooms that were waiting for this prefill look again, as long as their deadline lets them, or fail."""
+        for receiver in self._rooms_of(peer):
+            if receiver.poll() is KVPoll.BOOTSTRAPPING and again:
+                receiver.peer = self._peer_at(*peer.address)
+                self._pair_if_ready(receiver)
+            elif receiver.poll() is KVPoll.BOOTSTRAPPING:
+                receiver.fail(error)
+
+    def _pair_rooms(self, peer: PrefillPeer) -> None:
+        for receiver in self._rooms_of(peer):
+            self._pair_if_ready(receiver)
+
+    def _pair_if_ready(self, receiver: KVReceiver) -> None:
+        if receiver.peer.is_ready and receiver.poll() is KVPoll.BOOTSTRAPPING:
+            receiver.advance(KVEvent.PAIRED)
+
+    def _send_abort(self, receiver: KVReceiver) -> None:
+        abort = AbortRoom(key=receiver.key, attempt=receiver.attempt, cause=Cause.of(receiver.failure()))
+        if receiver.peer.info is None:
+            receiver.peer.unsent_aborts.append(abort)
+        else:
+            self._post(receiver.peer, abort)
+
+    def _rooms_of(self, peer: PrefillPeer) -> list[KVReceiver]:
+        return [receiver for receiver in self._rooms.values() if receiver.peer is peer]
+
+    def _peer_of_session(self, session_id: str) -> PrefillPeer | None:
+        return next((p for p in self._peers.values() if p.session and p.session.session_id == session_id), None)
+
+    def _post(
+        self, peer: PrefillPeer, body: KVArgsRegisterInfo | TransferInfo | AbortRoom | Ping | Unregistered
+    ) -> None:
+        assert peer.info is not None
+        self._context.mailbox.post(peer.info.control_address, peer.info.epoch, body)

@@ -1,0 +1,125 @@
+"""The clients of the bootstrap server: prefill registers with it, decode looks prefill up.
+
+A server that is not there yet, or whose ranks are not all in (503), is asked again with growing pauses until the
+caller's deadline. An answer that cannot get better (400, 404, an unreadable body) ends the lookup at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from splitserve.disaggregation.loop_thread import LoopThread
+from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
+from splitserve.disaggregation.wire import PrefillInfo
+from splitserve.errors import ConfigError, WorkerUnavailableError
+
+REQUEST_TIMEOUT_SECONDS = 5.0
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 2.0
+# Lookups under way at a time.
+MAX_LOOKUPS = 1024
+
+
+class HttpDirectory:
+    """Directory over HTTP, in a thread of its own. `on_result`, called from there, says that an answer has come."""
+
+    def __init__(self, on_result: Callable[[], None], *, tp_rank: int = 0, pp_rank: int = 0, dp_rank: int = 0) -> None:
+        self._on_result = on_result
+        self._query = {"tp_rank": tp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank}
+        self._lock = threading.Lock()
+        self._answers: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
+        self._running: set[BootstrapAddress] = set()
+        self._thread = LoopThread("kv-directory")
+
+    def request(self, address: BootstrapAddress, timeout: float) -> None:
+        with self._lock:
+            if address in self._running:
+                return
+            if len(self._running) >= MAX_LOOKUPS:
+                self._answers[address] = LookupFailure(f"{MAX_LOOKUPS} lookups are under way", is_definitive=True)
+                return
+            self._answers.pop(address, None)
+            self._running.add(address)
+        self._thread.submit(self._look_up(address, timeout))
+
+    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
+        with self._lock:
+            return self._answers.pop(address, None)
+
+    def close(self) -> None:
+        self._thread.close()
+
+    async def _look_up(self, address: BootstrapAddress, seconds: float) -> None:
+        answer: PrefillInfo | LookupFailure = LookupFailure("the lookup was cancelled")
+        try:
+            # Proxies of the environment are for the outside world, not for a cluster's own traffic.
+            async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False) as client:
+                answer = await self._ask_until(client, address, time.monotonic() + seconds)
+        except Exception as error:
+            answer = LookupFailure(f"{error!r}", is_definitive=True)
+        finally:
+            with self._lock:
+                self._running.discard(address)
+                self._answers[address] = answer
+            self._on_result()
+
+    async def _ask_until(
+        self, client: httpx.AsyncClient, address: BootstrapAddress, deadline: float
+    ) -> PrefillInfo | LookupFailure:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            answer = await self._ask_once(client, address)
+            if isinstance(answer, PrefillInfo) or answer.is_definitive or time.monotonic() + pause > deadline:
+                return answer
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _ask_once(self, client: httpx.AsyncClient, address: BootstrapAddress) -> PrefillInfo | LookupFailure:
+        url = f"{bootstrap_url(*address)}/route"
+        try:
+            response = await client.get(url, params=self._query)
+        except httpx.TransportError as error:
+            return LookupFailure(f"{url} does not answer: {error!r}")
+        if response.status_code == 200:
+            try:
+                return msgspec.json.decode(response.content, type=PrefillInfo)
+            except msgspec.DecodeError as error:
+                return LookupFailure(f"{url} answers something else: {error}", is_definitive=True)
+        text = f"{url} answers {response.status_code}: {response.text[:200]}"
+        return LookupFailure(text, is_definitive=400 <= response.status_code < 500)
+
+
+def bootstrap_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def register_rank(host: str, port: int, info: PrefillInfo, *, timeout: float) -> None:
+    """Register a prefill rank, blocking until it is done.
+
+    Raises ConfigError where the server refuses, WorkerUnavailableError where it is not there within `timeout` seconds.
+    """
+    url = f"{bootstrap_url(host, port)}/route"
+    deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            response = httpx.put(
+                url, content=msgspec.json.encode(info), timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False
+            )
+        except httpx.TransportError as error:
+            problem = repr(error)
+        else:
+            if response.status_code == 200:
+                return
+            problem = f"{response.status_code}: {response.text[:200]}"
+            if response.status_code < 500:
+                raise ConfigError(f"the bootstrap server at {url} refuses this prefill rank: {problem}")
+        if time.monotonic() + pause > deadline:
+            raise WorkerUnavailableError(f"cannot register with the bootstrap server at {url}: {problem}")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

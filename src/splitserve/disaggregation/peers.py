@@ -1,0 +1,84 @@
+"""A prefill as decode knows it, from the first room that names its bootstrap server to its loss.
+
+  RESOLVING    asking the bootstrap server who is there
+  REGISTERING  telling it about our memory, until it answers
+  READY        rooms may be announced; pinged at every heartbeat interval
+
+It leaves the table when it is lost, replaced, refused or says that it does not know us; the next room starts afresh.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from splitserve.disaggregation.transports.base import PeerAddress
+from splitserve.disaggregation.wire import AbortRoom, PrefillInfo
+
+# (host, port) of a prefill's bootstrap server.
+BootstrapAddress = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupFailure:
+    """The bootstrap server could not name a prefill."""
+
+    message: str
+    # It will not get better by asking again: an unknown rank, a malformed question.
+    is_definitive: bool = False
+
+
+class Directory(Protocol):
+    """Finds the prefill rank behind a bootstrap address. Never blocks."""
+
+    def request(self, address: BootstrapAddress, timeout: float) -> None:
+        """Begin to ask, and go on for `timeout` seconds while the server is not there or not ready."""
+        ...
+
+    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
+        """The answer, once; None while there is none."""
+        ...
+
+
+class PeerState(enum.StrEnum):
+    RESOLVING = "resolving"
+    REGISTERING = "registering"
+    READY = "ready"
+
+
+@dataclass(slots=True, eq=False)
+class PrefillPeer:
+    address: BootstrapAddress
+    state: PeerState = PeerState.RESOLVING
+    # Both set once resolved.
+    info: PrefillInfo | None = None
+    session: PeerAddress | None = None
+    # Heartbeat: when the next one is due, whether it spoke since the last one, how many in a row it missed.
+    next_beat_at: float = 0.0
+    heard: bool = True
+    misses: int = 0
+    # Aborts of rooms that failed before we knew where to send them.
+    unsent_aborts: deque[AbortRoom] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def __str__(self) -> str:
+        host, port = self.address
+        return f"prefill at bootstrap address {host}:{port}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Rooms may be announced. Not while it is silent: it may have been replaced."""
+        return self.state is PeerState.READY and self.misses == 0
+
+    def beat(self, now: float, interval: float) -> bool:
+        """Account for one heartbeat interval if it is over. True where a message is due now."""
+        if now < self.next_beat_at:
+            return False
+        self.misses = 0 if self.heard else self.misses + 1
+        self.heard = False
+        self.next_beat_at = now + interval
+        return True
+
+    def speaks(self) -> None:
+        self.heard, self.misses = True, 0

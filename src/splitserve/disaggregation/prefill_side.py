@@ -1,0 +1,318 @@
+"""The prefill side of a manager: registered decode peers, rooms being sent, messages that come too early or late.
+
+A room's two halves arrive in any order:
+1. the request (`open`) first: the sender waits for TransferInfo or AbortRoom;
+2. TransferInfo or AbortRoom first: kept in `early` until the request comes or a deadline passes;
+3. either after the room was closed: answered from `closed` with what happened.
+
+To decode, TransferStatus is the proof that nothing is written for the room any more. It is therefore said only when
+the room's tickets are final and none is LOST. A LOST write ends the whole session: both sides fence it and shake hands
+anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from splitserve.core.request import RoomKey
+from splitserve.disaggregation.room import Context
+from splitserve.disaggregation.sender import DecodePeer, KVSender
+from splitserve.disaggregation.state import KVPoll
+from splitserve.disaggregation.transports.base import WriteState
+from splitserve.disaggregation.wire import (
+    AbortRoom,
+    Cause,
+    KVArgsRegisterInfo,
+    Mail,
+    Ping,
+    Pong,
+    RegisterReply,
+    TransferInfo,
+    TransferStatus,
+    Unregistered,
+    VersionMismatch,
+)
+from splitserve.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    DuplicateRoomError,
+    KVTransferError,
+    PeerLostError,
+    SplitserveError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """Word of a room whose request is not here: its target, or that decode gave it up."""
+
+    word: TransferInfo | AbortRoom
+    mail: Mail
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """What became of a room. `attempt` is None where it failed before decode announced it."""
+
+    attempt: int | None
+    verdict: TransferStatus
+    expires_at: float
+
+
+class PrefillSide:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._rooms: dict[RoomKey, KVSender] = {}
+        self._peers: dict[str, DecodePeer] = {}
+        self._early: OrderedDict[RoomKey, _Early] = OrderedDict()
+        self._closed: OrderedDict[RoomKey, _Closed] = OrderedDict()
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    # -- rooms ----------------------------------------------------------------------------------------------------
+
+    def open(self, rid: str, key: RoomKey) -> KVSender:
+        if key in self._rooms:
+            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
+        if len(self._rooms) >= self._context.limits.max_rooms:
+            raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
+        self._closed.pop(key, None)
+        sender = self._rooms[key] = KVSender(self, self._context, key, rid)
+        early = self._early.pop(key, None)
+        match early:
+            case _Early(word=AbortRoom() as abort):
+                sender.attempt, sender.told = abort.attempt, True
+                sender.fail(abort.cause.to_error(key))
+            case _Early(word=TransferInfo() as info, mail=mail):
+                self._pair(sender, mail, info)
+            case _:
+                pass
+        return sender
+
+    def fail(self, sender: KVSender, error: SplitserveError) -> None:
+        """Fail a room; decode hears the cause now, and its TransferStatus when the room is settled."""
+        if not sender.fail(error):
+            return
+        sender.drop_unsent()
+        if sender.peer and sender.info and not sender.settled:
+            body = AbortRoom(key=sender.key, attempt=sender.info.attempt, cause=Cause.of(error))
+            self._post(sender.peer, body)
+        self._tell(sender)
+
+    def fail_all(self, error: SplitserveError) -> None:
+        for sender in list(self._rooms.values()):
+            self.fail(sender, error)
+
+    def remove(self, sender: KVSender) -> None:
+        if self._rooms.pop(sender.key, None) is None:
+            return
+        verdict = self._verdict(sender, sender.attempt or 0)
+        expires_at = self._context.clock.now() + self._context.config.bootstrap_timeout
+        self._closed[sender.key] = _Closed(sender.attempt, verdict, expires_at)
+        if len(self._closed) > self._context.limits.max_closed:
+            self._closed.popitem(last=False)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def handle(self, mail: Mail) -> None:
+        match mail.body:
+            case KVArgsRegisterInfo() as body:
+                self._on_register(mail, body)
+            case TransferInfo() as body:
+                self._on_transfer_info(mail, body)
+            case AbortRoom() as body:
+                self._on_abort(mail, body)
+            case Ping(session_id=session_id):
+                if peer := self._known(mail, session_id):
+                    self._post(peer, Pong(session_id=session_id))
+            case Unregistered(session_id=session_id, why=why):
+                if peer := self._peers.get(session_id):
+                    self._lose(peer, why, tell=False)
+            case _:
+                pass
+
+    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+        envelope = mismatch.envelope
+        reply = RegisterReply(session_id="", refusal=str(mismatch))
+        self._context.mailbox.post(envelope.sender, envelope.epoch, reply)
+
+    def _on_register(self, mail: Mail, body: KVArgsRegisterInfo) -> None:
+        for peer in [p for p in self._peers.values() if p.control_address == mail.sender and p.epoch != mail.epoch]:
+            self._lose(peer, "it was restarted", tell=False)
+        refusal = self._context.args.difference(body.args)
+        if refusal is None and len(self._peers) >= self._context.limits.max_peers:
+            refusal = f"{len(self._peers)} decode ranks are registered, and there is no room for another"
+        session_id = body.session.session_id
+        if refusal is None and session_id not in self._peers:
+            now = self._context.clock.now()
+            self._peers[session_id] = DecodePeer(body.session, mail.sender, mail.epoch, body.args, now)
+        self._context.mailbox.reply(mail, RegisterReply(session_id=session_id, refusal=refusal))
+
+    def _on_transfer_info(self, mail: Mail, info: TransferInfo) -> None:
+        if self._known(mail, info.session_id) is None:
+            return
+        sender = self._rooms.get(info.key)
+        if sender is None:
+            self._remember_or_answer(mail, info)
+        elif sender.info is not None:
+            if sender.info.attempt != info.attempt:
+                self._refuse(mail, info, DuplicateRoomError(f"room {info.key} is being served to another decode"))
+        elif sender.is_final:
+            self._context.mailbox.reply(mail, self._verdict(sender, info.attempt))
+        else:
+            self._pair(sender, mail, info)
+
+    def _on_abort(self, mail: Mail, abort: AbortRoom) -> None:
+        """Decode gave a room up. It is answered by TransferStatus: at once, or when the room is settled."""
+        key, answer = abort.key, TransferStatus(key=abort.key, attempt=abort.attempt, failure=abort.cause)
+        sender, closed = self._rooms.get(key), self._closed.get(key)
+        if sender is not None and (sender.info is None or sender.info.attempt == abort.attempt):
+            sender.attempt = abort.attempt
+            self.fail(sender, abort.cause.to_error(key))
+            if sender.settled:
+                self._context.mailbox.reply(mail, self._verdict(sender, abort.attempt))
+        elif sender is None and closed is not None and closed.attempt == abort.attempt:
+            self._context.mailbox.reply(mail, closed.verdict)
+        else:
+            if sender is None and not (closed is not None and closed.attempt is None):
+                self._early.pop(key, None)
+                self._keep_early(mail, abort)
+            self._context.mailbox.reply(mail, answer)
+
+    def _remember_or_answer(self, mail: Mail, info: TransferInfo) -> None:
+        """TransferInfo of a room that is not open: its request is still to come, or has been and gone."""
+        closed, early = self._closed.get(info.key), self._early.get(info.key)
+        if closed is not None and closed.attempt in (None, info.attempt):
+            failure = closed.verdict.failure
+            status = TransferStatus(key=info.key, attempt=info.attempt, stats=closed.verdict.stats, failure=failure)
+            self._context.mailbox.reply(mail, status)
+        elif early is not None and isinstance(early.word, AbortRoom) and early.word.attempt == info.attempt:
+            status = TransferStatus(key=info.key, attempt=info.attempt, failure=early.word.cause)
+            self._context.mailbox.reply(mail, status)
+        elif early is not None and isinstance(early.word, TransferInfo):
+            if early.word.attempt != info.attempt:
+                self._refuse(mail, info, DuplicateRoomError(f"room {info.key} was announced by another decode"))
+        elif not self._keep_early(mail, info):
+            self._refuse(mail, info, CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request"))
+
+    def _keep_early(self, mail: Mail, word: TransferInfo | AbortRoom) -> bool:
+        if len(self._early) >= self._context.limits.max_early:
+            return False
+        expires_at = self._context.clock.now() + self._context.config.bootstrap_timeout
+        self._early[word.key] = _Early(word, mail, expires_at)
+        self._early.move_to_end(word.key)
+        return True
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for sender in list(self._rooms.values()):
+            self._move(sender, now)
+        config = self._context.config
+        silence = config.heartbeat_interval * (config.heartbeat_misses + 1)
+        for peer in [p for p in self._peers.values() if now - p.last_heard > silence]:
+            self._lose(peer, f"no word from it for {silence:g} s")
+        self._expire(now)
+
+    def close(self, why: str) -> None:
+        for peer in list(self._peers.values()):
+            self._lose(peer, why)
+
+    def _move(self, sender: KVSender, now: float) -> None:
+        """Let a room go on: new writes, finished writes, deadlines."""
+        try:
+            if sender.poll() is KVPoll.TRANSFERRING:
+                sender.submit()
+        except ValueError as error:
+            self.fail(sender, KVTransferError(sender.key.room, f"room {sender.key}: {error}"))
+        trouble = sender.poll_tickets()
+        if trouble is not None and trouble[0] is WriteState.LOST and sender.peer is not None:
+            self._lose(sender.peer, f"a write of room {sender.key} was lost half-way: {trouble[1]}")
+        elif trouble is not None:
+            self.fail(sender, KVTransferError(sender.key.room, f"writing room {sender.key} failed: {trouble[1]}"))
+        if not sender.is_final:
+            sender.complete_if_done()
+        if not sender.is_final:
+            self._check_deadline(sender, now)
+        self._tell(sender)
+
+    def _check_deadline(self, sender: KVSender, now: float) -> None:
+        config = self._context.config
+        if sender.info is None:
+            if now - sender.opened_at > config.bootstrap_timeout:
+                stage = "waiting for a decode worker to announce its pages"
+                self.fail(sender, sender.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
+        elif now - sender.paired_at > config.transfer_timeout:
+            stage = "computing and sending its KV cache"
+            self.fail(sender, sender.deadline_error(stage, config.transfer_timeout, "transfer_timeout"))
+
+    def _expire(self, now: float) -> None:
+        """Both tables are in order of their deadlines."""
+        while self._closed and next(iter(self._closed.values())).expires_at < now:
+            self._closed.popitem(last=False)
+        while self._early and (early := next(iter(self._early.values()))).expires_at < now:
+            self._early.popitem(last=False)
+            if isinstance(early.word, TransferInfo):
+                seconds = self._context.config.bootstrap_timeout
+                text = f"room {early.word.key} of request {early.word.rid}: its request did not reach prefill within"
+                error = DeadlineExceededError(f"{text} {seconds:g} s: see whether the router sends to both workers")
+                self._refuse(early.mail, early.word, error)
+
+    # -- peers ----------------------------------------------------------------------------------------------------
+
+    def _known(self, mail: Mail, session_id: str) -> DecodePeer | None:
+        """The peer behind a session; where there is none, its sender is told to shake hands again."""
+        peer = self._peers.get(session_id)
+        if peer is None or peer.epoch != mail.epoch:
+            why = "this prefill does not know the session"
+            self._context.mailbox.reply(mail, Unregistered(session_id=session_id, why=why))
+            return None
+        peer.last_heard = self._context.clock.now()
+        return peer
+
+    def _lose(self, peer: DecodePeer, why: str, *, tell: bool = True) -> None:
+        """Cut a session off: its rooms fail, its writes end. Decode fences it by itself, told or not."""
+        del self._peers[peer.session.session_id]
+        for sender in [s for s in self._rooms.values() if s.peer is peer]:
+            sender.told = True
+            self.fail(sender, PeerLostError(sender.key.room, f"the session with decode ended: {why}"))
+        self._context.transport.drain(peer.session.session_id)
+        for key in [
+            k for k, e in self._early.items() if getattr(e.word, "session_id", None) == peer.session.session_id
+        ]:
+            del self._early[key]
+        if tell:
+            self._post(peer, Unregistered(session_id=peer.session.session_id, why=why))
+        if all(p.control_address != peer.control_address for p in self._peers.values()):
+            self._context.mailbox.forget(peer.control_address)
+
+    def _pair(self, sender: KVSender, mail: Mail, info: TransferInfo) -> None:
+        peer = self._known(mail, info.session_id)
+        if peer is not None:
+            sender.pair(peer, info)
+
+    def _tell(self, sender: KVSender) -> None:
+        """Say the last word on a room, once it is final and settled."""
+        if sender.told or sender.peer is None or sender.info is None or not sender.quiescent():
+            return
+        sender.told = True
+        self._post(sender.peer, self._verdict(sender, sender.info.attempt))
+
+    def _verdict(self, sender: KVSender, attempt: int) -> TransferStatus:
+        failure = Cause.of(sender.failure()) if sender.poll() is KVPoll.FAILED else None
+        return TransferStatus(key=sender.key, attempt=attempt, stats=sender.stats(), failure=failure)
+
+    def _refuse(self, mail: Mail, info: TransferInfo, error: SplitserveError) -> None:
+        status = TransferStatus(key=info.key, attempt=info.attempt, failure=Cause.of(error))
+        self._context.mailbox.reply(mail, status)
+
+    def _post(self, peer: DecodePeer, body: AbortRoom | TransferStatus | Pong | Unregistered) -> None:
+        self._context.mailbox.post(peer.control_address, peer.epoch, body)

@@ -1,0 +1,69 @@
+"""KVReceiver: the decode end of one room.
+
+1. Bootstrapping until its prefill is resolved and shaken hands with; WaitingForInput from then on.
+2. `init` announces the target pages. From here on prefill may write to them: they are on loan.
+3. Prefill's TransferStatus ends the loan, whatever it says. Where prefill is lost, the fence (a drained session) does.
+
+Knows its room only. Finding and watching the prefill, and what is said to it, is `DecodeSide`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from splitserve.core.request import BootstrapInfo
+from splitserve.disaggregation.peers import PrefillPeer
+from splitserve.disaggregation.room import Context, Room, abort_error
+from splitserve.disaggregation.state import KVEvent, KVPoll
+from splitserve.errors import SplitserveError
+
+
+class ReceiverHost(Protocol):
+    """What a receiver asks of its side."""
+
+    def announce(self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int) -> None: ...
+
+    def fail(self, receiver: KVReceiver, error: SplitserveError) -> None: ...
+
+    def remove(self, receiver: KVReceiver) -> None: ...
+
+
+class KVReceiver(Room):
+    def __init__(
+        self, host: ReceiverHost, context: Context, bootstrap: BootstrapInfo, rid: str, attempt: int, peer: PrefillPeer
+    ) -> None:
+        super().__init__(context, bootstrap.key, rid)
+        self._host = host
+        self.bootstrap = bootstrap
+        self.attempt = attempt
+        self.peer = peer
+        self.announced_at: float | None = None
+        # When to repeat the abort that prefill has not answered; None: nothing to repeat.
+        self.abort_again_at: float | None = None
+        # Prefill said its last word on this room, or is fenced out.
+        self.settled = False
+
+    def init(self, pages: Sequence[int], metadata_index: int, *, num_tokens: int) -> None:
+        with self.context.lock:
+            if self.poll() is KVPoll.FAILED:
+                return
+            # Raises where the room is not WaitingForInput, before anything is announced.
+            self.advance(KVEvent.STARTED)
+            self.announced_at = self.context.clock.now()
+            self._host.announce(self, list(pages), metadata_index, num_tokens)
+        self.context.wake()
+
+    def abort(self, reason: str, *, status_code: int = 499) -> None:
+        with self.context.lock:
+            self._host.fail(self, abort_error(self.rid, self.key, reason, status_code))
+        self.context.wake()
+
+    def quiescent(self) -> bool:
+        return self.announced_at is None or self.settled
+
+    def clear(self) -> None:
+        with self.context.lock:
+            if not (self.is_final and self.quiescent()):
+                raise RuntimeError(f"room {self.key} is {self.poll().name}, not quiescent: it cannot be cleared yet")
+            self._host.remove(self)

@@ -1,0 +1,56 @@
+"""From two layouts and two page lists to the copies that carry one into the other. Pure arithmetic, property-tested.
+
+Today both pools must be cut the same way (same page size, layers, heads and dtype; the number of pages is free), and a
+page is one contiguous piece of each component. Nothing outside this file relies on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitserve.core.layout import Copy, KVLayout
+
+
+def check_compatible(src: KVLayout, dst: KVLayout) -> str | None:
+    """Why pages of `src` cannot be copied into `dst`, naming both values; None where they can."""
+    if src.page_size != dst.page_size:
+        return f"page size {src.page_size} against {dst.page_size}"
+    if len(src.components) != len(dst.components):
+        return f"{len(src.components)} KV components against {len(dst.components)}"
+    for a, b in zip(src.components, dst.components, strict=True):
+        if a != b:
+            return f"KV component {a} against {b}"
+    return None
+
+
+def page_runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Maximal runs (first source page, first target page, number of pages) contiguous on both sides, in order."""
+    runs: list[tuple[int, int, int]] = []
+    for src, dst in zip(src_pages, dst_pages, strict=True):
+        if runs:
+            first_src, first_dst, n = runs[-1]
+            if src == first_src + n and dst == first_dst + n:
+                runs[-1] = (first_src, first_dst, n + 1)
+                continue
+        runs.append((src, dst, 1))
+    return runs
+
+
+def plan_copies(src: KVLayout, dst: KVLayout, src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Copy]:
+    """Copies that put page src_pages[i] of every component into dst_pages[i].
+
+    Raises ValueError for incompatible layouts, lists of different lengths, and pages outside either pool.
+    """
+    if difference := check_compatible(src, dst):
+        raise ValueError(f"layouts differ: {difference}")
+    if len(src_pages) != len(dst_pages):
+        raise ValueError(f"{len(src_pages)} source pages for {len(dst_pages)} target pages")
+    for side, pages, layout in (("source", src_pages, src), ("target", dst_pages, dst)):
+        if pages and (min(pages) < 0 or max(pages) >= layout.num_pages):
+            raise ValueError(f"{side} pages reach outside the pool of {layout.num_pages} pages")
+    runs = page_runs(src_pages, dst_pages)
+    copies = []
+    for region, component in enumerate(src.components):
+        size = component.page_bytes(src.page_size)
+        copies += [Copy(region, a * size, region, b * size, n * size) for a, b, n in runs]
+    return copies

@@ -1,0 +1,196 @@
+"""A transport inside one process: real memory copies, and every disturbance a test can ask for.
+
+By default a write is carried out at once. In step mode it waits in its session's queue, and `FakeNetwork.run_one` moves
+one copy of one write, so that a seeded test decides what lands when. A broken session behaves as a broken connection
+does: the sender's write is LOST while its rest may still land, until the receiver drains or the sender reconnects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from splitserve.core.layout import Copy, Region
+from splitserve.disaggregation.transports.base import (
+    PeerAddress,
+    ProgressCallback,
+    Ticket,
+    WriteState,
+    WriteStatus,
+    ignore_progress,
+)
+from splitserve.errors import CapacityError
+
+MAX_PENDING_WRITES = 1024
+
+
+@dataclass(slots=True)
+class _Write:
+    source: FakeTransport
+    ticket: Ticket
+    copies: Sequence[Copy]
+    next_copy: int = 0
+
+
+@dataclass(slots=True)
+class _Session:
+    owner: FakeTransport
+    queue: deque[_Write] = field(default_factory=deque)
+    # A write whose sender has given up, but whose bytes are still on their way.
+    orphan: _Write | None = None
+
+
+class FakeNetwork:
+    """All sessions of all fake transports that can reach each other."""
+
+    def __init__(self, *, step: bool = False) -> None:
+        self.step = step
+        self.lock = threading.RLock()
+        self.sessions: dict[str, _Session] = {}
+        self._ids = itertools.count()
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def busy_sessions(self) -> list[str]:
+        return [s for s, session in self.sessions.items() if session.queue or session.orphan]
+
+    def run_one(self, session_id: str) -> None:
+        """Move one copy of the oldest write of a session."""
+        with self.lock:
+            session = self.sessions[session_id]
+            write = session.orphan or session.queue[0]
+            error = session.owner.refusal(write.copies) if write.next_copy == 0 else None
+            if error is None and write.copies:
+                session.owner.land(write.source, write.copies[write.next_copy])
+            write.next_copy += 1
+            if error is None and write.next_copy < len(write.copies):
+                return
+            if write is session.orphan:
+                session.orphan = None
+                return
+            session.queue.popleft()
+            state = WriteState.DONE if error is None else WriteState.FAILED
+            write.source.finish(write.ticket, WriteStatus(state, error))
+
+    def break_session(self, session_id: str) -> None:
+        """Break the connection: the write under way is LOST, those behind it FAILED; the next write reconnects."""
+        with self.lock:
+            session = self.sessions[session_id]
+            for i, write in enumerate(session.queue):
+                state = WriteState.LOST if i == 0 else WriteState.FAILED
+                write.source.finish(write.ticket, WriteStatus(state, f"connection to {session_id} broke"))
+            if session.queue:
+                session.orphan = session.queue.popleft()
+            session.queue.clear()
+
+
+# Transports made without a network of their own meet here.
+SHARED_NETWORK = FakeNetwork()
+
+
+class FakeTransport:
+    def __init__(self, network: FakeNetwork | None = None, *, on_progress: ProgressCallback = ignore_progress) -> None:
+        self._network = network or SHARED_NETWORK
+        self._on_progress = on_progress
+        self._regions: tuple[Region, ...] = ()
+        self._statuses: dict[Ticket, WriteStatus] = {}
+        # Peers' sessions that we drained: we write to them no more.
+        self._drained: set[str] = set()
+        self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._regions = (*self._regions, *regions)
+
+    def open_session(self) -> PeerAddress:
+        with self._network.lock:
+            session_id = f"fake-{self._network.new_id()}"
+            self._network.sessions[session_id] = _Session(self)
+            return PeerAddress(session_id, "in-process")
+
+    def write(self, peer: PeerAddress, copies: Sequence[Copy]) -> Ticket:
+        for copy in copies:
+            if error := self._out_of_bounds(copy.src_region, copy.src_offset, copy.length):
+                raise ValueError(f"source of {copy}: {error}")
+        with self._network.lock:
+            ticket = Ticket(self._network.new_id())
+            session = self._network.sessions.get(peer.session_id)
+            if session is None or self._closed or peer.session_id in self._drained:
+                self.finish(ticket, WriteStatus(WriteState.FAILED, f"session {peer.session_id} is unknown or drained"))
+                return ticket
+            if len(session.queue) >= MAX_PENDING_WRITES:
+                raise CapacityError(f"{MAX_PENDING_WRITES} writes to session {peer.session_id} are pending")
+            session.orphan = None
+            self._statuses[ticket] = WriteStatus(WriteState.PENDING)
+            session.queue.append(_Write(self, ticket, copies))
+            while session.queue and not self._network.step:
+                self._network.run_one(peer.session_id)
+            return ticket
+
+    def poll(self, ticket: Ticket) -> WriteStatus:
+        with self._network.lock:
+            status = self._statuses[ticket]
+            if status.is_final:
+                del self._statuses[ticket]
+            return status
+
+    def drain(self, session_id: str) -> None:
+        with self._network.lock:
+            session = self._network.sessions.get(session_id)
+            if session is None:
+                return
+            if session.owner is self:
+                self._fail_pending(session_id, lambda write: True)
+                del self._network.sessions[session_id]
+            else:
+                self._drained.add(session_id)
+                self._fail_pending(session_id, lambda write: write.source is self)
+
+    def close(self) -> None:
+        with self._network.lock:
+            self._closed = True
+            for session_id, session in list(self._network.sessions.items()):
+                self._fail_pending(session_id, lambda write: write.source is self)
+                if session.owner is self:
+                    self.drain(session_id)
+
+    def refusal(self, copies: Sequence[Copy]) -> str | None:
+        """Why these copies may not land in our memory; None where they may."""
+        for copy in copies:
+            if error := self._out_of_bounds(copy.dst_region, copy.dst_offset, copy.length):
+                return f"target of {copy}: {error}"
+        return None
+
+    def land(self, source: FakeTransport, copy: Copy) -> None:
+        """Carry one copy from `source` into our memory."""
+        ctypes.memmove(
+            self._regions[copy.dst_region].address + copy.dst_offset,
+            source._regions[copy.src_region].address + copy.src_offset,
+            copy.length,
+        )
+
+    def finish(self, ticket: Ticket, status: WriteStatus) -> None:
+        self._statuses[ticket] = status
+        self._on_progress()
+
+    def _fail_pending(self, session_id: str, mine: Callable[[_Write], bool]) -> None:
+        """End the session's writes that are `mine`; a write under way leaves its rest on the network."""
+        session = self._network.sessions[session_id]
+        for i, write in enumerate(list(session.queue)):
+            if mine(write):
+                session.queue.remove(write)
+                if i == 0:
+                    session.orphan = write
+                state = WriteState.LOST if i == 0 else WriteState.FAILED
+                write.source.finish(write.ticket, WriteStatus(state, f"session {session_id} was drained"))
+
+    def _out_of_bounds(self, region: int, offset: int, length: int) -> str | None:
+        if not 0 <= region < len(self._regions):
+            return f"region {region} is not registered ({len(self._regions)} are)"
+        if offset < 0 or length < 0 or offset + length > self._regions[region].length:
+            return f"[{offset}, {offset + length}) is outside region {region} of {self._regions[region].length} bytes"
+        return None

@@ -1,0 +1,224 @@
+"""What the two sides of a hand-over say to each other, and what a prefill rank tells the bootstrap server.
+
+Each frame is an envelope (protocol version, both instances' epochs, reply address) around one tagged body:
+
+  decode -> prefill   KVArgsRegisterInfo   here is my memory and a session to write through
+  prefill -> decode   RegisterReply        welcome, or why not
+  decode -> prefill   TransferInfo         one room: write to these pages
+  both ways           AbortRoom            one room failed here, for this cause
+  prefill -> decode   TransferStatus       last word on one room: I write to it no more
+  decode -> prefill   Ping, answered by Pong
+  both ways           Unregistered         I do not (any longer) know this session: fence it and shake hands again
+
+The envelope's fields never change between versions, so that a mismatch can be named. Pure data: no sockets.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from splitserve.core.layout import KVLayout
+from splitserve.core.request import RoomKey
+from splitserve.disaggregation.reshard import check_compatible
+from splitserve.disaggregation.transports.base import PeerAddress
+from splitserve.errors import KVTransferError, SplitserveError
+from splitserve.messages import TransferStats
+
+PROTOCOL_VERSION = 1
+
+
+class WireError(ValueError):
+    """A frame that is not one of ours."""
+
+
+class VersionMismatch(WireError):
+    """A frame of another protocol version; its envelope could be read."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.envelope = envelope
+        super().__init__(version_difference(ours=PROTOCOL_VERSION, theirs=envelope.version))
+
+
+class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a worker's model one rank holds."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's memory and model, as its peers must know them."""
+
+    backend: str
+    # Fingerprint of the model: equal on both sides or the KV cache means nothing.
+    model: str
+    layout: KVLayout
+    # Stride of a metadata row, and how many there are.
+    metadata_row_bytes: int
+    num_metadata_rows: int
+    rank: ParallelRank = ParallelRank()
+
+    def difference(self, other: KVArgs) -> str | None:
+        """Why the two cannot hand over to each other, naming both values (self first); None where they can."""
+        for name, ours, theirs in (
+            ("transfer backend", self.backend, other.backend),
+            ("model", self.model, other.model),
+            ("metadata row bytes", self.metadata_row_bytes, other.metadata_row_bytes),
+            ("tensor parallel size", self.rank.tp_size, other.rank.tp_size),
+            ("pipeline parallel size", self.rank.pp_size, other.rank.pp_size),
+        ):
+            if ours != theirs:
+                return f"{name} {ours} against {theirs}"
+        return check_compatible(self.layout, other.layout)
+
+
+class PrefillInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill rank registers with the bootstrap server, and decode ranks look up. JSON."""
+
+    version: int = PROTOCOL_VERSION
+    epoch: int
+    # Where its manager hears control messages.
+    control_address: str
+    args: KVArgs
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a room failed, in the words of the side at fault."""
+
+    message: str
+    http_status: int
+    reason: str
+
+    @classmethod
+    def of(cls, error: SplitserveError) -> Cause:
+        message = error.failure_reason if isinstance(error, KVTransferError) else error.message
+        return cls(message=message, http_status=error.http_status, reason=error.reason)
+
+    def to_error(self, key: RoomKey) -> KVTransferError:
+        error = KVTransferError(key.room, self.message)
+        error.http_status, error.reason = self.http_status, self.reason
+        return error
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: the class name is the tag."""
+
+
+class KVArgsRegisterInfo(Body, frozen=True):
+    """Sent once per prefill epoch, and again until answered."""
+
+    args: KVArgs
+    session: PeerAddress
+
+
+class RegisterReply(Body, frozen=True):
+    session_id: str
+    # None: accepted.
+    refusal: str | None = None
+
+
+class TransferInfo(Body, frozen=True):
+    """A room's target. `attempt` tells this use of the room number from any other the same decode makes of it."""
+
+    session_id: str
+    key: RoomKey
+    attempt: int
+    rid: str
+    # In token order.
+    pages: list[int]
+    metadata_index: int
+    num_tokens: int
+
+
+class AbortRoom(Body, frozen=True):
+    """Decode repeats it until TransferStatus comes, where it had announced pages."""
+
+    key: RoomKey
+    attempt: int
+    cause: Cause
+
+
+class TransferStatus(Body, frozen=True):
+    """Success where `failure` is None; then `stats` is set. Either way nothing is written for the room any more."""
+
+    key: RoomKey
+    attempt: int
+    stats: TransferStats | None = None
+    failure: Cause | None = None
+
+
+class Ping(Body, frozen=True):
+    session_id: str
+
+
+class Pong(Body, frozen=True):
+    session_id: str
+
+
+class Unregistered(Body, frozen=True):
+    session_id: str
+    why: str
+
+
+AnyBody = (
+    KVArgsRegisterInfo | RegisterReply | TransferInfo | AbortRoom | TransferStatus | Ping | Pong | Unregistered
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = PROTOCOL_VERSION
+    # The sender's instance, and the instance it means to talk to.
+    epoch: int
+    to_epoch: int
+    # Where the sender hears answers.
+    sender: str
+    body: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """A message that arrived."""
+
+    epoch: int
+    to_epoch: int
+    sender: str
+    body: AnyBody
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_bodies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyBody)
+
+
+def new_epoch() -> int:
+    """63 random bits: one per start of a process."""
+    return secrets.randbits(63)
+
+
+def encode(body: AnyBody, *, epoch: int, to_epoch: int, sender: str) -> bytes:
+    raw = msgspec.Raw(_encoder.encode(body))
+    return _encoder.encode(Envelope(epoch=epoch, to_epoch=to_epoch, sender=sender, body=raw))
+
+
+def decode(frame: bytes) -> Mail:
+    """Raises VersionMismatch, or WireError for anything else that is not exactly one of our messages."""
+    try:
+        envelope = _envelopes.decode(frame)
+        if envelope.version != PROTOCOL_VERSION:
+            raise VersionMismatch(envelope)
+        body = _bodies.decode(envelope.body)
+    except msgspec.DecodeError as error:
+        raise WireError(f"undecodable control frame of {len(frame)} bytes: {error}") from error
+    return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, body)
+
+
+def version_difference(*, ours: int, theirs: int) -> str:
+    return f"control protocol version {ours} against {theirs}: run the same Splitserve release on both sides"
