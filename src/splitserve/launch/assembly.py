@@ -1,0 +1,88 @@
+"""Putting one scheduler together over a loaded engine: cache, running set, role, loop, and the hand-over it needs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.cache.pages import PageAllocator
+from splitserve.cache.prefix import NoPrefixCache, PrefixCache
+from splitserve.cache.radix import RadixCache
+from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
+from splitserve.clock import Clock, SystemClock
+from splitserve.config import WorkerConfig
+from splitserve.core.request import DisaggregationMode, Request
+from splitserve.engine.build import BuiltEngine
+from splitserve.launch.hand_over import HandOver, open_hand_over
+from splitserve.scheduler.inbox import FrontEndPipe
+from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.roles.decode import DecodeRole
+from splitserve.scheduler.roles.prefill import PrefillRole
+from splitserve.scheduler.running import RunningSet
+from splitserve.scheduler.scheduler import Limits, Scheduler
+
+
+def assemble_scheduler(
+    config: WorkerConfig, engine: BuiltEngine, pipe: FrontEndPipe, bootstrap_url: str | None, closing: ExitStack
+) -> NormalLoop:
+    """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
+    clock = SystemClock()
+    mode = config.disaggregation.mode
+    cache = _cache(config, engine)
+    outbox = Outbox(pipe.send, clock)
+    running = RunningSet(
+        cache,
+        token_budget=config.scheduler.chunked_prefill_size,
+        max_running=config.scheduler.max_running_requests,
+        tokens_at_most=_prompt_only if mode is DisaggregationMode.PREFILL else _to_the_end,
+    )
+    hand_over = None
+    if mode is not DisaggregationMode.NULL:
+        hand_over = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
+    role = _role(mode, running, cache, outbox, clock, hand_over)
+    limits = Limits(
+        max_tokens_per_request=engine.max_total_tokens_per_request,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        eos_token_ids=engine.loaded.eos_token_ids,
+    )
+    scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits)
+    return NormalLoop(scheduler, engine.runner(cache.rows.table))
+
+
+def _prompt_only(request: Request) -> int:
+    return request.num_prompt_tokens
+
+
+def _to_the_end(request: Request) -> int:
+    return request.num_tokens_at_most
+
+
+def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
+    page_size, longest = config.cache.page_size, engine.max_total_tokens_per_request
+    max_running, mode = config.scheduler.max_running_requests, config.disaggregation.mode
+    rows = (
+        DecodeReqToTokenPool(max_running, longest, page_size, config.scheduler.num_preallocated_rows)
+        if mode is DisaggregationMode.DECODE
+        else ReqToTokenPool(max_running, longest, page_size)
+    )
+    # The decode role has no prompts to look up.
+    has_prefixes = config.cache.enable_prefix_cache and mode is not DisaggregationMode.DECODE
+    prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
+    return PagedKVCache(PageAllocator(engine.layout.num_pages), rows, prefix, page_size)
+
+
+def _role(
+    mode: DisaggregationMode,
+    running: RunningSet,
+    cache: PagedKVCache,
+    outbox: Outbox,
+    clock: Clock,
+    hand_over: HandOver | None,
+) -> Role:
+    if hand_over is None:
+        return ColocatedRole(running, cache, outbox, clock)
+    make = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
+    return make(running, cache, outbox, clock, hand_over.manager, hand_over.metadata, hand_over.slots)

@@ -1,0 +1,98 @@
+"""The scheduler's process: `python -m splitserve.launch.scheduler_process`, started by a worker's front end.
+
+1. One line of JSON on standard input says everything (`Start`).
+2. The model is loaded, the scheduler assembled, and SchedulerReady sent; SchedulerFailed instead where that fails.
+3. The loop runs until standard input ends: the front end has closed it, or is gone. A scheduler never outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+
+import msgspec
+
+from splitserve.config import WorkerConfig
+from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.errors import SplitserveError
+from splitserve.launch.assembly import assemble_scheduler
+from splitserve.messages import SchedulerFailed, SchedulerReady
+from splitserve.scheduler.inbox import FrontEndPipe
+
+logger = logging.getLogger(__name__)
+
+# Seconds a step in progress gets to end before the process is ended from outside the loop.
+GRACE = 5.0
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front end says at the start."""
+
+    config: WorkerConfig
+    # Resolved: config.model.model is what the user typed.
+    model_folder: str
+    to_scheduler: str
+    from_scheduler: str
+    # Prefill: where this worker's own bootstrap server takes registrations.
+    bootstrap_url: str | None = None
+
+
+def main() -> int:
+    # Ctrl-C goes to the whole process group; ending in order is the front end's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    logging.basicConfig(
+        level=start.config.server.log_level.upper(), format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s"
+    )
+    pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
+    stopping = threading.Event()
+    threading.Thread(target=_await_end_of_input, args=(stopping, pipe), daemon=True).start()
+    with ExitStack() as closing:
+        closing.callback(pipe.close)
+        try:
+            model = msgspec.structs.replace(start.config.model, model=start.model_folder)
+            engine = build_engine(model, start.config.cache)
+            closing.callback(engine.close)
+            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing)
+        except SplitserveError as error:
+            pipe.send(SchedulerFailed(message=error.message))
+            return 1
+        except Exception as error:
+            logger.exception("the scheduler could not start")
+            pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
+            return 1
+        pipe.send(_ready(engine))
+        loop.run(stopping.is_set)
+    return 0
+
+
+def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    stopping.set()
+    pipe.waker.wake()
+    # The main thread may sit in a long step, or in a load: nobody waits for its result any more.
+    threading.Event().wait(GRACE)
+    os._exit(1)
+
+
+def _ready(engine: BuiltEngine) -> SchedulerReady:
+    return SchedulerReady(
+        max_total_tokens_per_request=engine.max_total_tokens_per_request,
+        vocab_size=engine.loaded.vocab_size,
+        pages_total=engine.layout.num_pages,
+        page_size=engine.layout.page_size,
+        dtype=engine.loaded.dtype_name,
+        kv_bytes_per_token=engine.layout.bytes_per_token,
+        device=str(engine.loaded.device),
+        num_parameters=engine.loaded.num_parameters,
+        load_seconds=engine.loaded.load_seconds,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
