@@ -1,4 +1,4 @@
-"""Tiny random models with the features of real ones, complete enough to serve: weights, config, tokenizer, chat template.
+"""Tiny random models with the features of real ones, complete enough to serve: weights, tokenizer, chat template.
 
 Weights are drawn wider than a training run would: then the best token leads by far more than float noise, and greedy
 output can be compared exactly.
@@ -26,8 +26,8 @@ _CHAT_TEMPLATE = (
 )
 _COMMON: dict[str, Any] = {
     "vocab_size": _VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,

@@ -1,0 +1,84 @@
+"""How transformers' models reach our attention: one function in their registry, one keyword through their forward.
+
+1. `register()` names the function `splitserve_paged`; a model loaded with that name calls it in every layer. A name
+   with no mask function of its own makes the model skip building attention masks: causality is the backend's part.
+2. The runner passes the planned step as the keyword `step_attention`; models hand unknown keywords down to it.
+3. The function takes off the batch dimension (always 1), and says to the step which layer is asking for what.
+
+There is no state between calls. `probe.py` proves at load time that a model plays along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from splitserve.engine.attention.base import AttentionParams, StepAttention
+from splitserve.errors import EngineError
+
+ATTENTION_NAME = "splitserve_paged"
+
+# Keywords of an attention call that change nothing of what we compute. Any other one that is set is a kind of attention
+# we do not know (sinks, biases, sparse indices), and ignoring it would give wrong tokens silently.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def register() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    step_attention: StepAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as a layer calls it. query, key, value: [1, heads, T, dim]; returns [1, T, num_heads, v_dim].
+
+    Raises EngineError where the layer asks for attention that is not plain causal.
+    """
+    _refuse_unknown(module, attention_mask, rest)
+    params = AttentionParams(
+        scaling=scaling if scaling is not None else float(query.shape[-1] ** -0.5),
+        window=sliding_window,
+        softcap=softcap,
+    )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = step_attention.forward(
+        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), params
+    )
+    return out.unsqueeze(0), None
+
+
+def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None, rest: dict[str, Any]) -> None:
+    unknown = sorted(name for name in rest.keys() - _WITHOUT_EFFECT if rest[name] is not None)
+    if unknown:
+        raise EngineError(
+            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not computed"
+        )
+    if attention_mask is not None:
+        raise EngineError(f"{type(module).__name__} brings an attention mask of its own, which is not computed")
+    if rest.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise EngineError(f"{type(module).__name__} attends in both directions: only causal attention is computed")

@@ -1,0 +1,265 @@
+"""Paged attention in plain torch: gather the pages, then `scaled_dot_product_attention`. Runs on every device.
+
+A step's requests are of two kinds, and both may be in one step.
+
+- One new token (decode): requests of similar length form a group; their pages are gathered to [B, L] with padding,
+  and one masked call serves the group. The query heads that share a KV head become that head's query rows, so keys are
+  never repeated.
+- Several new tokens (a prompt or a chunk of one): one by one, in blocks of query rows, each against the keys it sees.
+  KV heads lie on the batch dimension and the query heads that share one on the head dimension, by stride 0.
+
+Sliding windows narrow what is gathered, to the pages that hold a visible key. Padding repeats pages of the same
+request, and the unwritten end of a request's last page is zeroed when the page is begun: nothing that a page's former
+owner left behind, not even a NaN, reaches another request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
+from splitserve.engine.pool import KVPool
+
+# Query rows a block: small enough that little of a block's keys is masked, large enough to keep the kernel busy.
+_BLOCK = 256
+# One-token requests with no more pages than so many tokens fill share a group, whatever their length.
+_SMALLEST_GROUP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One-token requests of similar length. B requests, P pages each, padded."""
+
+    # Their tokens' places in the step. [B]
+    rows: torch.Tensor
+    # [B x P]
+    pages: torch.Tensor
+    # Added to the scores: 0 where the key is visible, else -inf. [B, 1, 1, P x page_size]
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Query rows [q_start, q_end) of the step against gathered keys [k_start, k_end), aligned at their ends."""
+
+    q_start: int
+    q_end: int
+    k_start: int
+    k_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One request with several new tokens."""
+
+    # The pages with visible keys: a range where they lie one after the other in the pool, else their numbers.
+    pages: slice | torch.Tensor
+    blocks: tuple[_Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """All of a step, for the layers of one window."""
+
+    groups: tuple[_Group, ...]
+    segments: tuple[_Segment, ...]
+    # Right-aligned causal mask, from which every block takes its lower right corner; None without segments.
+    mask: torch.Tensor | None
+
+
+class TorchSdpaBackend:
+    """AttentionBackend over one pool."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def plan(self, batch: PagedBatch) -> TorchSdpaStep:
+        return TorchSdpaStep(self, batch)
+
+    def causal_mask(self, window: int | None, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+        """Entry (-i, -j) is 0 if the i-th query from the end sees the j-th key from the end, else -inf.
+
+        [_BLOCK, at least num_keys]. Kept between steps, because every lower right corner is a causal mask, too.
+        """
+        mask = self._masks.get(window)
+        if mask is None or mask.shape[1] < num_keys:
+            width = max(_BLOCK, 1 << (num_keys - 1).bit_length())
+            device = self.pool.device
+            keys = torch.arange(-width, 0, device=device)
+            distance = torch.arange(-_BLOCK, 0, device=device)[:, None] - keys[None, :]
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            mask = torch.zeros(_BLOCK, width, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = mask
+        return mask
+
+
+class TorchSdpaStep:
+    """StepAttention. What depends on a layer's window is worked out when the first such layer asks, then shared."""
+
+    def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
+        self._backend = backend
+        self._pool = backend.pool
+        self._batch = batch
+        self._slots = self._to_device(_new_slots(batch))
+        tails = _begun_tails(batch)
+        self._tails = self._to_device(tails) if len(tails) else None
+        self._work: dict[int | None, _Work] = {}
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        self._store(keys, key)
+        self._store(values, value)
+        work = self._work.get(params.window) or self._plan(params.window)
+        num_kv_heads = key.shape[1]
+        # [T, num_kv_heads, query heads a KV head, k_dim]
+        query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
+        out = query.new_empty(*query.shape[:3], value.shape[-1])
+        for group in work.groups:
+            shape = (len(group.rows), -1, num_kv_heads)
+            k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2)
+            v = _gather(values, group.pages).view(*shape, values.shape[-1]).transpose(1, 2)
+            out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), k, v, group.mask, params))
+        for segment in work.segments:
+            k = _gather(keys, segment.pages).transpose(0, 1)
+            v = _gather(values, segment.pages).transpose(0, 1)
+            for block in segment.blocks:
+                self._attend_block(block, query, k, v, work, params, out)
+        return out.flatten(1, 2)
+
+    def _attend_block(
+        self,
+        block: _Block,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: _Work,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill out[q_start:q_end]. k, v: [num_kv_heads, gathered tokens, dim]."""
+        assert work.mask is not None
+        num_queries, num_keys = block.q_end - block.q_start, block.k_end - block.k_start
+        mask = work.mask[work.mask.shape[0] - num_queries :, work.mask.shape[1] - num_keys :]
+        q = query[block.q_start : block.q_end].permute(1, 2, 0, 3)
+        visible = slice(block.k_start, block.k_end)
+        k = k[:, None, visible].expand(-1, q.shape[1], -1, -1)
+        v = v[:, None, visible].expand(-1, q.shape[1], -1, -1)
+        out[block.q_start : block.q_end] = _attend(q, k, v, mask, params).permute(2, 0, 1, 3)
+
+    def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
+        flat = pages.flatten(0, 1)
+        flat.index_copy_(0, self._slots, new)
+        if self._tails is not None:
+            flat.index_fill_(0, self._tails, 0.0)
+
+    def _plan(self, window: int | None) -> _Work:
+        batch = self._batch
+        single = np.flatnonzero(batch.lengths == 1)
+        groups = tuple(self._group(members, window) for members in _by_length(batch, single, window))
+        offsets = batch.offsets
+        segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(batch.lengths > 1).tolist())
+        longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
+        mask = self._backend.causal_mask(window, longest, self._dtype) if segments else None
+        work = _Work(groups, segments, mask)
+        self._work[window] = work
+        return work
+
+    def _group(self, members: IntArray, window: int | None) -> _Group:
+        batch, page_size = self._batch, self._batch.page_size
+        first_pages = _first_visible(batch.starts[members], window) // page_size
+        visible = [batch.pages[r][first:] for r, first in zip(members.tolist(), first_pages.tolist(), strict=True)]
+        width = max(len(p) for p in visible)
+        padded = np.stack([np.concatenate((p, np.repeat(p[:1], width - len(p)))) for p in visible])
+        positions = first_pages[:, None] * page_size + np.arange(width * page_size)
+        own = batch.starts[members][:, None]
+        hidden = positions > own
+        if window is not None:
+            hidden |= positions <= own - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._pool.device)
+        mask.masked_fill_(self._to_device(hidden), -torch.inf)
+        return _Group(
+            rows=self._to_device(batch.offsets[members]),
+            pages=self._to_device(padded.reshape(-1)),
+            mask=mask[:, None, None, :],
+        )
+
+    def _segment(self, request: int, offset: int, window: int | None) -> _Segment:
+        batch = self._batch
+        start, length = int(batch.starts[request]), int(batch.lengths[request])
+        first_page = int(_first_visible(np.array(start), window)) // batch.page_size
+        base = first_page * batch.page_size
+        blocks = []
+        for begin in range(start, start + length, _BLOCK):
+            end = min(begin + _BLOCK, start + length)
+            seen_from = int(_first_visible(np.array(begin), window))
+            blocks.append(_Block(offset + begin - start, offset + end - start, seen_from - base, end - base))
+        pages = batch.pages[request][first_page:]
+        in_a_row = bool((np.diff(pages) == 1).all())
+        where = slice(int(pages[0]), int(pages[-1]) + 1) if in_a_row else self._to_device(pages)
+        return _Segment(where, tuple(blocks))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._pool.keys.values())).dtype
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device, non_blocking=True)
+
+
+def _new_slots(batch: PagedBatch) -> IntArray:
+    """Slot (page x page_size + place in it) of every new token. [T]"""
+    size = batch.page_size
+    slots = []
+    for start, length, pages in zip(batch.starts, batch.lengths, batch.pages, strict=True):
+        positions = np.arange(start, start + length)
+        slots.append(pages[positions // size] * size + positions % size)
+    return np.concatenate(slots)
+
+
+def _begun_tails(batch: PagedBatch) -> IntArray:
+    """Slots after the last token in every request's last page, where this step is the first to write to that page."""
+    size = batch.page_size
+    tails = [np.zeros(0, np.int64)]
+    for start, length, pages in zip(batch.starts.tolist(), batch.lengths.tolist(), batch.pages, strict=True):
+        used = (start + length - 1) % size + 1
+        if used < size and used <= length:
+            tails.append(pages[-1] * size + np.arange(used, size))
+    return np.concatenate(tails)
+
+
+def _first_visible(positions: IntArray, window: int | None) -> IntArray:
+    """Position of the first token that the token at `positions` sees."""
+    return np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
+
+
+def _by_length(batch: PagedBatch, requests: IntArray, window: int | None) -> list[IntArray]:
+    """Requests in groups whose padded lengths differ by less than a factor of two."""
+    seen = batch.starts[requests] + 1 - _first_visible(batch.starts[requests], window)
+    bucket = np.ceil(np.log2(np.maximum(seen, _SMALLEST_GROUP_TOKENS))).astype(np.int64)
+    return [requests[bucket == b] for b in np.unique(bucket)]
+
+
+def _gather(pool: torch.Tensor, pages: slice | torch.Tensor) -> torch.Tensor:
+    """Keys or values of these pages. [number of pages x page_size, num_kv_heads, dim]"""
+    if isinstance(pages, slice):
+        return pool[pages].flatten(0, 1)
+    # Pages as rows of a matrix: one memcpy a page. On CPUs, indexing the 4-d tensor is 30 times slower.
+    return pool.flatten(1).index_select(0, pages).view(-1, *pool.shape[2:])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """softmax(q k^T x scaling + mask) v, all [batch, heads, length, dim]."""
+    if params.softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=params.scaling)
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * params.scaling
+    scores = torch.tanh(scores / params.softcap) * params.softcap + mask
+    return torch.matmul(scores.softmax(-1).to(v.dtype), v)

@@ -1,0 +1,61 @@
+"""A step plan as tensors: the requests' tokens one after the other, with the positions and pages that go with them.
+
+Reads the page table, which the scheduler owns, only here and only once a step: a later change of a row does not reach a
+step under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.core.batch import RequestStep, StepPlan
+from splitserve.engine.attention.base import IntArray, PagedBatch
+from splitserve.errors import EngineError
+
+PageTable = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one forward pass is fed."""
+
+    # [1, T], on the device.
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    # Where the tokens lie in the pool.
+    batch: PagedBatch
+    # Request i's tokens are [offsets[i], offsets[i + 1]) of the step.
+    offsets: IntArray
+
+
+def build_inputs(plan: StepPlan, page_table: PageTable, page_size: int, device: torch.device) -> StepInputs:
+    """Flatten a plan of at least one request. Raises EngineError where a request has no tokens or too few pages."""
+    batch = PagedBatch(
+        starts=np.array([r.start for r in plan.requests], dtype=np.int64),
+        lengths=np.array([len(r.token_ids) for r in plan.requests], dtype=np.int64),
+        pages=tuple(_pages_of(r, page_table, page_size) for r in plan.requests),
+        page_size=page_size,
+    )
+    token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
+    return StepInputs(
+        token_ids=torch.from_numpy(token_ids).to(device, non_blocking=True).unsqueeze(0),
+        positions=torch.from_numpy(batch.positions).to(device, non_blocking=True).unsqueeze(0),
+        batch=batch,
+        offsets=batch.offsets,
+    )
+
+
+def _pages_of(request: RequestStep, page_table: PageTable, page_size: int) -> IntArray:
+    if not request.token_ids:
+        raise EngineError(f"request {request.rid} has no tokens in this step")
+    num_pages = -(-(request.start + len(request.token_ids)) // page_size)
+    if num_pages > page_table.shape[1]:
+        raise EngineError(
+            f"request {request.rid} needs {num_pages} pages in this step, but a row of the page table has "
+            f"{page_table.shape[1]}"
+        )
+    return page_table[request.row, :num_pages].astype(np.int64)

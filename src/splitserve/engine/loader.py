@@ -1,0 +1,184 @@
+"""Loading a model: from a config to weights on a device, with our attention in every layer.
+
+1. `sources.resolve_model` turns the name into a local folder.
+2. The model class of transformers is filled from safetensors, in eval mode, on the device, in the dtype asked for.
+3. `probe` proves that it can be served and tells its KV shapes.
+
+A LoadedModel is never changed afterwards. Nothing here knows of pools, requests or steps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from splitserve.config import DTYPES, ModelConfig
+from splitserve.engine.attention import bridge
+from splitserve.engine.probe import LayerShape, probe
+from splitserve.engine.sources import model_fingerprint, resolve_model
+from splitserve.errors import ConfigError, ModelLoadError
+
+# RoPE variants whose angles depend on the longest sequence of a batch once it outgrows the original context.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what the rest of the worker must know of it."""
+
+    # The causal LM of transformers.
+    model: Any
+    # As the user named it, and where its files are.
+    name: str
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    dtype_name: str
+    # Tokens a request may have at most.
+    context_length: int
+    vocab_size: int
+    # Tokens that end an answer; empty where the model has none.
+    eos_token_ids: frozenset[int]
+    # Layer i's KV shape.
+    layers: tuple[LayerShape, ...]
+    num_parameters: int
+    # Equal on two workers only if they serve the same weights.
+    fingerprint: str
+    # Wall time of the load, download included.
+    load_seconds: float
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load a model. Raises ModelLoadError or ConfigError, each with the remedy."""
+    began = time.monotonic()
+    device = _device(config.device)
+    _set_threads(config.threads)
+    folder = resolve_model(config.model)
+    checkpoint = _read_config(folder, config.model)
+    context_length = _context_length(checkpoint.get_text_config(), config)
+    dtype_name = _dtype_name(config.dtype, checkpoint, device)
+    model = _build(folder, config.model, dtype_name, device)
+    layers = probe(model, config.model)
+    return LoadedModel(
+        model=model,
+        name=config.model,
+        folder=folder,
+        device=device,
+        dtype=getattr(torch, dtype_name),
+        dtype_name=dtype_name,
+        context_length=context_length,
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos_token_ids=_eos_token_ids(model),
+        layers=layers,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        fingerprint=model_fingerprint(folder),
+        load_seconds=time.monotonic() - began,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except Exception as error:
+        raise ConfigError(f"Device {name!r} cannot be used: {error}. Use auto, cpu, cuda or cuda:N.") from error
+    return device
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        threads = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if threads < 1:
+        raise ConfigError(f"threads is {threads}: it must be at least 1.")
+    torch.set_num_threads(threads)
+
+
+def _read_config(folder: Path, name: str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelLoadError(
+            f"The config of model {name} in {folder} cannot be read: {error}. Models with code of their own need a "
+            "class in transformers; otherwise check that the folder is complete."
+        ) from error
+    if config.is_encoder_decoder:
+        raise ModelLoadError(f"Model {name} is an encoder-decoder ({config.model_type}). Choose a decoder-only model.")
+    return config
+
+
+def _context_length(checkpoint: Any, config: ModelConfig) -> int:
+    """The context asked for, or the model's. Raises ConfigError where the model's positions do not reach so far."""
+    made_for = getattr(checkpoint, "max_position_embeddings", None)
+    if config.context_length is None and made_for is None:
+        raise ConfigError(f"Model {config.model} does not say how long a context it takes: set context_length.")
+    length = int(config.context_length or made_for or 0)
+    if length < 1 or (made_for is not None and length > made_for):
+        raise ConfigError(f"context_length is {length}: for model {config.model} it must be in [1, {made_for}].")
+    for rope in _rope_parameters(checkpoint):
+        original = rope.get("original_max_position_embeddings") or made_for
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE and (original is None or length > original):
+            raise ConfigError(
+                f"Model {config.model} changes its positions ({rope['rope_type']} RoPE) for contexts over {original} "
+                f"tokens, which would make one request's tokens depend on another's length. "
+                f"Set context_length to {original} or less."
+            )
+    return length
+
+
+def _rope_parameters(checkpoint: Any) -> Iterator[dict[str, Any]]:
+    """The RoPE settings, one for all layers or one for each type of layer."""
+    found = getattr(checkpoint, "rope_parameters", None) or {}
+    if "rope_type" in found:
+        yield found
+    else:
+        yield from (rope for rope in found.values() if isinstance(rope, dict))
+
+
+def _dtype_name(asked: str, checkpoint: Any, device: torch.device) -> str:
+    if asked == "auto":
+        asked = "float32" if device.type == "cpu" else str(checkpoint.dtype or "float32").removeprefix("torch.")
+    if asked not in DTYPES:
+        raise ConfigError(f"dtype {asked!r} is not known. Use auto, {', '.join(DTYPES)}.")
+    return asked
+
+
+def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
+    bridge.register()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype_name),
+            attn_implementation=bridge.ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+        return model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"Model {name} does not fit on {device} in {dtype_name}. Use a smaller dtype or model, or another device."
+        ) from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {error}. It must be a decoder-only "
+            "model with safetensors weights and a model class in transformers that supports its attention interface."
+        ) from error
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

@@ -1,0 +1,25 @@
+"""Logprobs of given tokens under the model's own distribution: before bias, penalties, masks and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from splitserve.core.batch import TokenLogprob
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """The logprob of token_ids[i] in row i of raw logits [n, vocab_size], with that row's num_top[i] best tokens."""
+    if not token_ids:
+        return []
+    log_z = logits.logsumexp(-1, keepdim=True)
+    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
+    logprobs = (logits.gather(-1, chosen) - log_z).squeeze(-1).tolist()
+    widest = min(max(num_top), logits.shape[-1])
+    values, ids = logits.topk(widest, dim=-1)
+    top_logprobs, top_ids = (values - log_z).tolist(), ids.tolist()
+    return [
+        TokenLogprob(token, logprob, tuple(zip(top_ids[i][:n], top_logprobs[i][:n], strict=True)))
+        for i, (token, logprob, n) in enumerate(zip(token_ids, logprobs, num_top, strict=True))
+    ]

@@ -1,0 +1,127 @@
+"""The paged KV pool: the memory that keys and values live in, laid out as `core/layout.py` says.
+
+1. `num_pages_for` decides how many pages the device affords, `layout_for` writes that down as plain data.
+2. `KVPool` takes the memory, in one piece, and cuts it into components: the keys of layer 0, its values, and so on.
+3. Attention reads and writes it as tensors [num_pages, page_size, num_kv_heads, head_dim]; transports as raw regions.
+
+The pool does not know which page belongs to whom. Memory nobody wrote to reads as zero, and on a CPU it costs nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from splitserve.config import CacheConfig
+from splitserve.core.layout import KVComponent, KVLayout, Region
+from splitserve.engine.probe import LayerShape
+from splitserve.errors import ConfigError
+
+# Components start at multiples of this many bytes: a page of the operating system, so that they can be registered.
+_ALIGNMENT = 4096
+
+
+def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int) -> KVLayout:
+    """The layout of a pool that holds all of `layers` on this rank, components in the order k0, v0, k1, v1, ..."""
+    components = []
+    for shape in layers:
+        for name, head_dim in (("k", shape.k_dim), ("v", shape.v_dim)):
+            components.append(
+                KVComponent(
+                    name=name,
+                    layer=shape.layer,
+                    dtype=dtype,
+                    num_heads=shape.num_kv_heads,
+                    first_head=0,
+                    total_heads=shape.num_kv_heads,
+                    head_dim=head_dim,
+                )
+            )
+    return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))
+
+
+def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) -> int:
+    """Pages the pool gets: `max_total_tokens` rounded up, or what `mem_fraction` of the free memory holds.
+
+    `one_page` is a layout of the pool's shape; its `num_pages` does not matter. Raises ConfigError where none fits.
+    """
+    if cache.max_total_tokens is not None:
+        if cache.max_total_tokens < 1:
+            raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}: it must be at least 1.")
+        return -(-cache.max_total_tokens // cache.page_size)
+    if not 0.0 < cache.mem_fraction <= 1.0:
+        raise ConfigError(f"mem_fraction is {cache.mem_fraction}: it must be in (0, 1].")
+    free = _free_memory(device)
+    num_pages = int(free * cache.mem_fraction) // one_page.bytes_per_page
+    if num_pages < 1:
+        raise ConfigError(
+            f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
+            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {cache.mem_fraction:.2%} of the {free / 2**20:.0f} MiB "
+            f"free on {device} is less. Raise mem_fraction, set max_total_tokens, or choose a smaller page_size."
+        )
+    return num_pages
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes free on the device, now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+class KVPool:
+    """The memory of one rank's KV cache.
+
+    `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
+    must be done with them before `close`.
+    """
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self._regions: list[Region] = []
+        sizes = [layout.num_pages * c.page_bytes(layout.page_size) for c in layout.components]
+        arena = _zeroed(sum(_aligned(n) for n in sizes), device)
+        offset = 0
+        for component, size in zip(layout.components, sizes, strict=True):
+            self._add(component, arena[offset : offset + size])
+            offset += _aligned(size)
+
+    def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
+        shape = (self.layout.num_pages, self.layout.page_size, component.num_heads, component.head_dim)
+        side = self.keys if component.name == "k" else self.values
+        side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
+        self._regions.append(Region(address=memory.data_ptr(), length=memory.numel()))
+
+    def regions(self) -> tuple[Region, ...]:
+        """Region i is component i of the layout."""
+        return tuple(self._regions)
+
+    def close(self) -> None:
+        """Let go of the memory; it returns to the system with the last tensor that looks at it. Idempotent."""
+        self.keys.clear()
+        self.values.clear()
+        self._regions.clear()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _zeroed(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeroed bytes. On a CPU the system hands out real memory page by page, on first write."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(
+            f"The system refuses {num_bytes / 2**30:.1f} GiB for the KV pool ({error}). "
+            "Lower mem_fraction or max_total_tokens."
+        ) from error
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,105 @@
+"""What a loaded model really does in its attention, found by running one tiny step through it.
+
+Configs spell head counts, windows and attention variants in many ways; the arguments with which a layer calls its
+attention are the truth. `probe` runs two tokens with a recorder in the backend's place, and so learns each layer's KV
+shape and window, and refuses (ModelLoadError) every model that the engine would compute wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.head import LanguageHead
+from splitserve.errors import EngineError, ModelLoadError
+
+_REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_PROBE_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps in the KV pool."""
+
+    layer: int
+    num_kv_heads: int
+    # Elements of one head's key, and of its value.
+    k_dim: int
+    v_dim: int
+    # Sliding window in tokens; None: the layer sees everything.
+    window: int | None
+
+
+class _Recorder:
+    """StepAttention that writes down what it is asked, and answers zero."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerShape] = []
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        self.layers.append(LayerShape(layer, key.shape[1], key.shape[2], value.shape[2], params.window))
+        return query.new_zeros(len(query), query.shape[1], value.shape[2])
+
+
+def probe(model: Any, name: str) -> tuple[LayerShape, ...]:
+    """Shapes of all layers, in order. Raises ModelLoadError, naming `name`, where the engine cannot run the model."""
+    if model.base_model is model:
+        raise ModelLoadError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
+    recorder = _Recorder()
+    try:
+        _run(model, recorder)
+    except EngineError as error:
+        raise ModelLoadError(f"Model {name} cannot be served: {error.message}. {_REMEDY}") from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"Model {name} ({type(model).__name__}) does not go through transformers' attention interface: "
+            f"{type(error).__name__}: {error}. {_REMEDY}"
+        ) from error
+    layers = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
+    problem = _problem(model.config.get_text_config(), layers)
+    if problem is not None:
+        raise ModelLoadError(f"Model {name} cannot be served: {problem}. {_REMEDY}")
+    return layers
+
+
+def _run(model: Any, recorder: _Recorder) -> None:
+    """One forward of the whole model; its logits must be what our split into body and head gives."""
+    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(_PROBE_TOKENS, device=model.device).unsqueeze(0)
+    bodies: list[torch.Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda _module, _args, out: bodies.append(out.last_hidden_state))
+    try:
+        with torch.inference_mode():
+            out = model(input_ids=tokens, position_ids=positions, use_cache=False, step_attention=recorder)
+            if len(bodies) != 1:
+                raise EngineError("its forward does not run its body exactly once")
+            same = torch.equal(LanguageHead(model)(bodies[0][0]), out.logits[0].float())
+    finally:
+        hook.remove()
+    if not same:
+        raise EngineError("its logits are more than a function of the last hidden state")
+
+
+def _problem(config: Any, layers: tuple[LayerShape, ...]) -> str | None:
+    """Why these layers cannot be served; None if they can."""
+    if [shape.layer for shape in layers] != list(range(config.num_hidden_layers)):
+        return f"{len(layers)} of its {config.num_hidden_layers} layers use attention that can be paged"
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        configured = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        if configured is not None and any(shape.window != configured for shape in layers):
+            return f"its config has a sliding window of {configured}, its layers have not"
+        return None
+    unknown = sorted(set(kinds) - _KNOWN_LAYER_TYPES)
+    if unknown:
+        return f"it has layers of type {', '.join(unknown)}"
+    for shape, kind in zip(layers, kinds, strict=True):
+        if (shape.window is not None) != (kind == "sliding_attention"):
+            return f"layer {shape.layer} is of type {kind}, but its attention has window {shape.window}"
+    return None

