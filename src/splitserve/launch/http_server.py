@@ -1,0 +1,100 @@
+"""uvicorn on a socket that is bound before anything else, so that the port is known, and taken, from the start.
+
+Signals stay with whoever owns the process (see `lifecycle.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from splitserve.errors import ConfigError, SplitserveError
+
+# uvicorn looks at its flags ten times a second.
+_ABORT_SECONDS = 1.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any free one. Raises ConfigError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        # Clients that come while the process still starts wait in the backlog instead of being refused.
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port") from None
+    return sock
+
+
+def port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
+
+
+def reachable_host(host: str) -> str:
+    """The host part of a URL by which this machine's processes reach a server bound to `host`."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+class HttpServer:
+    """Serves one ASGI application on one socket. `start` it, then `stop` it; it owns the socket."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=75, ws="none", backlog=2048
+        )
+        self._server = _Server(config)
+        self._socket = sock
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when the application has started and requests are served."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http-server")
+        started = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._task.done():
+            raise SplitserveError("the HTTP server could not start: see the log")
+
+    async def stop(self, deadline: float) -> None:
+        """Take no new connections, give running requests `deadline` seconds, then cut them off. Idempotent."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(deadline))
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+    async def abort(self) -> None:
+        """Cut running requests off, also where a `stop` is under way."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=_ABORT_SECONDS)
+            self._task.cancel()
+            # uvicorn leaves this out when it is forced.
+            await asyncio.wait({asyncio.ensure_future(self._server.lifespan.shutdown())}, timeout=_ABORT_SECONDS)
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

@@ -1,0 +1,193 @@
+"""The router's face: routes and their answers. What happens behind them is the balancer's business."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+
+from splitserve import __version__
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.router.args import LBArgs
+from splitserve.router.balancer import MiniLoadBalancer, logger
+from splitserve.router.client_stream import ExchangeResponse
+from splitserve.router.failure import UpstreamError, body_of
+from splitserve.router.register import PDRegistryRequest
+from splitserve.router.upstream import REQUEST_HEADERS
+from splitserve.router.worker import Worker
+
+GENERATE_ROUTES = ("/generate", "/v1/chat/completions", "/v1/completions")
+# Questions that any worker answers alike: our route, method, the worker's route.
+ANY_WORKER_ROUTES = (
+    ("/get_model_info", "GET", "/get_model_info"),
+    ("/model_info", "GET", "/model_info"),
+    ("/v1/models", "GET", "/v1/models"),
+    ("/tokenize", "POST", "/tokenize"),
+    ("/detokenize", "POST", "/detokenize"),
+)
+
+
+def build_router_app(args: LBArgs) -> FastAPI:
+    """The ASGI application. Its balancer is `app.state.balancer`, open while the application runs."""
+    balancer = MiniLoadBalancer(args)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await balancer.open()
+        try:
+            yield
+        finally:
+            await balancer.close()
+
+    app = FastAPI(title="splitserve router", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.balancer = balancer
+    app.add_exception_handler(SplitserveError, _answer_error)
+    app.add_exception_handler(UpstreamError, _answer_upstream_error)
+    for path in GENERATE_ROUTES:
+        app.add_api_route(path, _generate_route(balancer), methods=["POST"])
+    for path, method, target in ANY_WORKER_ROUTES:
+        app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method])
+    _add_worker_routes(app, balancer)
+    _add_operator_routes(app, balancer)
+    return app
+
+
+def _generate_route(balancer: MiniLoadBalancer) -> Any:
+    async def generate(request: Request) -> Response:
+        raw = await request.body()
+        path = request.url.path
+        headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
+
+        def on_disconnect() -> None:
+            logger.info("client left route=%s", path)
+            balancer.metrics.disconnects.inc()
+
+        return ExchangeResponse(lambda client: balancer.generate(path, raw, headers, client), on_disconnect)
+
+    return generate
+
+
+def _any_worker_route(balancer: MiniLoadBalancer, method: str, target: str) -> Any:
+    async def ask_any(request: Request) -> Response:
+        body = await request.body() if method == "POST" else None
+        status, answer, headers = await balancer.upstream.ask(balancer.registry.any_healthy(), method, target, body)
+        return Response(answer, status, media_type=headers.get("content-type", "application/json"))
+
+    return ask_any
+
+
+def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
+    """Who comes and goes."""
+    registry = balancer.registry
+
+    @app.post("/register")
+    async def register(request: Request) -> Response:
+        worker = _parse_registration(await request.body())
+        if registry.add(worker.registry_url, worker.role, worker.bootstrap_port):
+            logger.info("worker registered url=%s mode=%s", worker.registry_url, worker.mode)
+        return _json({"message": "Registered successfully"})
+
+    @app.post("/deregister")
+    async def deregister(request: Request) -> Response:
+        worker = _parse_registration(await request.body())
+        if registry.remove(worker.registry_url):
+            logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
+        return _json({"message": "Deregistered"})
+
+    @app.get("/workers")
+    async def workers() -> Response:
+        return _json({"workers": [_describe(w) for w in registry.all()]})
+
+
+def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
+    """How things are, and what an operator may order."""
+    registry = balancer.registry
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        registry.any_healthy()
+        return _summary(await balancer.ask_all(registry.all(), "GET", "/health_generate"))
+
+    @app.post("/flush_cache")
+    async def flush_cache() -> Response:
+        return _summary(await balancer.ask_all(registry.all(), "POST", "/flush_cache", b"{}"))
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", await request.body()))
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> Response:
+        info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy}
+        for mode in DisaggregationMode:
+            answers = await balancer.ask_all(registry.pool(mode), "GET", "/server_info")
+            info[mode.value] = [{"url": w.url, **_object(answer)} for w, status, answer in answers if status == 200]
+        return _json(info)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        for mode in DisaggregationMode:
+            for healthy in (True, False):
+                count = sum(w.healthy is healthy for w in registry.pool(mode))
+                balancer.metrics.workers.labels(mode.value, str(healthy).lower()).set(count)
+        return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _parse_registration(raw: bytes) -> PDRegistryRequest:
+    try:
+        return PDRegistryRequest.model_validate_json(raw)
+    except ValidationError as error:
+        problems = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
+        raise InvalidRequestError(f"cannot register this worker: {problems}") from None
+
+
+def _describe(worker: Worker) -> dict[str, Any]:
+    return {
+        "url": worker.url,
+        "mode": worker.mode.value,
+        "bootstrap_port": worker.bootstrap_port,
+        "healthy": worker.healthy,
+        "num_running": worker.num_running,
+    }
+
+
+def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:
+    """200 if every worker agreed, else 503 with the answers of those that did not."""
+    failed = {
+        w.url: {"status": status, "body": body.decode(errors="replace")} for w, status, body in answers if status != 200
+    }
+    return _json({"success": not failed, "failed": failed}, 503 if failed else 200)
+
+
+def _object(answer: bytes) -> dict[str, Any]:
+    try:
+        parsed = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, SplitserveError)
+    headers = {"retry-after": "1"} if error.http_status == 503 else None
+    return Response(body_of(error), error.http_status, headers, media_type="application/json")
+
+
+async def _answer_upstream_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, UpstreamError)
+    return Response(error.body, error.status, error.headers, media_type="application/json")

@@ -1,0 +1,101 @@
+"""Options of the router process, the same for the command line, a test and an embedding program."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from splitserve.errors import ConfigError
+
+POLICIES = ("round_robin", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """A prefill worker given at the start."""
+
+    url: str
+    # Port of its bootstrap server; None: the workers' own option counts.
+    bootstrap_port: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> PrefillConfig:
+        """Read `URL`, `URL PORT` or `URL none`. Raises ConfigError."""
+        match text.split():
+            case [url]:
+                return cls(parse_url(url))
+            case [url, port] if port.lower() == "none":
+                return cls(parse_url(url))
+            case [url, port] if port.isdecimal() and 0 < int(port) < 65536:
+                return cls(parse_url(url), int(port))
+        raise ConfigError(f"--prefill {text!r}: give a URL and then a bootstrap port, 'none' or nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class LBArgs:
+    """Everything one router is told."""
+
+    host: str = "127.0.0.1"
+    # 0: any free port.
+    port: int = 8000
+    policy: str = "round_robin"
+    prefill: tuple[PrefillConfig, ...] = ()
+    decode: tuple[str, ...] = ()
+    # Colocated workers: used where there is no prefill and decode pair.
+    workers: tuple[str, ...] = ()
+    # Deadlines in seconds: a whole request, the connection to a worker, silence of a worker while it answers.
+    timeout: float = 1800.0
+    connect_timeout: float = 5.0
+    idle_timeout: float = 600.0
+    # Seconds between two rounds of asking every worker's /health.
+    health_interval: float = 5.0
+    # At shutdown, seconds that running requests get to finish.
+    drain_timeout: float = 30.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
+        for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Put the router's options on an argparse parser."""
+        defaults = cls()
+        parser.add_argument("--host", default=defaults.host)
+        parser.add_argument("--port", type=int, default=defaults.port)
+        parser.add_argument("--policy", choices=POLICIES, default=defaults.policy)
+        parser.add_argument("--prefill", action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
+        parser.add_argument("--decode", action="append", default=[], metavar="URL")
+        parser.add_argument("--worker", action="append", default=[], metavar="URL")
+        parser.add_argument("--timeout", type=float, default=defaults.timeout)
+        parser.add_argument("--log-level", default=defaults.log_level)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
+        """Raises ConfigError for a malformed URL or port."""
+        return cls(
+            host=args.host,
+            port=args.port,
+            policy=args.policy,
+            prefill=tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill),
+            decode=tuple(parse_url(url) for url in args.decode),
+            workers=tuple(parse_url(url) for url in args.worker),
+            timeout=args.timeout,
+            log_level=args.log_level,
+        )
+
+
+def parse_url(text: str) -> str:
+    """`http://host:port` without a trailing slash. Raises ConfigError for anything else."""
+    try:
+        parts = urlsplit(text.strip())
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"{text!r} is not a worker's URL: write http://HOST:PORT")
+    return text.strip().rstrip("/")

@@ -1,0 +1,131 @@
+"""The mini load balancer: takes a client's request, chooses who serves it, and accounts for what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.router.args import LBArgs, PrefillConfig
+from splitserve.router.client_stream import ClientStream
+from splitserve.router.exchange import Call, PairExchange, forward_single
+from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames
+from splitserve.router.health import HealthMonitor
+from splitserve.router.logprobs import wants_merge
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.pairing import Body, pair_body
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.upstream import Upstream
+from splitserve.router.worker import Pair, Worker
+
+logger = logging.getLogger(__name__)
+
+
+class MiniLoadBalancer:
+    """Owns the registry, the HTTP client and the health monitor. `open` and `close` it inside the event loop."""
+
+    def __init__(self, args: LBArgs) -> None:
+        self.args = args
+        self.registry = WorkerRegistry(args.policy)
+        self.metrics = RouterMetrics()
+        for config in args.prefill:
+            self.add_prefill_server(config, is_static=True)
+        for url in args.decode:
+            self.add_decode_server(url, is_static=True)
+        for url in args.workers:
+            self.registry.add(url, DisaggregationMode.NULL, is_static=True)
+        self._monitor: asyncio.Task[None] | None = None
+        self._upstream: Upstream | None = None
+
+    def add_prefill_server(self, config: PrefillConfig, *, is_static: bool = False) -> bool:
+        return self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=is_static)
+
+    def add_decode_server(self, url: str, *, is_static: bool = False) -> bool:
+        return self.registry.add(url, DisaggregationMode.DECODE, is_static=is_static)
+
+    def select_pair(self) -> Pair:
+        return self.registry.select_pair()
+
+    async def open(self) -> None:
+        self._upstream = Upstream(self.args, self.registry)
+        monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval)
+        self._monitor = asyncio.create_task(monitor.run())
+
+    async def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
+        if self._upstream is not None:
+            await self._upstream.close()
+
+    @property
+    def upstream(self) -> Upstream:
+        if self._upstream is None:
+            raise RuntimeError("the balancer is not open")
+        return self._upstream
+
+    async def generate(self, path: str, raw: bytes, headers: Headers, client: ClientStream) -> None:
+        """Serve one request to its last byte, streamed or not. Errors go to the client; nothing is raised for them."""
+        started = time.monotonic()
+        self.metrics.requests.labels(path).inc()
+        self.metrics.running.inc()
+        try:
+            body = parse_body(raw)
+            await self._dispatch(path, raw, body, headers, client)
+        except UpstreamError as error:
+            await self._fail(path, client, error.side, error.status, error.body, error.headers)
+        except SplitserveError as error:
+            retry = {"retry-after": "1"} if error.http_status == 503 else {}
+            await self._fail(path, client, "router", error.http_status, body_of(error), retry)
+        finally:
+            self.metrics.running.dec()
+            self.metrics.duration.labels(path).observe(time.monotonic() - started)
+
+    async def _dispatch(self, path: str, raw: bytes, body: Body, headers: Headers, client: ClientStream) -> None:
+        target = self.registry.select()
+        if isinstance(target, Worker):
+            await forward_single(self.upstream, target, Call(path, raw, headers), client)
+            return
+        paired = pair_body(path, body, target.prefill.host, target.prefill.bootstrap_port)
+        call = Call(path, msgspec.json.encode(paired), headers, merge_logprobs=wants_merge(path, body))
+        await PairExchange(self.upstream, target, call, client).run()
+
+    async def _fail(self, path: str, client: ClientStream, side: str, status: int, body: bytes, extra: Headers) -> None:
+        logger.warning("request failed route=%s side=%s status=%d error=%s", path, side, status, body[:500])
+        self.metrics.errors.labels(path, side, str(status)).inc()
+        if not client.started:
+            await client.respond(status, body, extra)
+        elif client.is_event_stream:
+            await client.end(error_frames(body, mid_frame=client.mid_frame))
+        else:
+            raise ConnectionAbortedError("the answer broke off after its headers")
+
+    async def ask_all(
+        self, workers: Sequence[Worker], method: str, path: str, body: bytes | None = None
+    ) -> list[tuple[Worker, int, bytes]]:
+        """The same short question to several workers at once: status and body of each; 503 for one that is lost."""
+
+        async def ask(worker: Worker) -> tuple[Worker, int, bytes]:
+            try:
+                status, answer, _ = await self.upstream.ask(worker, method, path, body, seconds=30.0)
+            except UpstreamError as error:
+                return worker, error.status, error.body
+            return worker, status, answer
+
+        return await asyncio.gather(*(ask(worker) for worker in workers))
+
+
+def parse_body(raw: bytes) -> Body:
+    """Raises InvalidRequestError where it is not a JSON object."""
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return body

@@ -1,0 +1,80 @@
+"""The client's end of one exchange, straight on ASGI: headers go out with the first byte of the body, not before.
+
+So an error that comes before the first token still gets its own status. It also tells when the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from splitserve.router.failure import Headers
+
+
+class ClientStream:
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        # None until the headers have gone out.
+        self.status: int | None = None
+        self.finished = False
+        self.is_event_stream = False
+        # The bytes so far end inside an SSE event.
+        self.mid_frame = False
+
+    @property
+    def started(self) -> bool:
+        return self.status is not None
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, chunk: bytes) -> None:
+        """Returns when the client's connection has room for more."""
+        self.mid_frame = not chunk.endswith(b"\n\n")
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self, chunk: bytes = b"") -> None:
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    async def respond(self, status: int, body: bytes, headers: Headers) -> None:
+        """A whole answer at once."""
+        await self.start(status, {"content-type": "application/json", **headers, "content-length": str(len(body))})
+        await self.end(body)
+
+    async def disconnected(self) -> None:
+        """Return when the client has left (or has been answered in full)."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class ExchangeResponse(Response):
+    """A response that is written by `serve`, which is cancelled when the client leaves before its end."""
+
+    def __init__(self, serve: Callable[[ClientStream], Awaitable[None]], on_disconnect: Callable[[], None]) -> None:
+        super().__init__()
+        self._serve = serve
+        self._on_disconnect = on_disconnect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = ClientStream(receive, send)
+        work = asyncio.ensure_future(self._serve(client))
+        gone = asyncio.ensure_future(client.disconnected())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not client.finished:
+                self._on_disconnect()
+                return
+            # The answer is out; what is left is the other side's goodbye.
+            await work
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)

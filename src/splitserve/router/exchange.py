@@ -1,0 +1,187 @@
+"""One client request served by a pair, from dispatch to the last byte.
+
+1. The same bytes go to both workers at the same time.
+2. The decode's answer goes to the client as it comes: a stream byte for byte, neither re-framed nor held back.
+3. The prefill's answer is read beside it. It says only that the KV was handed over, and carries the prompt's logprobs.
+4. A side that fails fails the pair: the other request is cancelled, which its worker sees as a disconnect and aborts.
+   The client gets the cause (see `failure.py`), as a status where no byte has gone out, else as a last event.
+5. A client that leaves cancels both (see `client_stream.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from splitserve.router.client_stream import ClientStream
+from splitserve.router.failure import Headers, UpstreamError, error_in_event
+from splitserve.router.logprobs import merge_answer, merge_event
+from splitserve.router.sse import EventSplitter, encode_event, event_data
+from splitserve.router.upstream import Upstream, answer_headers
+from splitserve.router.worker import Pair, Worker
+
+# Seconds the second side gets to report its cause after the first has failed without a conclusive one.
+GRACE_SECONDS = 0.25
+# Seconds the prefill gets to say goodbye after the decode has answered in full.
+LINGER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One client request as it goes to the workers."""
+
+    path: str
+    body: bytes
+    headers: Headers
+    # The prompt's logprobs are to be taken from the prefill's answer.
+    merge_logprobs: bool = False
+
+
+async def forward_single(upstream: Upstream, worker: Worker, call: Call, client: ClientStream) -> None:
+    """Serve a request by one colocated worker. Raises UpstreamError."""
+    await _Answer(upstream, worker, "colocated", call, client).forward(None)
+
+
+class PairExchange:
+    def __init__(self, upstream: Upstream, pair: Pair, call: Call, client: ClientStream) -> None:
+        self._upstream = upstream
+        self._pair = pair
+        self._call = call
+        self._client = client
+
+    async def run(self) -> None:
+        """Serve the request. Raises the UpstreamError that is the cause if it fails; both requests have ended then."""
+        prefill = asyncio.create_task(self._read_prefill())
+        answer = _Answer(self._upstream, self._pair.decode, "decode", self._call, self._client)
+        decode = asyncio.create_task(answer.forward(prefill if self._call.merge_logprobs else None))
+        try:
+            await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+            if not decode.done() and _error_of(prefill) is None:
+                await asyncio.wait({decode})
+            cause = await _settle(prefill, decode)
+            if cause is not None:
+                raise cause
+            await asyncio.wait({prefill}, timeout=LINGER_SECONDS)
+        finally:
+            prefill.cancel()
+            decode.cancel()
+            await asyncio.gather(prefill, decode, return_exceptions=True)
+
+    async def _read_prefill(self) -> list[Any]:
+        """The prefill's whole answer: its object, its list's elements, or its stream's events; empty if not needed."""
+        call, worker = self._call, self._pair.prefill
+        async with self._upstream.post(worker, "prefill", call.path, call.body, call.headers) as response:
+            body = await response.read()
+            if response.content_type == "text/event-stream":
+                return _events(body, worker)
+            if not call.merge_logprobs:
+                return []
+            parsed = _decode_json(body, worker)
+            return parsed if isinstance(parsed, list) else [parsed]
+
+
+class _Answer:
+    """The way of one worker's answer to the client."""
+
+    def __init__(self, upstream: Upstream, worker: Worker, side: str, call: Call, client: ClientStream) -> None:
+        self._upstream = upstream
+        self._worker = worker
+        self._side = side
+        self._call = call
+        self._client = client
+
+    async def forward(self, prefill: asyncio.Task[list[Any]] | None) -> None:
+        """Send the request and pass the answer on. `prefill`: whose logprobs are merged in. Raises UpstreamError."""
+        call = self._call
+        async with self._upstream.post(self._worker, self._side, call.path, call.body, call.headers) as response:
+            if response.content_type == "text/event-stream":
+                await self._generate_stream(response, prefill)
+                return
+            body = await response.read()
+            headers = answer_headers(response)
+        if prefill is not None:
+            body = merge_answer(await asyncio.shield(prefill), body)
+        await self._client.respond(response.status, body, headers)
+
+    async def _generate_stream(self, response: aiohttp.ClientResponse, prefill: asyncio.Task[list[Any]] | None) -> None:
+        chunks = response.content.iter_any()
+        async for chunk in chunks if prefill is None else _merged(chunks, prefill):
+            if not self._client.started:
+                self._raise_if_error(chunk)
+                await self._client.start(response.status, answer_headers(response))
+            await self._client.write(chunk)
+        if not self._client.started:
+            await self._client.start(response.status, answer_headers(response))
+        await self._client.end()
+
+    def _raise_if_error(self, first_chunk: bytes) -> None:
+        """A stream that begins with an error is an answer with that status: the client has seen nothing yet."""
+        if b'"error"' not in first_chunk[:64]:
+            return
+        error = error_in_event(event_data(first_chunk.split(b"\n\n", 1)[0]))
+        if error is not None:
+            raise UpstreamError.answered(self._side, self._worker.url, *error)
+
+
+async def _merged(chunks: AsyncIterator[bytes], prefill: asyncio.Task[list[Any]]) -> AsyncIterator[bytes]:
+    """The stream with the prompt's logprobs in each of its events."""
+    splitter = EventSplitter()
+    async for chunk in chunks:
+        for event in splitter.feed(chunk):
+            data = event_data(event)
+            if data is None:
+                yield event
+                continue
+            merge_event(await asyncio.shield(prefill), data)
+            yield encode_event(data)
+    if splitter.rest:
+        yield splitter.rest
+
+
+async def _settle(prefill: asyncio.Task[list[Any]], decode: asyncio.Task[None]) -> UpstreamError | None:
+    """Decode has ended or a side has failed: the pair's outcome, None if the client has its whole answer.
+
+    Another side may yet report the cause, for a short while; decode may also end well meanwhile.
+    """
+    first = decode if _error_of(decode) is not None and _error_of(prefill) is None else prefill
+    error = _error_of(first)
+    if error is None:
+        return None
+    if not error.is_conclusive:
+        await asyncio.wait({prefill, decode}, timeout=GRACE_SECONDS)
+    if decode.done() and _error_of(decode) is None:
+        return None
+    second = prefill if first is decode else decode
+    errors = [e for e in (error, _error_of(second)) if e is not None]
+    return min(errors, key=lambda e: e.cause)
+
+
+def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:
+    """What an ended task failed with. Raises what is not an UpstreamError: a bug."""
+    error = task.exception() if task.done() else None
+    if error is None or isinstance(error, UpstreamError):
+        return error
+    raise error
+
+
+def _events(body: bytes, worker: Worker) -> list[Any]:
+    """The events of the prefill's stream. Raises UpstreamError if one of them reports an error."""
+    events = [event_data(event) for event in EventSplitter().feed(body)]
+    for event in events:
+        error = error_in_event(event)
+        if error is not None:
+            raise UpstreamError.answered("prefill", worker.url, *error)
+    return [event for event in events if event is not None]
+
+
+def _decode_json(body: bytes, worker: Worker) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        message = f"the prefill worker {worker.url} answered with something that is not JSON: is it a worker?"
+        raise UpstreamError.lost("prefill", worker.url, 502, message) from None

@@ -1,0 +1,95 @@
+"""How one side of a pair failed, which of two failures is the cause, and how the client is told.
+
+When one side fails the other soon fails too, for want of its partner. The client gets the cause: a request at fault
+(4xx) before a worker that is gone, that before a worker's own error (5xx), and an abort (499) only if there is nothing
+better. Between equals the first one counts.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from splitserve.errors import SplitserveError
+
+Headers = dict[str, str]
+
+
+class Cause(enum.IntEnum):
+    """What a failure tells of the cause, most telling first."""
+
+    REQUEST = 0  # the worker refused the request
+    LOST = 1  # the worker cannot be reached, or went away
+    WORKER = 2  # the worker reports an error of its own, or of its partner
+    ABORTED = 3  # the worker stopped because somebody told it to
+
+
+class UpstreamError(Exception):
+    """A worker did not serve its half. Carries the answer for the client: status, body (JSON) and headers."""
+
+    def __init__(self, side: str, url: str, status: int, body: bytes, cause: Cause, headers: Headers | None = None):
+        super().__init__(f"{side} worker {url}: {status}")
+        self.side = side
+        self.url = url
+        self.status = status
+        self.body = body
+        self.cause = cause
+        self.headers = headers or {}
+
+    @property
+    def is_conclusive(self) -> bool:
+        """No later report of the other side can explain more."""
+        return self.cause <= Cause.LOST
+
+    @classmethod
+    def answered(cls, side: str, url: str, status: int, body: bytes, headers: Headers | None = None) -> UpstreamError:
+        """The worker answered with an error status."""
+        if status == 499:
+            cause = Cause.ABORTED
+        elif 400 <= status < 500:
+            cause = Cause.REQUEST
+        else:
+            cause = Cause.WORKER
+        return cls(side, url, status, body, cause, headers)
+
+    @classmethod
+    def lost(cls, side: str, url: str, status: int, message: str) -> UpstreamError:
+        """The worker could not be reached, went away or fell silent."""
+        headers = {"retry-after": "1"} if status == 503 else {}
+        body = error_body(message, "server_error", "worker_unavailable")
+        return cls(side, url, status, body, Cause.LOST, headers)
+
+
+def error_body(message: str, error_type: str, code: str | int, param: str | None = None) -> bytes:
+    """An error in OpenAI's shape."""
+    error = {"message": message, "type": error_type, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+def body_of(error: SplitserveError) -> bytes:
+    return error_body(error.message, error.openai_type, error.reason, error.param)
+
+
+def error_frames(body: bytes, *, mid_frame: bool) -> bytes:
+    """The end of a stream that failed: one event with the error, then [DONE].
+
+    `mid_frame`: the stream broke off inside an event, which is closed first.
+    """
+    line = b" ".join(body.split(b"\n"))
+    return (b"\n\n" if mid_frame else b"") + b"data: " + line + b"\n\ndata: [DONE]\n\n"
+
+
+# The status that a type of error would have had before the stream began.
+_STATUS_OF_TYPE = {"invalid_request_error": 400, "aborted": 499}
+
+
+def error_in_event(event: Any) -> tuple[int, bytes] | None:
+    """Status and body of the error that an SSE event reports, or None: streams fail inside a 200."""
+    if not isinstance(event, dict) or not isinstance(event.get("error"), dict):
+        return None
+    error = event["error"]
+    code = error.get("code")
+    status = code if isinstance(code, int) and 400 <= code < 600 else _STATUS_OF_TYPE.get(str(error.get("type")), 500)
+    return status, msgspec.json.encode({"error": error})

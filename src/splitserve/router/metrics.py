@@ -1,0 +1,42 @@
+"""What an operator watches at the router. One registry a router, so that several may live in one process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+class RouterMetrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "splitserve_router:requests", "Requests taken, by route", ["route"], registry=self._registry
+        )
+        self.errors = Counter(
+            "splitserve_router:errors",
+            "Requests that failed, by the side at fault (prefill, decode, colocated, router) and status",
+            ["route", "side", "status"],
+            registry=self._registry,
+        )
+        self.disconnects = Counter(
+            "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self._registry
+        )
+        self.running = Gauge("splitserve_router:num_requests_running", "Requests under way", registry=self._registry)
+        self.duration = Histogram(
+            "splitserve_router:request_duration_seconds",
+            "From the request's arrival to its last byte",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.workers = Gauge(
+            "splitserve_router:workers",
+            "Workers known, by mode and health",
+            ["mode", "healthy"],
+            registry=self._registry,
+        )
+
+    def render(self) -> bytes:
+        """Prometheus' text form."""
+        return generate_latest(self._registry)

@@ -1,0 +1,81 @@
+"""How a worker announces itself to the router: the message, and the call that sends it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.router.args import parse_url
+
+_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+
+class PDRegistryRequest(BaseModel):
+    """Body of POST /register and POST /deregister."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    mode: Literal["prefill", "decode", "null"]
+    # Where the router reaches the worker, e.g. http://10.0.0.7:30000.
+    registry_url: str
+    # Prefill: port of its bootstrap server. The other roles have none.
+    bootstrap_port: int | None = None
+
+    @field_validator("registry_url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        try:
+            return parse_url(url)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+
+    @model_validator(mode="after")
+    def _port_fits_mode(self) -> Self:
+        if self.mode == "prefill" and (self.bootstrap_port is None or not 0 < self.bootstrap_port < 65536):
+            raise ValueError("a prefill worker must give its bootstrap_port, between 1 and 65535")
+        if self.mode != "prefill" and self.bootstrap_port is not None:
+            raise ValueError(f"a {self.mode} worker must not have a bootstrap_port: only prefill workers do")
+        return self
+
+    @property
+    def role(self) -> DisaggregationMode:
+        return DisaggregationMode(self.mode)
+
+
+async def register_disaggregation_server(
+    mode: DisaggregationMode, server_port: int, bootstrap_port: int | None, pdlb_url: str, host: str = "127.0.0.1"
+) -> None:
+    """Tell the router at `pdlb_url` of the worker at `host`:`server_port`. Repeating it is harmless.
+
+    Raises WorkerUnavailableError if the router does not answer or refuses.
+    """
+    await _tell(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port))
+
+
+async def deregister_disaggregation_server(
+    mode: DisaggregationMode, server_port: int, bootstrap_port: int | None, pdlb_url: str, host: str = "127.0.0.1"
+) -> None:
+    """Tell the router to send nothing more. Raises as `register_disaggregation_server` does."""
+    await _tell(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port))
+
+
+def _request(mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None) -> PDRegistryRequest:
+    return PDRegistryRequest(mode=mode.value, registry_url=f"http://{host}:{port}", bootstrap_port=bootstrap_port)
+
+
+async def _tell(router_url: str, path: str, request: PDRegistryRequest) -> None:
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            session.post(router_url.rstrip("/") + path, json=request.model_dump()) as response,
+        ):
+            if response.status == 200:
+                return
+            reason = f"answered {response.status}: {(await response.text())[:300]}"
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        reason = f"does not answer ({error or type(error).__name__})"
+    raise WorkerUnavailableError(f"the router {router_url} {reason}: check --router")

@@ -1,0 +1,110 @@
+"""Who is there: the pools of prefill, decode and colocated workers, and the choice among them.
+
+A worker's life here
+1. It is named on the command line, or announces itself (POST /register; again every few seconds, which is harmless).
+2. It is chosen while it is healthy. A failed connection or health check takes it out of the choice at once.
+3. The next successful check or registration puts it back: no failure is held against it for longer.
+4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten.
+
+It knows nothing of requests and HTTP.
+"""
+
+from __future__ import annotations
+
+from splitserve.clock import Clock, SystemClock
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import WorkerUnavailableError
+from splitserve.router.policies import create_policy
+from splitserve.router.worker import Pair, Worker
+
+FORGET_AFTER = 60.0
+
+
+class WorkerRegistry:
+    def __init__(self, policy: str = "round_robin", clock: Clock | None = None) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._policies = {mode: create_policy(policy) for mode in DisaggregationMode}
+        self._clock = clock or SystemClock()
+
+    def add(
+        self,
+        url: str,
+        mode: DisaggregationMode,
+        bootstrap_port: int | None = None,
+        *,
+        is_static: bool = False,
+    ) -> bool:
+        """Add or refresh the worker at `url`. True if it is new, or has come back in another role."""
+        known = self._workers.get(url)
+        if known is not None and known.mode is mode:
+            known.bootstrap_port = bootstrap_port
+            known.mark_healthy()
+            return False
+        self._workers[url] = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
+        return True
+
+    def remove(self, url: str) -> bool:
+        """True if it was there. Its running requests go on."""
+        return self._workers.pop(url, None) is not None
+
+    def all(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def pool(self, mode: DisaggregationMode) -> list[Worker]:
+        return [w for w in self._workers.values() if w.mode is mode]
+
+    def mark_unhealthy(self, worker: Worker) -> None:
+        worker.mark_unhealthy(self._clock.now())
+
+    def forget_lost(self) -> list[Worker]:
+        """Drop and return registered workers that have been away for too long."""
+        limit = self._clock.now() - FORGET_AFTER
+        lost = [
+            w
+            for w in self._workers.values()
+            if not w.is_static and w.unhealthy_since is not None and w.unhealthy_since <= limit
+        ]
+        for worker in lost:
+            del self._workers[worker.url]
+        return lost
+
+    def select(self) -> Pair | Worker:
+        """A pair, or a colocated worker where there is no pool of pairs. Raises WorkerUnavailableError, saying why."""
+        can_pair = self._has_healthy(DisaggregationMode.PREFILL) and self._has_healthy(DisaggregationMode.DECODE)
+        if self.pool(DisaggregationMode.NULL) and not can_pair:
+            return self._choose(DisaggregationMode.NULL)
+        return self.select_pair()
+
+    def select_pair(self) -> Pair:
+        """Raises WorkerUnavailableError naming each pool that has no healthy worker."""
+        missing = [
+            self._describe_missing(mode)
+            for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+            if not self._has_healthy(mode)
+        ]
+        if missing:
+            raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
+        return Pair(self._choose(DisaggregationMode.PREFILL), self._choose(DisaggregationMode.DECODE))
+
+    def any_healthy(self) -> Worker:
+        """Some worker, for questions that each of them answers alike. Raises WorkerUnavailableError."""
+        for mode in (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL):
+            if self._has_healthy(mode):
+                return self._choose(mode)
+        raise WorkerUnavailableError("no healthy worker is registered: start one, or try again in a moment")
+
+    def _choose(self, mode: DisaggregationMode) -> Worker:
+        healthy = [w for w in self.pool(mode) if w.healthy]
+        if not healthy:
+            raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
+        return self._policies[mode].choose(healthy)
+
+    def _has_healthy(self, mode: DisaggregationMode) -> bool:
+        return any(w.healthy for w in self.pool(mode))
+
+    def _describe_missing(self, mode: DisaggregationMode) -> str:
+        name = "colocated" if mode is DisaggregationMode.NULL else mode.value
+        count = len(self.pool(mode))
+        if count == 0:
+            return f"no {name} worker is registered"
+        return f"none of the {count} {name} worker(s) answers"

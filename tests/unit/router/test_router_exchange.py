@@ -1,0 +1,243 @@
+"""A pair behind the router, with every way it can go well and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from splitserve.router.args import PrefillConfig
+from splitserve.testing.router_world import after, answers, dies, never, serve_pair, start_router, start_worker, streams
+
+OK = {"text": "Paris", "meta_info": {"id": "x"}}
+ERROR = {"error": {"message": "prompt too long", "type": "invalid_request_error", "param": None, "code": "too_long"}}
+DONE = b"data: [DONE]\n\n"
+
+
+async def test_both_sides_get_the_same_body_with_the_fields_of_a_pair() -> None:
+    async with serve_pair(answers({}), answers(OK)) as pair:
+        status, body, headers = await pair.post("/generate", {"text": "hi", "unknown": {"a": [1.5, None]}})
+        assert status == 200
+        assert json.loads(body) == OK
+        assert headers["Content-Type"].startswith("application/json")
+        (prefill,), (decode,) = pair.prefill.bodies, pair.decode.bodies
+        assert prefill == decode
+        assert prefill["unknown"] == {"a": [1.5, None]}
+        assert prefill["bootstrap_host"] == "127.0.0.1"
+        assert prefill["bootstrap_port"] == 8998
+        assert 0 <= prefill["bootstrap_room"] < 1 << 63
+        assert isinstance(prefill["sampling_params"]["seed"], int)
+
+
+async def test_both_requests_start_at_the_same_time() -> None:
+    prefill_arrived, decode_arrived = asyncio.Event(), asyncio.Event()
+
+    def meets(mine: asyncio.Event, other: asyncio.Event, answer: Any) -> Any:
+        async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+            mine.set()
+            await asyncio.wait_for(other.wait(), 5)
+            return web.json_response(answer)
+
+        return handler
+
+    sides = meets(prefill_arrived, decode_arrived, {}), meets(decode_arrived, prefill_arrived, OK)
+    async with serve_pair(*sides) as pair:
+        assert (await pair.post("/v1/completions", {"prompt": "a"}))[0] == 200
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a", "b"], "n": 2}, {"prompt": [[1], [2]], "n": 2}])
+async def test_a_batch_gets_lists_of_equal_length_on_both_sides(body: dict[str, Any]) -> None:
+    async with serve_pair(answers({}), answers(OK)) as pair:
+        await pair.post("/v1/completions", body)
+        assert pair.prefill.bodies == pair.decode.bodies
+        sent = pair.decode.bodies[0]
+        assert len(set(sent["bootstrap_room"])) == 4
+        assert sent["bootstrap_port"] == [8998] * 4
+
+
+async def test_a_stream_passes_byte_for_byte_as_it_comes() -> None:
+    chunks = [b'data: {"a": 1}\n\nda', b"ta: \xe2\x82", b"\xac\n\n: comment\n\n", DONE]
+    received_first = asyncio.Event()
+    async with serve_pair(answers({}), streams(*chunks, after=received_first)) as pair:
+        request = pair.client.post(pair.router + "/generate", json={"text": "a", "stream": True})
+        async with request as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            # The rest is not sent before the first part has come through.
+            got = await response.content.readexactly(len(chunks[0]))
+            received_first.set()
+            got += await response.read()
+        assert got == b"".join(chunks)
+
+
+async def test_a_large_answer_passes_whole() -> None:
+    big = {"text": "x" * 5_000_000}
+    async with serve_pair(answers({}), answers(big)) as pair:
+        assert json.loads((await pair.post("/generate", {"text": "a"}))[1]) == big
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prefill_that_refuses_fails_the_pair_with_its_answer(stream: bool) -> None:
+    async with serve_pair(answers(ERROR, 400), never()) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a", "stream": stream})
+        assert (status, json.loads(body)) == (400, ERROR)
+        if pair.decode.arrived.is_set():
+            await asyncio.wait_for(pair.decode.cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_that_refuses_fails_the_pair_with_its_answer(stream: bool) -> None:
+    async with serve_pair(never(), answers(ERROR, 422)) as pair:
+        status, body, _ = await pair.post("/v1/chat/completions", {"messages": [], "stream": stream})
+        assert (status, json.loads(body)) == (422, ERROR)
+        if pair.prefill.arrived.is_set():
+            await asyncio.wait_for(pair.prefill.cancelled.wait(), 5)
+
+
+async def test_a_prefill_that_fails_while_decode_has_sent_headers_only_still_sets_the_status() -> None:
+    async with serve_pair(answers(ERROR, 400), streams(hang=True)) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a", "stream": True})
+        assert (status, json.loads(body)) == (400, ERROR)
+
+
+async def test_a_prefill_that_fails_after_the_first_token_ends_the_stream_with_its_error() -> None:
+    first_token_seen = asyncio.Event()
+    first = b'data: {"text": "P"}\n\n'
+    async with serve_pair(after(first_token_seen, answers(ERROR, 500)), streams(first, hang=True)) as pair:
+        request = pair.client.post(pair.router + "/generate", json={"text": "a", "stream": True})
+        async with request as response:
+            assert await response.content.readexactly(len(first)) == first
+            first_token_seen.set()
+            rest = await response.read()
+        error, done, end = rest.split(b"\n\n")
+        assert json.loads(error.removeprefix(b"data: ")) == ERROR
+        assert (done, end) == (b"data: [DONE]", b"")
+        await asyncio.wait_for(pair.decode.cancelled.wait(), 5)
+
+
+async def test_a_decode_that_dies_inside_an_event_ends_the_stream_with_an_error_of_its_own() -> None:
+    async with serve_pair(answers({}), streams(b'data: {"a": 1}\n\n', b'data: {"b', die=True)) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a", "stream": True})
+        assert status == 200
+        assert body.startswith(b'data: {"a": 1}\n\n')
+        *_, error, done, _ = body.split(b"\n\n")
+        message = json.loads(error.removeprefix(b"data: "))["error"]["message"]
+        assert "decode worker" in message
+        assert "went away" in message
+        assert done == b"data: [DONE]"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_worker_that_dies_before_it_answers_fails_the_pair(side: str) -> None:
+    sides = (dies(), never()) if side == "prefill" else (never(), dies())
+    async with serve_pair(*sides) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a"})
+        assert status == 502
+        assert f"{side} worker" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_worker_that_is_not_there_fails_the_pair_at_once_and_is_passed_over(side: str) -> None:
+    gone = "http://127.0.0.1:9"
+    async with start_worker(never()) as other, aiohttp.ClientSession() as client:
+        prefill, decode = (gone, other.url) if side == "prefill" else (other.url, gone)
+        async with start_router(prefill=(PrefillConfig(prefill),), decode=(decode,), health_interval=60) as router:
+            for _ in range(2):
+                async with client.post(router + "/generate", json={"text": "a"}) as response:
+                    assert response.status == 503
+                    assert "Retry-After" in response.headers
+                    assert f"{side} worker" in (await response.json())["error"]["message"]
+
+
+async def test_of_two_failures_the_request_at_fault_outranks_the_partner_left_alone() -> None:
+    decode_failed = asyncio.Event()
+
+    async def fails_first(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        decode_failed.set()
+        return web.json_response({"error": {"message": "KV transfer failed", "code": "kv"}}, status=500)
+
+    async with serve_pair(after(decode_failed, answers(ERROR, 400)), fails_first) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a"})
+        assert (status, json.loads(body)) == (400, ERROR)
+
+
+async def test_of_two_failures_an_abort_is_the_last_to_be_the_cause() -> None:
+    prefill_failed = asyncio.Event()
+
+    async def aborted(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        prefill_failed.set()
+        return web.json_response({"error": {"message": "aborted"}}, status=499)
+
+    async with serve_pair(aborted, after(prefill_failed, answers(ERROR, 500))) as pair:
+        assert (await pair.post("/generate", {"text": "a"}))[0] == 500
+
+
+async def test_an_error_inside_the_prefills_stream_fails_the_pair() -> None:
+    frame = b'data: {"error": {"message": "room used twice", "code": 409}}\n\n'
+    async with serve_pair(streams(frame, DONE), never()) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a", "stream": True})
+        assert status == 409
+        assert json.loads(body)["error"]["message"] == "room used twice"
+
+
+async def test_a_decode_stream_that_begins_with_an_error_becomes_a_status() -> None:
+    frame = b'data: {"error": {"message": "no room left", "code": 503}}\n\n'
+    async with serve_pair(answers({}), streams(frame, DONE)) as pair:
+        assert (await pair.post("/generate", {"text": "a", "stream": True}))[0] == 503
+
+
+@pytest.mark.parametrize("decode", [never(), streams(b"data: 1\n\n", hang=True)], ids=["before", "while streaming"])
+async def test_a_client_that_leaves_cancels_both_sides(decode: Any) -> None:
+    async with serve_pair(never(), decode) as pair:
+        request = asyncio.create_task(pair.post("/generate", {"text": "a", "stream": True}))
+        await asyncio.wait_for(asyncio.gather(pair.prefill.arrived.wait(), pair.decode.arrived.wait()), 5)
+        request.cancel()
+        await asyncio.wait_for(asyncio.gather(pair.prefill.cancelled.wait(), pair.decode.cancelled.wait()), 5)
+
+
+async def test_a_prefill_that_says_goodbye_late_is_not_cut_off() -> None:
+    answered, goodbye = asyncio.Event(), asyncio.Event()
+
+    async def late(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        await answered.wait()
+        response = web.json_response({})
+        await response.prepare(request)
+        await response.write_eof()
+        goodbye.set()
+        return response
+
+    async with serve_pair(late, answers(OK)) as pair:
+        assert (await pair.post("/generate", {"text": "a"}))[0] == 200
+        answered.set()
+        await asyncio.wait_for(goodbye.wait(), 5)
+        assert not pair.prefill.cancelled.is_set()
+
+
+async def test_a_worker_that_falls_silent_meets_the_idle_deadline() -> None:
+    async with serve_pair(answers({}), never(), idle_timeout=0.1) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a"})
+        assert status == 504
+        assert "did not answer in time" in json.loads(body)["error"]["message"]
+
+
+async def test_many_requests_at_once_each_get_their_own_answer() -> None:
+    async def echo(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"text": body["text"], "room": body["bootstrap_room"]})
+
+    async with serve_pair(answers({}), echo) as pair:
+        replies = await asyncio.gather(*(pair.post("/generate", {"text": str(i)}) for i in range(64)))
+        assert [json.loads(body)["text"] for _, body, _ in replies] == [str(i) for i in range(64)]
+        assert len({json.loads(body)["room"] for _, body, _ in replies}) == 64
+
+
+@pytest.mark.parametrize("raw", [b"{", b"", b"[1]", b'"text"', b"\xff"])
+async def test_a_body_that_is_no_json_object_is_refused_without_asking_a_worker(raw: bytes) -> None:
+    async with serve_pair(never(), never()) as pair:
+        status, body, _ = await pair.post("/generate", None, raw)
+        assert status == 400
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert pair.prefill.bodies == pair.decode.bodies == []

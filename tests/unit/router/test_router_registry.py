@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+
+from splitserve.clock import ManualClock
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.router.args import LBArgs, PrefillConfig
+from splitserve.router.register import PDRegistryRequest
+from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
+from splitserve.router.worker import Pair, Worker
+
+PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
+
+
+def registry(*workers: tuple[str, DisaggregationMode], clock: ManualClock | None = None) -> WorkerRegistry:
+    result = WorkerRegistry(clock=clock)
+    for url, mode in workers:
+        result.add(url, mode, 8998 if mode is PREFILL else None)
+    return result
+
+
+def chosen(target: Pair | Worker) -> tuple[str, ...]:
+    return (target.url,) if isinstance(target, Worker) else (target.prefill.url, target.decode.url)
+
+
+def test_round_robin_takes_each_pool_in_turn() -> None:
+    r = registry(("p1", PREFILL), ("p2", PREFILL), ("d1", DECODE), ("d2", DECODE), ("d3", DECODE))
+    pairs = [chosen(r.select()) for _ in range(6)]
+    assert [p for p, _ in pairs] == ["p1", "p2"] * 3
+    assert [d for _, d in pairs] == ["d1", "d2", "d3"] * 2
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ((), "no prefill worker is registered and no decode worker is registered"),
+        ((("p", PREFILL),), "no decode worker is registered"),
+        ((("d", DECODE),), "no prefill worker is registered"),
+    ],
+)
+def test_a_missing_kind_of_worker_is_named(workers: tuple[tuple[str, DisaggregationMode], ...], missing: str) -> None:
+    with pytest.raises(WorkerUnavailableError, match=missing):
+        registry(*workers).select()
+
+
+def test_colocated_workers_serve_where_there_is_no_pair() -> None:
+    r = registry(("n", NULL))
+    assert chosen(r.select()) == ("n",)
+    r.add("p", PREFILL, 1)
+    assert chosen(r.select()) == ("n",)
+    r.add("d", DECODE)
+    assert chosen(r.select()) == ("p", "d")
+
+
+def test_an_unhealthy_worker_is_passed_over_until_it_registers_again() -> None:
+    r = registry(("p", PREFILL), ("d1", DECODE), ("d2", DECODE))
+    for worker in r.pool(DECODE):
+        r.mark_unhealthy(worker)
+    with pytest.raises(WorkerUnavailableError, match="none of the 2 decode worker"):
+        r.select()
+    assert r.add("d2", DECODE) is False
+    assert chosen(r.select()) == ("p", "d2")
+
+
+def test_a_registered_worker_that_stays_away_is_forgotten_and_a_given_one_is_not() -> None:
+    clock = ManualClock()
+    r = registry(("d1", DECODE), clock=clock)
+    r.add("d2", DECODE, is_static=True)
+    for worker in r.all():
+        r.mark_unhealthy(worker)
+    clock.advance(FORGET_AFTER - 1)
+    assert r.forget_lost() == []
+    clock.advance(1)
+    assert [w.url for w in r.forget_lost()] == ["d1"]
+    assert [w.url for w in r.all()] == ["d2"]
+
+
+def test_a_worker_may_come_back_in_another_role() -> None:
+    r = registry(("w", DECODE))
+    assert r.add("w", PREFILL, 8998) is True
+    assert r.pool(DECODE) == []
+    assert r.pool(PREFILL)[0].bootstrap_port == 8998
+
+
+def test_removing_a_worker_twice_is_harmless() -> None:
+    r = registry(("w", DECODE))
+    assert r.remove("w") is True
+    assert r.remove("w") is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "port", "message"),
+    [
+        ("prefill", None, "must give its bootstrap_port"),
+        ("prefill", 70000, "must give its bootstrap_port"),
+        ("decode", 8998, "must not have a bootstrap_port"),
+        ("null", 8998, "must not have a bootstrap_port"),
+    ],
+)
+def test_a_registration_with_the_wrong_port_is_refused(mode: str, port: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PDRegistryRequest.model_validate({"mode": mode, "registry_url": "http://h:1", "bootstrap_port": port})
+
+
+def test_a_registration_must_name_a_url() -> None:
+    with pytest.raises(ValueError, match="not a worker's URL"):
+        PDRegistryRequest.model_validate({"mode": "decode", "registry_url": "h:1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "port"),
+    [("http://h:1", None), ("http://h:1/ 8998", 8998), ("http://h:1 none", None), ("http://h:1 None", None)],
+)
+def test_a_prefill_option_has_an_optional_bootstrap_port(text: str, port: int | None) -> None:
+    assert PrefillConfig.parse(text) == PrefillConfig("http://h:1", port)
+
+
+@pytest.mark.parametrize("text", ["", "h:1", "http://h:1 x", "http://h:1 0", "http://h:1 99999", "http://h:1 1 2"])
+def test_a_malformed_prefill_option_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        PrefillConfig.parse(text)
+
+
+def test_options_read_by_argparse_equal_those_of_the_dataclass() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    LBArgs.add_cli_args(parser)
+    argv = [
+        "--prefill",
+        "http://p:1",
+        "8998",
+        "--prefill",
+        "http://q:1",
+        "--decode",
+        "http://d:1",
+        "--policy",
+        "random",
+    ]
+    assert LBArgs.from_cli_args(parser.parse_args(argv)) == LBArgs(
+        policy="random",
+        prefill=(PrefillConfig("http://p:1", 8998), PrefillConfig("http://q:1")),
+        decode=("http://d:1",),
+    )
+    assert LBArgs.from_cli_args(parser.parse_args([])) == LBArgs()
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--policy"):
+        LBArgs(policy="fastest")

@@ -1,0 +1,178 @@
+"""The routes beside generation: who is there, how they are, and what an operator may order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import WorkerUnavailableError
+from splitserve.router.app import GENERATE_ROUTES
+from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
+from splitserve.testing.router_world import answers, start_router, start_worker
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
+
+
+async def get(url: str) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as client, client.get(url) as response:
+        return response.status, await response.json(content_type=None)
+
+
+async def post(url: str, body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as client, client.post(url, json=body) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
+async def test_without_workers_a_request_gets_503_and_the_kind_that_is_missing(path: str) -> None:
+    async with (
+        start_router() as router,
+        aiohttp.ClientSession() as client,
+        client.post(router + path, json={"text": "a"}) as response,
+    ):
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        assert "no prefill worker" in (await response.json())["error"]["message"]
+
+
+async def test_workers_that_announce_themselves_are_used_until_they_leave() -> None:
+    async with start_router() as router, start_worker(answers({})) as p, start_worker(answers({"text": "b"})) as d:
+        await register_disaggregation_server(PREFILL, port_of(p.url), 8998, router)
+        await register_disaggregation_server(DECODE, port_of(d.url), None, router)
+        await register_disaggregation_server(DECODE, port_of(d.url), None, router)
+        _, listed = await get(router + "/workers")
+        assert [(w["url"], w["mode"], w["bootstrap_port"]) for w in listed["workers"]] == [
+            (p.url, "prefill", 8998),
+            (d.url, "decode", None),
+        ]
+        assert (await post(router + "/generate", {"text": "a"}))[0] == 200
+        await deregister_disaggregation_server(DECODE, port_of(d.url), None, router)
+        status, body = await post(router + "/generate", {"text": "a"})
+        assert status == 503
+        assert "no decode worker" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"mode": "prefill", "registry_url": "http://h:1"},
+        {"mode": "decode", "registry_url": "http://h:1", "bootstrap_port": 1},
+        {"mode": "both", "registry_url": "http://h:1"},
+        {"mode": "decode", "registry_url": "nowhere"},
+        {"mode": "decode"},
+        [],
+    ],
+)
+async def test_a_malformed_registration_is_refused(body: Any) -> None:
+    async with start_router() as router:
+        status, answer = await post(router + "/register", body)
+        assert status == 400
+        assert "cannot register" in answer["error"]["message"]
+
+
+async def test_registering_at_a_router_that_is_not_there_says_so() -> None:
+    with pytest.raises(WorkerUnavailableError, match="does not answer"):
+        await register_disaggregation_server(DECODE, 1, None, "http://127.0.0.1:9")
+
+
+async def test_a_router_before_colocated_workers_forwards_the_very_bytes() -> None:
+    seen: list[bytes] = []
+
+    async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        seen.append(await request.read())
+        return web.json_response({"text": "b"})
+
+    raw = b'{ "text" :"a","x":1e3 }'
+    async with start_worker(handler) as worker, start_router(workers=(worker.url,)) as router:
+        async with aiohttp.ClientSession() as client, client.post(router + "/generate", data=raw) as response:
+            assert await response.json() == {"text": "b"}
+        assert seen == [raw]
+
+
+async def test_health_needs_no_worker_and_health_generate_asks_them_all() -> None:
+    async with start_router() as router:
+        async with aiohttp.ClientSession() as client, client.get(router + "/health") as response:
+            assert response.status == 200
+        assert (await get(router + "/health_generate"))[0] == 503
+    async with start_worker(answers({})) as good, start_worker(answers({}, 503)) as bad:
+        async with start_router(workers=(good.url,)) as router:
+            assert (await get(router + "/health_generate"))[0] == 200
+        async with start_router(workers=(good.url, bad.url)) as router:
+            status, body = await get(router + "/health_generate")
+            assert status == 503
+            assert list(body["failed"]) == [bad.url]
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/abort_request"])
+async def test_orders_go_to_every_worker(path: str) -> None:
+    async with start_worker(answers({})) as one, start_worker(answers({})) as two:
+        async with start_router(workers=(one.url,), decode=(two.url,)) as router:
+            assert (await post(router + path, {"rid": "r"}))[0] == 200
+        assert one.paths == two.paths == [path]
+        if path == "/abort_request":
+            assert one.bodies == two.bodies == [{"rid": "r"}]
+
+
+@pytest.mark.parametrize("path", ["/get_model_info", "/model_info", "/v1/models"])
+async def test_questions_about_the_model_are_answered_by_a_worker(path: str) -> None:
+    async with start_worker(answers({"model_path": "m"})) as worker, start_router(decode=(worker.url,)) as router:
+        assert await get(router + path) == (200, {"model_path": "m"})
+        assert worker.paths == [path]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_tokenizing_passes_through_with_its_status(path: str) -> None:
+    async with start_worker(answers({"error": {}}, 422)) as worker, start_router(decode=(worker.url,)) as router:
+        assert await post(router + path, {"prompt": "a"}) == (422, {"error": {}})
+        assert worker.bodies == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_server_info_collects_what_the_workers_say(path: str) -> None:
+    async with start_worker(answers({"tp_size": 1})) as worker, start_router(decode=(worker.url,)) as router:
+        _, info = await get(router + path)
+        assert info["decode"] == [{"url": worker.url, "tp_size": 1}]
+        assert info["prefill"] == []
+
+
+async def test_metrics_count_requests_errors_and_workers() -> None:
+    async with start_worker(answers({"text": "b"})) as worker, start_router(workers=(worker.url,)) as router:
+        await post(router + "/generate", {"text": "a"})
+        async with aiohttp.ClientSession() as client:
+            async with client.post(router + "/generate", data=b"{") as response:
+                assert response.status == 400
+            async with client.get(router + "/metrics") as response:
+                text = await response.text()
+    assert 'splitserve_router:requests_total{route="/generate"} 2.0' in text
+    assert 'splitserve_router:errors_total{route="/generate",side="router",status="400"} 1.0' in text
+    assert 'splitserve_router:workers{healthy="true",mode="null"} 1.0' in text
+    assert 'splitserve_router:request_duration_seconds_count{route="/generate"} 2.0' in text
+
+
+async def test_a_worker_that_is_not_ready_gets_nothing_and_comes_back_by_itself() -> None:
+    async with start_worker(answers({"text": "b"})) as worker:
+        worker.health_status = 503
+        async with start_router(workers=(worker.url,), health_interval=0.01) as router:
+            while (await get(router + "/workers"))[1]["workers"][0]["healthy"]:
+                pass
+            assert (await post(router + "/generate", {"text": "a"}))[0] == 503
+            worker.health_status = 200
+            while not (await get(router + "/workers"))[1]["workers"][0]["healthy"]:
+                pass
+            assert (await post(router + "/generate", {"text": "a"}))[0] == 200
+
+
+async def test_unknown_routes_are_404_as_json() -> None:
+    async with start_router() as router:
+        status, body = await get(router + "/nowhere")
+        assert status == 404
+        assert json.dumps(body)
