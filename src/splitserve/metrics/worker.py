@@ -1,0 +1,150 @@
+"""A worker's metrics: latencies as its front end sees them, queues and counters as its scheduler reports them.
+
+Latencies are observed as they happen. The scheduler's numbers are read from `state`, the last snapshot the front end
+got, whenever Prometheus scrapes. Each app has its own registry. Knows neither HTTP nor how a snapshot is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from splitserve.messages import SchedulerState, TransferStats
+
+PREFIX = "splitserve:"
+
+# Seconds.
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_BYTES = tuple(float(4**i) for i in range(5, 18))
+_GB_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
+
+# Stages of the scheduler's timeline at whose beginning a request has left the queue: the first that it entered counts.
+_FIRST_SCHEDULED = ("running", "decoding")
+
+# SchedulerState field -> what it counts.
+_GAUGES = {
+    "num_prefill_bootstrap_queue_reqs": "Requests of a prefill worker that wait for the decode side's pages.",
+    "num_prefill_inflight_queue_reqs": "Requests of a prefill worker whose KV cache is on its way.",
+    "num_decode_prealloc_queue_reqs": "Requests of a decode worker that wait for the handshake or for pages.",
+    "num_decode_transfer_queue_reqs": "Requests of a decode worker whose KV cache is on its way.",
+    "num_tokens_held": "Prompt and output tokens of all requests in the worker.",
+    "pages_free": "Pages of the KV pool that hold nothing.",
+    "pages_cached": "Pages of the KV pool that hold cached prefixes.",
+    "pages_leased": "Pages of the KV pool that a peer may still write to or read from.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_transfer_failed_reqs_total": "Requests whose KV hand-over failed.",
+    "num_steps_total": "Forward passes.",
+    "num_computed_tokens_total": "Tokens whose KV was computed by forward passes.",
+    "num_finished_reqs_total": "Samples the scheduler has ended, whatever way.",
+    "num_invariant_violations_total": "Conservation checks that failed; anything but 0 is a bug.",
+}
+
+
+class WorkerMetrics:
+    """`state`: the scheduler's last snapshot, set by whoever fetched it."""
+
+    def __init__(self, model_name: str) -> None:
+        self.state: SchedulerState | None = None
+        self.registry = CollectorRegistry()
+        self._label = model_name
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token, seconds.", _SLOW)
+        self._itl = self._histogram("inter_token_latency_seconds", "Gap between two tokens, seconds.", _FAST)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token, seconds.", _SLOW)
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Scheduler's receipt to first scheduling, seconds.", _SLOW
+        )
+        self._kv_bytes = self._histogram("kv_transfer_bytes", "KV cache handed over by one request, bytes.", _BYTES)
+        self._kv_seconds = self._histogram(
+            "kv_transfer_latency_seconds", "First write to proof of the last in a hand-over, seconds.", _FAST
+        )
+        self._kv_speed = self._histogram("kv_transfer_speed_gb_s", "Speed of a hand-over, 10^9 bytes a second.", _GB_S)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of samples that got a token.")
+        self._output_tokens = self._counter("generation_tokens", "Output tokens.")
+        self._finished = Counter(
+            f"{PREFIX}request_finished",
+            "Samples by the way they ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.registry.register(_StateCollector(self))
+
+    def observe_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        self._ttft.observe(seconds)
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def observe_tokens(self, count: int, seconds: float | None) -> None:
+        """`count` tokens came together, `seconds` after those before them; None: they are the first."""
+        self._output_tokens.inc(count)
+        if seconds is not None:
+            for _ in range(count):
+                self._itl.observe(seconds / count)
+
+    def observe_finish(
+        self, reason: str, seconds: float, timeline: Mapping[str, float] | None, transfer: TransferStats | None
+    ) -> None:
+        """`seconds`: arrival to end. `timeline`: stage -> seconds since the scheduler got the request."""
+        self._finished.labels(self._label, reason).inc()
+        self._e2e.observe(seconds)
+        scheduled = [timeline[stage] for stage in _FIRST_SCHEDULED if stage in timeline] if timeline else []
+        if scheduled:
+            self._queue.observe(min(scheduled))
+        if transfer is not None:
+            self._kv_bytes.observe(transfer.num_bytes)
+            self._kv_seconds.observe(transfer.seconds)
+            self._kv_speed.observe(gb_per_s(transfer))
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def families(self) -> Iterable[Metric]:
+        """The scheduler's part; nothing before its first snapshot."""
+        if self.state is None:
+            return
+        state = self.state
+        gauges = {
+            "num_requests_running": (state.num_running_reqs, "Requests in the running batch."),
+            "num_requests_waiting": (state.num_waiting_reqs, "Requests that wait to be scheduled."),
+            "kv_cache_usage_perc": (kv_cache_usage(state), "Share of the KV pool that requests hold; 1 is all of it."),
+        }
+        gauges |= {name: (getattr(state, name), text) for name, text in _GAUGES.items()}
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._label], value)
+            yield gauge
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            counter.add_metric([self._label], getattr(state, name))
+            yield counter
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(PREFIX + name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(self._label)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._label)
+
+
+class _StateCollector(Collector):
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.families()
+
+
+def kv_cache_usage(state: SchedulerState) -> float:
+    """Share of the pool in requests' hands, in [0, 1]: what is neither free nor only cached."""
+    return (state.pages_total - state.pages_free - state.pages_cached) / max(state.pages_total, 1)
+
+
+def gb_per_s(transfer: TransferStats) -> float:
+    """10^9 bytes a second."""
+    return transfer.num_bytes / transfer.seconds / 1e9 if transfer.seconds > 0 else 0.0

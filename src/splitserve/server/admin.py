@@ -1,0 +1,181 @@
+"""Routes for operators and routers: health, what this worker is, its load and metrics, aborts, the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from splitserve import __version__
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.core.sampling import SamplingParams
+from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
+from splitserve.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.metrics.worker import kv_cache_usage
+from splitserve.server import validation
+from splitserve.server.error_response import json_response
+from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, fan_out
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.generation import Generation
+from splitserve.server.schemas import AbortBody
+
+logger = logging.getLogger(__name__)
+
+# Seconds /health_generate gives one token.
+HEALTH_DEADLINE = 20.0
+
+
+def admin_routes(front: FrontEnd) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        _check_ready(front)
+        return json_response({"status": "ready"})
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        _check_ready(front)
+        await _generate_one_token(front)
+        return json_response({"status": "ready"})
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def server_info() -> Response:
+        return json_response(await describe(front))
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> Response:
+        return json_response(
+            {
+                "model_path": front.model_path,
+                "tokenizer_path": front.model_path,
+                "served_model_name": front.served_model_name,
+                "is_generation": True,
+                "max_model_len": front.info.max_total_tokens_per_request,
+            }
+        )
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        return json_response({"success": True, "num_pages_freed": await front.scheduler.flush_cache()})
+
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        body = validation.parse(AbortBody, validation.parse_json(await request.body()))
+        return json_response({"success": True, "num_aborted": _abort(front, body)})
+
+    @router.get("/get_load")
+    async def get_load() -> Response:
+        state = await front.state()
+        load = {
+            "dp_rank": 0,
+            "num_reqs": state.num_running_reqs + state.num_waiting_reqs,
+            "num_waiting_reqs": state.num_waiting_reqs,
+            "num_tokens": state.num_tokens_held,
+        }
+        return json_response([load])
+
+    @router.get("/v1/loads")
+    async def loads() -> Response:
+        return json_response({"version": __version__, "dp_rank_count": 1, "loads": [await _load(front)]})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        try:
+            await front.state(timeout=2.0)
+        except SplitserveError as error:
+            logger.warning("metrics show the last snapshot: %s", error)
+        return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+async def describe(front: FrontEnd) -> dict[str, Any]:
+    """The body of /server_info."""
+    info = front.info
+    config = front.config.disaggregation
+    is_prefill = config.mode is DisaggregationMode.PREFILL
+    return {
+        "model_path": front.model_path,
+        "served_model_name": front.served_model_name,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "disaggregation_mode": str(config.mode),
+        "disaggregation_bootstrap_port": front.bootstrap_port if is_prefill else None,
+        "disaggregation_transfer_backend": config.transfer_backend,
+        "version": __version__,
+        "max_total_num_tokens": info.pages_total * info.page_size,
+        "max_req_input_len": info.max_total_tokens_per_request - 1,
+        "context_length": info.max_total_tokens_per_request,
+        "page_size": info.page_size,
+        "dtype": info.dtype,
+        "device": info.device,
+        "status": "draining" if front.requests.is_draining else "ready",
+        "pid": os.getpid(),
+        "scheduler_pid": front.scheduler_pid,
+        "internal_states": [msgspec.to_builtins(await front.state())],
+        "kv_events": None,
+    }
+
+
+async def _load(front: FrontEnd) -> dict[str, Any]:
+    state, info = await front.state(), front.info
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": state.num_running_reqs,
+        "num_waiting_reqs": state.num_waiting_reqs,
+        "num_total_reqs": state.num_running_reqs + state.num_waiting_reqs,
+        "num_used_tokens": state.num_tokens_held,
+        "max_total_num_tokens": info.pages_total * info.page_size,
+        "token_usage": kv_cache_usage(state),
+    }
+
+
+def _check_ready(front: FrontEnd) -> None:
+    reason = front.unready_reason()
+    if reason is not None:
+        raise WorkerUnavailableError(reason)
+
+
+async def _generate_one_token(front: FrontEnd) -> None:
+    """Raises WorkerUnavailableError where the whole path to the model and back does not give a token in time."""
+    fanout = _health_request(front)
+    try:
+        async with asyncio.timeout(HEALTH_DEADLINE):
+            await Generation(front, fanout, front.clock.now()).complete()
+    except TimeoutError:
+        raise WorkerUnavailableError(
+            f"no token within {HEALTH_DEADLINE:g} s (stage: health generation): look at the worker's load and log"
+        ) from None
+    except DeadlineExceededError as error:
+        raise WorkerUnavailableError(error.message) from error
+
+
+def _health_request(front: FrontEnd) -> FanOut:
+    spec = PromptSpec([0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+    bootstrap = None
+    if front.mode is not DisaggregationMode.NULL:
+        bootstrap = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(secrets.randbits(63)))
+    return fan_out([spec], 1, f"health-{draw_rid()}", [bootstrap])
+
+
+def _abort(front: FrontEnd, body: AbortBody) -> int:
+    """Samples that were told to end. Ending something that is over already is no error."""
+    if body.abort_all:
+        rids = front.requests.all_samples()
+    elif body.rid:
+        rids = front.requests.samples_of(body.rid)
+    else:
+        raise InvalidRequestError("send the rid of the request to abort, or abort_all: true", param="rid")
+    for rid in rids:
+        front.scheduler.abort(rid, "aborted through /abort_request")
+    return len(rids)

@@ -1,0 +1,114 @@
+"""One sample's answer as it grows: the scheduler's tokens and what they mean to the client.
+
+1. `push` takes an output, turns its tokens into text one by one and stops at the token that completes a stop string.
+2. What came since the last push is a Delta; the Answer holds all of it.
+3. The last push sets `finish`: the scheduler's word, or the stop string.
+
+The text of a stop token stays out unless the request wants it in; its id stays in `output_ids`, since it was generated.
+Pure: no sockets, no HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from splitserve.core.batch import TokenLogprob
+from splitserve.core.request import FinishReason, FinishType
+from splitserve.errors import SplitserveError
+from splitserve.messages import TokenOutput, TransferStats
+from splitserve.server.detokenizer import Detokenizer
+from splitserve.server.fanout import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one push added."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    # Nothing of this sample came before.
+    is_first: bool
+
+
+@dataclass(slots=True)
+class Answer:
+    sample: Sample
+    detokenizer: Detokenizer
+    # Clock readings, seconds: when the request came in, and when its first and its latest tokens did.
+    received_at: float
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    text: str = ""
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish: FinishReason | None = None
+    timeline: dict[str, float] | None = None
+    transfer: TransferStats | None = None
+    _num_pushes: int = 0
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.sample.request.prompt_ids
+
+    @property
+    def seconds(self) -> float:
+        """From arrival to the latest token."""
+        return (self.last_token_at or self.received_at) - self.received_at
+
+    def push(self, output: TokenOutput, now: float) -> Delta:
+        is_first, self._num_pushes = self._num_pushes == 0, self._num_pushes + 1
+        text, count = self._detokenize(output)
+        delta = Delta(text, output.token_ids[:count], output.logprobs[:count], is_first)
+        self.text += text
+        self.output_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if output.input_logprobs is not None:
+            self.input_logprobs = output.input_logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.timeline, self.transfer = output.timeline, output.transfer
+        self.finish = self._finish(output)
+        if count or self.finish is not None:
+            self.first_token_at = now if self.first_token_at is None else self.first_token_at
+            self.last_token_at = now
+        return delta
+
+    def _detokenize(self, output: TokenOutput) -> tuple[str, int]:
+        """The text to show, and how many of the tokens belong to the answer."""
+        finish = output.finish
+        hides_last = (
+            finish is not None
+            and finish.type is FinishType.STOP
+            and isinstance(finish.matched, int)
+            and not self.sample.request.params.include_stop
+        )
+        pieces = []
+        count = 0
+        for token_id in output.token_ids:
+            count += 1
+            if hides_last and count == len(output.token_ids):
+                break
+            pieces.append(self.detokenizer.push(token_id))
+            if self.detokenizer.matched is not None:
+                break
+        if finish is not None:
+            pieces.append(self.detokenizer.finish())
+        return "".join(pieces), count
+
+    def _finish(self, output: TokenOutput) -> FinishReason | None:
+        is_abort = output.finish is not None and output.finish.type is FinishType.ABORT
+        if self.detokenizer.matched is not None and not is_abort:
+            return FinishReason(FinishType.STOP, matched=self.detokenizer.matched)
+        return output.finish
+
+
+class AbortedAnswerError(SplitserveError):
+    """The scheduler ended a sample without an answer; status and reason are the scheduler's."""
+
+    def __init__(self, rid: str, finish: FinishReason) -> None:
+        super().__init__(finish.message or f"request {rid} was aborted (stage: generation): send it again")
+        self.http_status = finish.status_code or 499
+        self.reason = finish.reason or "aborted"
+        self.openai_type = "invalid_request_error" if 400 <= self.http_status < 499 else "server_error"

@@ -1,0 +1,49 @@
+"""Builds a worker's HTTP app from its parts. `app.state.front` is the FrontEnd: drain it there."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from splitserve import __version__
+from splitserve.config import WorkerConfig
+from splitserve.metrics.worker import WorkerMetrics
+from splitserve.server.admin import admin_routes
+from splitserve.server.error_response import install_error_handlers
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.native import native_routes
+from splitserve.server.openai import openai_routes
+from splitserve.server.requests import RequestTable
+from splitserve.server.scheduler_client import SchedulerPort
+from splitserve.server.tokenize import tokenize_routes
+from splitserve.server.tokenizer import Tokenizer
+
+
+def build_app(
+    *,
+    config: WorkerConfig,
+    scheduler: SchedulerPort,
+    tokenizer: Tokenizer,
+    model_path: str,
+    bootstrap_port: int | None = None,
+    scheduler_pid: int | None = None,
+) -> FastAPI:
+    """The app answers 503 until the scheduler is ready.
+
+    `bootstrap_port`: where the bootstrap server listens, if that is not the configured port (which may be 0).
+    """
+    front = FrontEnd(
+        config=config,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        model_path=model_path,
+        bootstrap_port=config.disaggregation.bootstrap_port if bootstrap_port is None else bootstrap_port,
+        requests=RequestTable(config.scheduler.max_queued_requests),
+        metrics=WorkerMetrics(config.server.served_model_name or config.model.model),
+        scheduler_pid=scheduler_pid,
+    )
+    app = FastAPI(title="Splitserve worker", version=__version__)
+    app.state.front = front
+    install_error_handlers(app)
+    for routes in (native_routes, openai_routes, admin_routes, tokenize_routes):
+        app.include_router(routes(front))
+    return app

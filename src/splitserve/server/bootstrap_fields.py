@@ -1,0 +1,88 @@
+"""Where each sample of a request meets its other half: from the `bootstrap_*` fields to one BootstrapInfo a sample.
+
+A room list with one entry a sample gives every sample its own room. With one entry a prompt, or one for all, samples
+share a room and are told apart by their number: over the n of the prompt, or over the whole request. Both sides of a
+pair get the same body, so both number alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.errors import InvalidRequestError, MissingBootstrapError
+from splitserve.server.schemas import BootstrapFields
+
+
+def bootstrap_infos(
+    fields: BootstrapFields, *, mode: DisaggregationMode, num_prompts: int, n: int, own_host: str, own_port: int
+) -> list[BootstrapInfo | None]:
+    """One a sample, prompt by prompt. Raises MissingBootstrapError where a worker of a pair is told no room."""
+    num_samples = num_prompts * n
+    if mode is DisaggregationMode.NULL:
+        return [None] * num_samples
+    if fields.bootstrap_room is None:
+        raise MissingBootstrapError(
+            f"this is a {mode} worker and the request names no bootstrap_room: send it to the router, which pairs it",
+            param="bootstrap_room",
+        )
+    keys = _room_keys(fields.bootstrap_room, num_prompts, n)
+    # The prefill side is the meeting point itself.
+    default_host = own_host if mode is DisaggregationMode.PREFILL else None
+    hosts = [_host(h, default_host) for h in _per_sample(fields.bootstrap_host, num_prompts, n, "bootstrap_host")]
+    ports = [_port(p, own_port) for p in _per_sample(fields.bootstrap_port, num_prompts, n, "bootstrap_port")]
+    return [BootstrapInfo(host, port, key) for host, port, key in zip(hosts, ports, keys, strict=True)]
+
+
+def _room_keys(rooms: Any, num_prompts: int, n: int) -> list[RoomKey]:
+    samples = range(num_prompts * n)
+    if not isinstance(rooms, list):
+        return [RoomKey(_room(rooms), i) for i in samples]
+    spread = _per_sample(rooms, num_prompts, n, "bootstrap_room")
+    shared = len(rooms) < len(samples)
+    return [RoomKey(_room(spread[i]), i % n if shared else 0) for i in samples]
+
+
+def _per_sample(value: Any, num_prompts: int, n: int, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * (num_prompts * n)
+    if len(value) == num_prompts * n:
+        return value
+    if len(value) == num_prompts:
+        return [v for v in value for _ in range(n)]
+    raise InvalidRequestError(
+        f"{name} is a list of {len(value)}: give one, one a prompt ({num_prompts}) or one a sample ({num_prompts * n})",
+        param=name,
+    )
+
+
+def _room(room: Any) -> int:
+    if room is None:
+        raise MissingBootstrapError("bootstrap_room holds null: every sample needs a room", param="bootstrap_room")
+    if not _is_int(room) or not 0 <= room < 1 << 63:
+        raise InvalidRequestError(f"bootstrap_room {room!r}: must be an integer in [0, 2^63)", param="bootstrap_room")
+    return int(room)
+
+
+def _host(host: Any, default: str | None) -> str:
+    host = default if host is None else host
+    if host is None:
+        raise MissingBootstrapError(
+            "a decode worker must be told the prefill's bootstrap_host: send the request to the router",
+            param="bootstrap_host",
+        )
+    if not isinstance(host, str) or not host:
+        raise InvalidRequestError(f"bootstrap_host {host!r}: must be a host name or address", param="bootstrap_host")
+    return host
+
+
+def _port(port: Any, default: int) -> int:
+    if port is None:
+        return default
+    if not _is_int(port) or not 0 < port < 1 << 16:
+        raise InvalidRequestError(f"bootstrap_port {port!r}: must be in [1, 65535] or null", param="bootstrap_port")
+    return int(port)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

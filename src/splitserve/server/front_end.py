@@ -1,0 +1,78 @@
+"""What every route works with: the worker's settings, its tokenizer, scheduler, request table and metrics.
+
+Owned by the app as `app.state.front`. It builds nothing: the launch layer hands the parts in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from splitserve.clock import Clock, SystemClock
+from splitserve.config import WorkerConfig
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import UnknownModelError, WorkerUnavailableError
+from splitserve.messages import SchedulerReady, SchedulerState
+from splitserve.metrics.worker import WorkerMetrics
+from splitserve.server.requests import RequestTable
+from splitserve.server.scheduler_client import SchedulerPort
+from splitserve.server.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class FrontEnd:
+    config: WorkerConfig
+    scheduler: SchedulerPort
+    tokenizer: Tokenizer
+    # Where the model was loaded from.
+    model_path: str
+    # The bootstrap server's port: as configured, or as bound where that was 0.
+    bootstrap_port: int
+    requests: RequestTable
+    metrics: WorkerMetrics
+    scheduler_pid: int | None = None
+    clock: Clock = field(default_factory=SystemClock)
+
+    @property
+    def mode(self) -> DisaggregationMode:
+        return self.config.disaggregation.mode
+
+    @property
+    def served_model_name(self) -> str:
+        return self.config.server.served_model_name or self.config.model.model
+
+    @property
+    def info(self) -> SchedulerReady:
+        """Raises WorkerUnavailableError until the scheduler is ready, and after it is gone."""
+        reason = self.unready_reason()
+        if self.scheduler.info is None:
+            raise WorkerUnavailableError(reason or "this worker is not ready")
+        return self.scheduler.info
+
+    def unready_reason(self) -> str | None:
+        """Why this worker takes no requests; None if it does."""
+        if self.scheduler.failure is not None:
+            return f"this worker's scheduler is gone ({self.scheduler.failure}): restart the worker"
+        if self.scheduler.info is None:
+            return "this worker is loading its model: retry when /health answers 200"
+        if self.requests.is_draining:
+            return "this worker is draining and takes no new requests: send it to another"
+        return None
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; those running go on."""
+        self.requests.begin_drain()
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Whether all requests ended within `timeout` seconds."""
+        return await self.requests.wait_idle(timeout)
+
+    async def state(self, timeout: float = 2.0) -> SchedulerState:
+        """A fresh snapshot of the scheduler, also kept for the metrics."""
+        self.metrics.state = await self.scheduler.state(timeout)
+        return self.metrics.state
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError unless `name` is absent or one this worker answers to."""
+        known = (self.served_model_name, self.model_path, self.config.model.model)
+        if name is not None and name not in known:
+            raise UnknownModelError(f"there is no model {name!r} here: this worker serves {known[0]!r}", param="model")

@@ -1,0 +1,81 @@
+"""One client request in flight: its samples from admission to their ends.
+
+1. Nothing is held before `updates` is iterated; then a place in the request table and the samples' stream are.
+2. Every output becomes a Delta of its sample's Answer, and is timed for the metrics.
+3. A stop string ends its sample here; the scheduler is told to stop computing it, and no answer is waited for.
+4. A sample the scheduler aborted fails the whole request, with the scheduler's status and message.
+5. However the iteration ends, what still runs is aborted and the place given back.
+
+Knows nothing of the forms of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from splitserve.core.request import DisaggregationMode, FinishType
+from splitserve.messages import TokenOutput
+from splitserve.server.answer import AbortedAnswerError, Answer, Delta
+from splitserve.server.detokenizer import Detokenizer
+from splitserve.server.fanout import FanOut, Sample
+from splitserve.server.front_end import FrontEnd
+
+Updates = AsyncGenerator[tuple[Answer, Delta], None]
+
+
+class Generation:
+    """`answers` are in the order of the samples."""
+
+    def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float) -> None:
+        self._front = front
+        self._names = fanout.names
+        self.answers = [Answer(s, self._detokenizer(s), received_at) for s in fanout.samples]
+        self._by_rid = {a.sample.request.rid: a for a in self.answers}
+
+    async def updates(self) -> Updates:
+        """Answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
+        with self._front.requests.admit(self._names):
+            stream = self._front.scheduler.submit(*(a.sample.request for a in self.answers))
+            try:
+                async for output in stream:
+                    answer = self._by_rid[output.rid]
+                    delta = self._push(answer, output)
+                    if answer.finish is not None and output.finish is None:
+                        stream.drop(output.rid)
+                    if answer.finish is not None and answer.finish.type is FinishType.ABORT:
+                        raise AbortedAnswerError(output.rid, answer.finish)
+                    yield answer, delta
+            finally:
+                stream.close()
+
+    async def complete(self) -> list[Answer]:
+        """Run to the end. Raises SplitserveError."""
+        async with aclosing(self.updates()) as updates:
+            async for _ in updates:
+                pass
+        return self.answers
+
+    def _push(self, answer: Answer, output: TokenOutput) -> Delta:
+        before, now = answer.last_token_at, self._front.clock.now()
+        delta = answer.push(output, now)
+        metrics = self._front.metrics
+        if delta.token_ids:
+            if before is None:
+                metrics.observe_first_token(now - answer.received_at, len(answer.prompt_ids))
+            metrics.observe_tokens(len(delta.token_ids), None if before is None else now - before)
+        if answer.finish is not None:
+            metrics.observe_finish(str(answer.finish.type), answer.seconds, answer.timeline, answer.transfer)
+        return delta
+
+    def _detokenizer(self, sample: Sample) -> Detokenizer:
+        params = sample.request.params
+        # A prefill worker's one token ends nothing: the decode side, which goes on from it, matches the stop strings.
+        is_prefill = self._front.mode is DisaggregationMode.PREFILL
+        return Detokenizer(
+            self._front.tokenizer.backend,
+            stop=() if is_prefill else params.stop,
+            min_new_tokens=params.min_new_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop,
+        )

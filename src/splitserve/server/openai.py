@@ -1,0 +1,166 @@
+"""The OpenAI API: /v1/completions, /v1/chat/completions, /v1/models. Bodies in, a Generation and its form out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from openai.types import Model
+
+from splitserve.errors import InvalidRequestError
+from splitserve.server import validation
+from splitserve.server.chat import ChatForm
+from splitserve.server.completions import CompletionForm
+from splitserve.server.error_response import json_response
+from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.generation import Generation
+from splitserve.server.openai_reply import Form, Reply, dump, frames
+from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
+from splitserve.server.schemas import ChatBody, CompletionBody, OpenAIBody
+from splitserve.server.stream import stream_response, unless_disconnected
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def openai_routes(front: FrontEnd) -> APIRouter:
+    router = APIRouter()
+    started = int(time.time())
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        received_at = front.clock.now()
+        body = validation.parse(CompletionBody, validation.parse_json(await request.body()))
+        rid, name = _rid(body)
+        with validation.stage(name, "validation"):
+            form, fanout = prepare_completion(front, body, rid, name)
+        return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        received_at = front.clock.now()
+        body = validation.parse(ChatBody, validation.parse_json(await request.body()))
+        rid, name = _rid(body)
+        with validation.stage(name, "validation"):
+            form, fanout = prepare_chat(front, body, rid, name)
+        return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(front, started)]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        front.check_model(name)
+        return json_response(_model(front, started))
+
+    return router
+
+
+async def _respond(request: Request, form: Form, generation: Generation, is_stream: bool) -> Response:
+    if is_stream:
+        return await stream_response(request, frames(form, generation))
+    answers = await unless_disconnected(request, generation.complete())
+    return Response(dump(form.answer(answers)), media_type="application/json")
+
+
+def prepare_completion(
+    front: FrontEnd, body: CompletionBody, rid: str | list[str], name: str
+) -> tuple[CompletionForm, FanOut]:
+    """Raises InvalidRequestError, UnknownModelError."""
+    front.check_model(body.model)
+    prompts, _ = validation.prompt_list(body.prompt, "prompt")
+    specs = [
+        _spec(
+            front,
+            body,
+            tokenize(front, prompt),
+            name="prompt",
+            max_new=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+            num_logprobs=body.logprobs,
+            scores_prompt=bool(body.echo) and body.logprobs is not None,
+        )
+        for prompt in prompts
+    ]
+    texts = None
+    if body.echo:
+        texts = [p if isinstance(p, str) else front.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
+    reply = Reply.of(body, prefix="cmpl", rid=name, model=front.served_model_name)
+    form = CompletionForm(reply, front.tokenizer, body.logprobs, texts)
+    return form, _fan_out(front, body, specs, rid)
+
+
+def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: str) -> tuple[ChatForm, FanOut]:
+    """Raises InvalidRequestError, UnknownModelError."""
+    front.check_model(body.model)
+    continues = bool(body.continue_final_message)
+    chat = validation.chat_messages(body.messages, continue_final_message=continues)
+    token_ids = front.tokenizer.encode_chat(
+        chat,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        template_variables=body.chat_template_kwargs or {},
+    )
+    with_logprobs = bool(body.logprobs)
+    if body.top_logprobs and not with_logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    spec = _spec(
+        front,
+        body,
+        token_ids,
+        name="messages",
+        max_new=max_tokens,
+        num_logprobs=(body.top_logprobs or 0) if with_logprobs else None,
+    )
+    reply = Reply.of(body, prefix="chatcmpl", rid=name, model=front.served_model_name)
+    return ChatForm(reply, front.tokenizer, with_logprobs), _fan_out(front, body, [spec], rid)
+
+
+def _spec(
+    front: FrontEnd,
+    body: OpenAIBody,
+    token_ids: list[int],
+    *,
+    name: str,
+    max_new: int | None,
+    num_logprobs: int | None,
+    scores_prompt: bool = False,
+) -> PromptSpec:
+    """`num_logprobs`: alternatives a token, None: no logprobs."""
+    seed = body.seed if body.seed is not None else body.sampling_seed
+    return prompt_spec(
+        front,
+        token_ids,
+        body,
+        name=name,
+        max_new=max_new,
+        min_new=body.min_tokens,
+        seed=draw_seed() if seed is None else seed,
+        return_logprob=num_logprobs is not None,
+        num_top_logprobs=num_logprobs or 0,
+        logprob_start_len=0 if scores_prompt else -1,
+        top_name="logprobs" if isinstance(body, CompletionBody) else "top_logprobs",
+    )
+
+
+def _fan_out(front: FrontEnd, body: OpenAIBody, specs: list[PromptSpec], rid: str | list[str]) -> FanOut:
+    n = 1 if body.n is None else body.n
+    validation.check_sample_counts(len(specs), n)
+    if isinstance(rid, list):
+        validation.per_prompt(rid, len(specs), "rid")
+    return fan_out(specs, n, rid, bootstraps_of(front, body, len(specs), n))
+
+
+def _rid(body: OpenAIBody) -> tuple[str | list[str], str]:
+    """The request id or ids, and one name for messages and the answer."""
+    rid = body.rid or draw_rid()
+    return rid, rid if isinstance(rid, str) else rid[0]
+
+
+def _model(front: FrontEnd, started: int) -> dict[str, Any]:
+    model = Model(id=front.served_model_name, object="model", created=started, owned_by="splitserve")
+    info = front.scheduler.info
+    limit = None if info is None else info.max_total_tokens_per_request
+    return model.model_dump(exclude_unset=True) | {"root": front.model_path, "max_model_len": limit}

@@ -1,0 +1,64 @@
+"""What both APIs do with a prompt before it is fanned out: tokenize it, check it, resolve its sampling."""
+
+from __future__ import annotations
+
+from splitserve.core.request import BootstrapInfo, DisaggregationMode
+from splitserve.server import validation
+from splitserve.server.bootstrap_fields import bootstrap_infos
+from splitserve.server.fanout import PromptSpec
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.schemas import BootstrapFields, SamplingFields
+
+
+def tokenize(front: FrontEnd, prompt: str | list[int]) -> list[int]:
+    return front.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def bootstraps_of(front: FrontEnd, fields: BootstrapFields, num_prompts: int, n: int) -> list[BootstrapInfo | None]:
+    """One a sample. Raises MissingBootstrapError, InvalidRequestError."""
+    return bootstrap_infos(
+        fields,
+        mode=front.mode,
+        num_prompts=num_prompts,
+        n=n,
+        own_host=front.config.disaggregation.host,
+        own_port=front.bootstrap_port,
+    )
+
+
+def prompt_spec(
+    front: FrontEnd,
+    token_ids: list[int],
+    fields: SamplingFields,
+    *,
+    name: str,
+    max_new: int | None,
+    min_new: int | None,
+    seed: int,
+    return_logprob: bool,
+    num_top_logprobs: int,
+    logprob_start_len: int,
+    top_name: str,
+) -> PromptSpec:
+    """`name` and `top_name`: the fields to blame. `max_new` None: all the room there is."""
+    info = front.info
+    limit = info.max_total_tokens_per_request
+    validation.check_prompt(token_ids, name=name, vocab_size=info.vocab_size, limit=limit)
+    validation.check_top_logprobs(num_top_logprobs, top_name)
+    start = validation.logprob_start(logprob_start_len, len(token_ids))
+    params = validation.sampling_params(
+        fields,
+        max_new=max_new,
+        min_new=min_new,
+        seed=seed,
+        room=limit - len(token_ids),
+        vocab_size=info.vocab_size,
+    )
+    return PromptSpec(
+        token_ids,
+        params,
+        return_logprob=return_logprob,
+        num_top_logprobs=num_top_logprobs,
+        # Only the side that computes the prompt can score it.
+        logprob_start=None if front.mode is DisaggregationMode.DECODE else start,
+    )

@@ -1,0 +1,81 @@
+"""The client requests this worker is serving: who may come in, under which names, and when none is left.
+
+Knows request ids and counts only, neither HTTP nor the scheduler. Used from one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from splitserve.errors import CapacityError, InvalidRequestError, WorkerUnavailableError
+
+
+class RequestTable:
+    """`capacity`: samples open at most."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # Request id -> the rids of its samples.
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._rids: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.is_draining = False
+
+    @property
+    def num_open_samples(self) -> int:
+        return len(self._rids)
+
+    @contextmanager
+    def admit(self, names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+        """Hold a place for each sample while the context is open.
+
+        Raises WorkerUnavailableError while draining, CapacityError when full, InvalidRequestError on a running id.
+        """
+        rids = [rid for group in names.values() for rid in group]
+        self._check(names, rids)
+        self._names.update(names)
+        self._rids.update(rids)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            for name in names:
+                del self._names[name]
+            self._rids.difference_update(rids)
+            if not self._rids:
+                self._idle.set()
+
+    def samples_of(self, name: str) -> tuple[str, ...]:
+        """Rids to abort for this request id (or the rid of a single sample). Empty if nothing of that name runs."""
+        return self._names.get(name) or ((name,) if name in self._rids else ())
+
+    def all_samples(self) -> tuple[str, ...]:
+        return tuple(self._rids)
+
+    def begin_drain(self) -> None:
+        """Take no new requests; those running go on."""
+        self.is_draining = True
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Whether all requests ended within `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str]) -> None:
+        if self.is_draining:
+            raise WorkerUnavailableError("this worker is draining and takes no new requests: send it to another")
+        if len(set(rids)) < len(rids) or any(rid in self._rids for rid in rids) or names.keys() & self._names.keys():
+            raise InvalidRequestError(
+                "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
+            )
+        if len(self._rids) + len(rids) > self._capacity:
+            raise CapacityError(
+                f"{len(self._rids)} samples are open and {len(rids)} more would exceed this worker's {self._capacity}: "
+                "retry in a second"
+            )

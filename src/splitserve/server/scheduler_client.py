@@ -1,0 +1,242 @@
+"""The front end's end of the two ZMQ pipes to its scheduler.
+
+The life of one client request in here:
+1. `submit` sends its samples (one GenerateRequest each) and opens one OutputStream for all of them.
+2. The reader task takes StepOutputs off the pipe and puts each TokenOutput into the stream its rid belongs to.
+3. The stream hands them out in order of arrival and ends after the last sample's final message.
+4. Closed early, it tells the scheduler to abort what is still running, quietly; the rids are forgotten at once.
+
+If the scheduler dies, `fail_all` ends every stream, call and wait with one error, and later calls raise it.
+It knows nothing of HTTP, text or the launch of processes. Used from one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from splitserve.errors import DeadlineExceededError, ModelLoadError, SplitserveError, WorkerUnavailableError
+from splitserve.messages import (
+    AbortRequest,
+    FlushCacheReply,
+    FlushCacheRequest,
+    GenerateRequest,
+    SchedulerFailed,
+    SchedulerReady,
+    SchedulerState,
+    StateReply,
+    StateRequest,
+    StepOutputs,
+    TokenOutput,
+    ToScheduler,
+    decode_from_scheduler,
+    encode,
+)
+from splitserve.server.output_stream import OutputStream
+
+logger = logging.getLogger(__name__)
+
+# Messages to a scheduler that does not read them; beyond that it counts as hung.
+SEND_HIGH_WATER_MARK = 16384
+
+
+class SchedulerPort(Protocol):
+    """The scheduler as the routes know it. SchedulerClient is one; so is a test's fake."""
+
+    @property
+    def info(self) -> SchedulerReady | None:
+        """What the scheduler said of itself; None until it is ready."""
+        ...
+
+    @property
+    def failure(self) -> SplitserveError | None:
+        """Why the scheduler is gone; None while it is not."""
+        ...
+
+    def submit(self, *requests: GenerateRequest) -> OutputStream: ...
+
+    def abort(self, rid: str, message: str = "aborted") -> None: ...
+
+    async def flush_cache(self, timeout: float = 10.0) -> int: ...
+
+    async def state(self, timeout: float = 2.0) -> SchedulerState: ...
+
+
+class SchedulerClient:
+    """Binds `to_scheduler` (PUSH) and `from_scheduler` (PULL); the scheduler connects to both.
+
+    Endpoints are ipc:// or tcp:// strings; after `start`, the attributes hold what was bound (`:*` is resolved).
+    `output_timeout`: seconds a stream waits for its next output before it gives the request up.
+    """
+
+    def __init__(self, to_scheduler: str, from_scheduler: str, *, output_timeout: float = 900.0) -> None:
+        self.to_scheduler = to_scheduler
+        self.from_scheduler = from_scheduler
+        self.info: SchedulerReady | None = None
+        self.failure: SplitserveError | None = None
+        self._output_timeout = output_timeout
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        # Sends never wait, so that an abort can go out from a task that is being cancelled: a plain socket.
+        self._push: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        self._reader: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        # rid -> the stream that its outputs go to.
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[FlushCacheReply | StateReply]] = {}
+        self._call_ids = itertools.count(1)
+
+    async def start(self) -> None:
+        self._push.set_hwm(SEND_HIGH_WATER_MARK)
+        # Unbounded: at most one step's outputs a step, and every token must arrive.
+        self._pull.set_hwm(0)
+        for socket in (self._push, self._pull):
+            socket.linger = 0
+        self._push.bind(self.to_scheduler)
+        self._pull.bind(self.from_scheduler)
+        self.to_scheduler = self._push.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.from_scheduler = self._pull.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._reader = asyncio.create_task(self._read(), name="scheduler-reader")
+
+    async def ready(self, timeout: float) -> SchedulerReady:
+        """Wait for the scheduler's first word. Raises ModelLoadError, DeadlineExceededError, or what `fail_all` got."""
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the scheduler was not ready after {timeout:g} s (stage: loading the model): look at its log"
+            ) from None
+        if self.info is None:
+            raise self.failure or WorkerUnavailableError("the scheduler's client was closed")
+        return self.info
+
+    def submit(self, *requests: GenerateRequest) -> OutputStream:
+        """Send the samples of one client request. Raises WorkerUnavailableError."""
+        self._check_serving()
+        stream = OutputStream([r.rid for r in requests], self._close_stream, self._output_timeout)
+        for request in requests:
+            self._streams[request.rid] = stream
+        try:
+            for request in requests:
+                self._send(request)
+        except WorkerUnavailableError:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, rid: str, message: str = "aborted") -> None:
+        """End a request; its stream gets the scheduler's final message. An unknown rid is none of our business."""
+        if rid in self._streams and self.failure is None:
+            self._send(AbortRequest(rid=rid, message=message))
+
+    async def flush_cache(self, timeout: float = 10.0) -> int:
+        """Drop the unused prefix cache. Returns the pages freed."""
+        call_id = next(self._call_ids)
+        reply = await self._call(call_id, FlushCacheRequest(call_id=call_id), timeout)
+        assert isinstance(reply, FlushCacheReply)
+        return reply.num_pages_freed
+
+    async def state(self, timeout: float = 2.0) -> SchedulerState:
+        """A snapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
+        call_id = next(self._call_ids)
+        reply = await self._call(call_id, StateRequest(call_id=call_id), timeout)
+        assert isinstance(reply, StateReply)
+        return reply.state
+
+    def fail_all(self, error: SplitserveError) -> None:
+        """The scheduler is gone: everything open ends with `error`. The first error stays."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self.info = None
+        self._settled.set()
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    async def close(self) -> None:
+        """Let go of the sockets. Idempotent."""
+        self.fail_all(WorkerUnavailableError("this worker is shutting down: send the request to another"))
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
+        self._push.close()
+        self._pull.close()
+        self._context.term()
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._pull.recv()
+            try:
+                self._dispatch(frame)
+            except msgspec.DecodeError as error:
+                self.fail_all(
+                    WorkerUnavailableError(f"the scheduler speaks another version ({error}): restart the whole worker")
+                )
+
+    def _dispatch(self, frame: bytes) -> None:
+        match decode_from_scheduler(frame):
+            case StepOutputs(outputs=outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case FlushCacheReply() | StateReply() as reply:
+                call = self._calls.get(reply.call_id)
+                if call is not None and not call.done():
+                    call.set_result(reply)
+            case SchedulerReady() as info:
+                self.info = info
+                self._settled.set()
+            case SchedulerFailed(message=message):
+                self.fail_all(ModelLoadError(message))
+
+    def _deliver(self, output: TokenOutput) -> None:
+        # Outputs of a stream that was closed early may still be on their way: nobody wants them.
+        stream = self._streams.get(output.rid)
+        if stream is None:
+            return
+        if output.finish is not None:
+            del self._streams[output.rid]
+        stream.put(output)
+
+    def _close_stream(self, rids: list[str]) -> None:
+        """These samples of a stream are no longer wanted."""
+        for rid in rids:
+            if self._streams.pop(rid, None) is not None and self.failure is None:
+                try:
+                    self._send(AbortRequest(rid=rid, quiet=True))
+                except WorkerUnavailableError as error:
+                    logger.error("could not abort request %s: %s", rid, error)
+
+    async def _call(self, call_id: int, message: ToScheduler, timeout: float) -> FlushCacheReply | StateReply:
+        self._check_serving()
+        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(message)
+            return await asyncio.wait_for(call, timeout)
+        except TimeoutError:
+            name = type(message).__name__
+            raise DeadlineExceededError(f"the scheduler did not answer {name} within {timeout:g} s") from None
+        finally:
+            del self._calls[call_id]
+
+    def _check_serving(self) -> None:
+        if self.failure is not None:
+            raise WorkerUnavailableError(f"this worker's scheduler is gone: {self.failure}")
+        if self.info is None:
+            raise WorkerUnavailableError("this worker is still loading its model: retry when /health answers 200")
+
+    def _send(self, message: ToScheduler) -> None:
+        try:
+            self._push.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise WorkerUnavailableError("this worker's scheduler does not read its messages: restart it") from None

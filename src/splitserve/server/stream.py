@@ -1,0 +1,91 @@
+"""Answers to a client that may leave at any moment: whole ones, and Server-Sent Events.
+
+A stream's headers go out with its first frame, so that a failure before the first token gets its own status; a later
+one becomes a frame with `error`. Every stream ends with `data: [DONE]`. When the client leaves, the work is cancelled.
+Knows nothing of what is in the frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from splitserve.errors import RequestAbortedError, SplitserveError
+from splitserve.server.error_response import error_body
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Frames as JSON text.
+Frames = AsyncGenerator[bytes, None]
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Cancels it and raises RequestAbortedError when the client leaves first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestAbortedError("the client left before the answer was ready; its request was aborted")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def stream_response(request: Request, frames: Frames) -> Response:
+    """Wait for the first frame, then answer 200 and send frames as they come. Raises what came instead of a frame."""
+    try:
+        first = await unless_disconnected(request, _next(frames))
+    except BaseException:
+        await frames.aclose()
+        raise
+    return _EventStream(first, frames)
+
+
+class _EventStream(StreamingResponse):
+    def __init__(self, first: bytes, frames: Frames) -> None:
+        super().__init__(_events(first, frames), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # The client may have left before the body was begun, or in the midst of it.
+            await self._frames.aclose()
+
+
+async def _events(first: bytes, frames: Frames) -> AsyncIterator[bytes]:
+    yield _event(first)
+    try:
+        async for frame in frames:
+            yield _event(frame)
+    except SplitserveError as error:
+        yield _event(msgspec.json.encode(error_body(error)))
+    except Exception as error:
+        logger.exception("a stream failed")
+        yield _event(msgspec.json.encode(error_body(error)))
+    yield _event(b"[DONE]")
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _next(frames: Frames) -> bytes:
+    return await anext(frames)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

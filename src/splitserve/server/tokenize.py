@@ -1,0 +1,62 @@
+"""POST /tokenize and /detokenize: the model's tokenizer over HTTP. The scheduler is not asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from splitserve.errors import InvalidRequestError
+from splitserve.server import validation
+from splitserve.server.error_response import json_response
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.schemas import DetokenizeBody, TokenizeBody
+
+
+def tokenize_routes(front: FrontEnd) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    @router.post("/v1/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = validation.parse(TokenizeBody, validation.parse_json(await request.body()))
+        return json_response(_tokenize(front, body))
+
+    @router.post("/detokenize")
+    @router.post("/v1/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = validation.parse(DetokenizeBody, validation.parse_json(await request.body()))
+        return json_response({"text": _detokenize(front, body)})
+
+    return router
+
+
+def _tokenize(front: FrontEnd, body: TokenizeBody) -> dict[str, Any]:
+    """A list of texts gives a list of token lists, and of counts."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("send either prompt or messages, and not both", param="prompt")
+    limit = None if front.scheduler.info is None else front.scheduler.info.max_total_tokens_per_request
+    adds_special = body.add_special_tokens is not False
+    tokens: list[int] | list[list[int]]
+    if body.messages is not None:
+        chat = validation.chat_messages(body.messages)
+        tokens = front.tokenizer.encode_chat(chat, add_generation_prompt=body.add_generation_prompt is not False)
+    elif isinstance(body.prompt, list):
+        tokens = [front.tokenizer.encode(text, add_special_tokens=adds_special) for text in body.prompt]
+        return {"tokens": tokens, "count": [len(t) for t in tokens], "max_model_len": limit}
+    else:
+        tokens = front.tokenizer.encode(body.prompt or "", add_special_tokens=adds_special)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
+
+
+def _detokenize(front: FrontEnd, body: DetokenizeBody) -> str | list[str]:
+    vocab_size = front.tokenizer.vocab_size if front.scheduler.info is None else front.scheduler.info.vocab_size
+    lists, is_batch = validation.prompt_list(body.tokens, "tokens") if body.tokens else ([[]], False)
+    texts = []
+    for ids in lists:
+        assert isinstance(ids, list)
+        wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"tokens holds id {wrong}: ids must be in [0, {vocab_size})", param="tokens")
+        texts.append(front.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens is not False))
+    return texts if is_batch else texts[0]

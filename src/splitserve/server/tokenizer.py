@@ -1,0 +1,147 @@
+"""The model's tokenizer and chat template, from a local folder.
+
+Reads tokenizer.json with the `tokenizers` library, which starts in a tenth of a second; transformers, which takes
+seconds, is imported only for folders whose tokenizer class changes what tokenizer.json says or that have none.
+Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from splitserve.errors import InvalidRequestError, ModelLoadError
+from splitserve.server.chat_template import ChatTemplate, Messages
+
+# Tokenizer classes that take tokenizer.json as it stands.
+_PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast", "TokenizersBackendFast"})
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """`backend` is the tokenizers.Tokenizer, for the detokenizer. `eos_token_ids` end a text of this model."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, eos_token_ids: frozenset[int], chat_template: ChatTemplate | None
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self._chat_template = chat_template
+        self._is_byte_level = "ByteLevel" in _decoder_types(backend)
+        self._added = backend.get_added_tokens_decoder()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Raises ModelLoadError where the folder holds no tokenizer."""
+        folder = Path(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        backend = _load_backend(folder, config)
+        special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        source = _chat_template_source(folder, config)
+        template = None if source is None else ChatTemplate(source, special)
+        return cls(backend, eos_token_ids=_eos_token_ids(folder, backend, special), chat_template=template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids with a text; the model's own vocabulary may be padded beyond that."""
+        return self.backend.get_vocab_size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def encode_chat(self, messages: Messages, **options: Any) -> list[int]:
+        """Prompt tokens of a conversation; `options` as for ChatTemplate.render."""
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template: use /v1/completions or /generate with a plain prompt",
+                param="messages",
+            )
+        return self.encode(self._chat_template.render(messages, **options), add_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; special tokens by their names."""
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, also where they are no whole character."""
+        token = self.backend.id_to_token(token_id)
+        if token is None or token_id in self._added:
+            return self.token_text(token_id).encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF_CHARACTER.get(c, ord("?")) for c in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return self.token_text(token_id).encode()
+
+
+def _load_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    is_plain = config.get("tokenizer_class", "PreTrainedTokenizerFast") in _PLAIN_CLASSES
+    if file.is_file() and is_plain and not {"add_bos_token", "add_eos_token"} & config.keys():
+        return tokenizers.Tokenizer.from_file(str(file))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+    return backend
+
+
+def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> frozenset[int]:
+    """What ends a text: the generation config's word, else the model config's, else the tokenizer's."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    token_id = backend.token_to_id(special.get("eos_token", ""))
+    return frozenset() if token_id is None else frozenset([token_id])
+
+
+def _content(token: Any) -> str:
+    """A special token as the config writes it: a string, or an object with the string in it."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    return {decoder.get("type", ""), *(d.get("type", "") for d in decoder.get("decoders", ()))}
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes every byte as one printable character (Radford et al., GPT-2): the way back."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()

@@ -1,0 +1,202 @@
+"""From what a client sent to what the scheduler takes, or an InvalidRequestError that names the field and the remedy.
+
+Pure: no tokenizer, no HTTP. Every limit a client can run into is in here or in SamplingParams.validate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import msgspec
+import pydantic
+
+from splitserve.core.sampling import SamplingParams
+from splitserve.errors import InvalidRequestError, PromptTooLongError, SplitserveError
+from splitserve.server.schemas import Body, SamplingFields
+
+# Samples of one prompt, and of one request over all its prompts, at most.
+MAX_N = 128
+MAX_SAMPLES = 4096
+MAX_TOP_LOGPROBS = 20
+
+B = TypeVar("B", bound=Body)
+
+
+@contextmanager
+def stage(rid: str, name: str) -> Iterator[None]:
+    """Errors raised inside say which request and which stage they are about."""
+    try:
+        yield
+    except SplitserveError as error:
+        error.message = f"request {rid} (stage: {name}): {error.message}"
+        raise
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"the body is a JSON {type(body).__name__}: send an object")
+    return body
+
+
+def parse(model: type[B], data: object) -> B:
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise _type_error(error) from error
+
+
+def _type_error(error: pydantic.ValidationError) -> InvalidRequestError:
+    """The first field at fault, with every form it could have had."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    param = str(details[0]["loc"][0]) if details[0]["loc"] else None
+    forms = dict.fromkeys(d["msg"] for d in details if not d["loc"] or str(d["loc"][0]) == param)
+    return InvalidRequestError(f"{param or 'body'}: {'; or '.join(list(forms)[:4])}", param=param)
+
+
+def per_prompt(value: Any, num_prompts: int, name: str) -> list[Any]:
+    """A value for all prompts, or a list with one for each."""
+    if not isinstance(value, list):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise InvalidRequestError(
+            f"{name} is a list of {len(value)} for {num_prompts} prompts: give one each", param=name
+        )
+    return value
+
+
+def prompt_list(value: str | list[str] | list[int] | list[list[int]], name: str) -> tuple[list[str | list[int]], bool]:
+    """The prompts of a field that holds one text, one list of ids, or a list of either; and whether it was a batch."""
+    if isinstance(value, str):
+        return [value], False
+    if not value:
+        raise InvalidRequestError(f"{name} is empty: send at least one token", param=name)
+    if isinstance(value[0], int):
+        return [value], False
+    return list(cast(list[str | list[int]], value)), True
+
+
+def check_sample_counts(num_prompts: int, n: int) -> None:
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequestError(f"n is {n}: it must be in [1, {MAX_N}]", param="n")
+    if num_prompts * n > MAX_SAMPLES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n = {n} are {num_prompts * n} samples: send {MAX_SAMPLES} at most"
+        )
+
+
+def check_prompt(token_ids: Sequence[int], *, name: str, vocab_size: int, limit: int) -> None:
+    """`limit`: prompt and output tokens a request may have."""
+    if not token_ids:
+        raise InvalidRequestError(f"{name} has no tokens: send at least one", param=name)
+    if len(token_ids) >= limit:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens, but a request has room for {limit}, of which the output needs at "
+            f"least one: shorten the prompt to {limit - 1} tokens",
+            param=name,
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
+        raise InvalidRequestError(f"{name} holds token id {wrong}: ids must be in [0, {vocab_size})", param=name)
+
+
+def check_top_logprobs(number: int, name: str) -> None:
+    if not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"{name} is {number}: it must be in [0, {MAX_TOP_LOGPROBS}]", param=name)
+
+
+def logprob_start(start: int, num_prompt_tokens: int) -> int | None:
+    """First prompt position to score; -1: none."""
+    if start == -1:
+        return None
+    if not 0 <= start < num_prompt_tokens:
+        raise InvalidRequestError(
+            f"logprob_start_len is {start}: it must be -1 (no input logprobs) or in [0, {num_prompt_tokens})",
+            param="logprob_start_len",
+        )
+    return start
+
+
+def sampling_params(
+    fields: SamplingFields, *, max_new: int | None, min_new: int | None, seed: int, room: int, vocab_size: int
+) -> SamplingParams:
+    """Resolved and checked. `max_new` None: all the room; `room`: output tokens that still fit into the context."""
+    given: dict[str, Any] = {
+        "max_new_tokens": room if max_new is None else max_new,
+        "min_new_tokens": min_new,
+        "logit_bias": None if fields.logit_bias is None else _logit_bias(fields.logit_bias),
+        "stop": _stop_strings(fields.stop),
+        "stop_token_ids": None if fields.stop_token_ids is None else tuple(fields.stop_token_ids),
+        "include_stop": bool(fields.no_stop_trim or fields.include_stop_str_in_output),
+        "seed": seed,
+    }
+    for name in _SAME_NAME:
+        given[name] = getattr(fields, name)
+    params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    params.validate(vocab_size)
+    # Only now: what was asked for must be right in itself.
+    fits = min(params.max_new_tokens, room)
+    return dataclasses.replace(params, max_new_tokens=fits, min_new_tokens=min(params.min_new_tokens, fits))
+
+
+_SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("ignore_eos", "skip_special_tokens"),
+)
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in strings:
+        raise InvalidRequestError("stop holds an empty string, which would match at once: remove it", param="stop")
+    return strings
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
+
+
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False
+) -> list[dict[str, Any]]:
+    """The messages with their contents as plain text, ready for a chat template."""
+    if not messages:
+        raise InvalidRequestError("messages is empty: send at least one", param="messages")
+    chat = []
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}].role is missing or no string", param="messages")
+        chat.append({**message, "content": _content_text(message.get("content"), i)})
+    if continue_final_message and chat[-1]["role"] != "assistant":
+        raise InvalidRequestError(
+            "continue_final_message needs a final message of the assistant to continue", param="continue_final_message"
+        )
+    return chat
+
+
+def _content_text(content: object, i: int) -> str:
+    """A string, a list of text parts, or null (an assistant that only called tools)."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"messages[{i}].content must be a string or a list of parts", param="messages")
+    texts = []
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"messages[{i}].content[{j}] is of type {kind!r}: this model takes parts "
+                '{"type": "text", "text": "..."} only',
+                param="messages",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)

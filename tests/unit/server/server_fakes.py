@@ -1,0 +1,192 @@
+"""The front end's tiny world: a byte-level tokenizer, and a scheduler that repeats the prompt, over real ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import tokenizers
+import zmq
+import zmq.asyncio
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from splitserve.core.batch import TokenLogprob
+from splitserve.core.request import FinishReason, FinishType, Request
+from splitserve.messages import (
+    AbortRequest,
+    FlushCacheReply,
+    FlushCacheRequest,
+    FromScheduler,
+    GenerateRequest,
+    SchedulerReady,
+    SchedulerState,
+    StateReply,
+    StateRequest,
+    StepOutputs,
+    TokenOutput,
+    TransferStats,
+    decode_to_scheduler,
+    encode,
+)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LIMIT = 256
+READY = SchedulerReady(
+    max_total_tokens_per_request=LIMIT,
+    vocab_size=258,
+    pages_total=64,
+    page_size=16,
+    dtype="float32",
+    kv_bytes_per_token=4,
+    device="cpu",
+    num_parameters=1,
+    load_seconds=0.1,
+)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token a byte, and two special tokens: 256 begins a message, 257 ends it."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    return tokenizer
+
+
+def write_tokenizer_folder(folder: Path, *, chat_template: bool = True) -> Path:
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
+    if chat_template:
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+class EchoScheduler:
+    """Answers token i of the output with token i (mod its length) of the prompt, one token of each request a step.
+
+    `hold_after`: tokens a request gets before it stands still until it is aborted; None: it runs to its end.
+    `fail_with`: how requests end at once, before their first token.
+    """
+
+    def __init__(self, to_scheduler: str, from_scheduler: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._push = self._context.socket(zmq.PUSH)
+        for socket in (self._pull, self._push):
+            socket.linger = 0
+        self._pull.connect(to_scheduler)
+        self._push.connect(from_scheduler)
+        self._running: dict[str, Request] = {}
+        self._messages: dict[str, GenerateRequest] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.hold_after: int | None = None
+        self.fail_with: FinishReason | None = None
+        self.fail_after = 0
+        self.ends_after_one = False
+        self.answers_calls = True
+        self.received: list[GenerateRequest] = []
+        self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
+
+    async def start(self, *, ready: bool = True) -> None:
+        if ready:
+            await self.send(READY)
+        self._task = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._pull.close()
+        self._push.close()
+        self._context.term()
+
+    async def send(self, message: FromScheduler) -> None:
+        await self._push.send(encode(message))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def _serve(self) -> None:
+        while True:
+            # With something to compute, only look; else wait for a message.
+            while not self._steppable() or await self._pull.poll(0):
+                await self._take(await self._pull.recv())
+            outputs = [self._step(request) for request in self._steppable()]
+            await self.send(StepOutputs(outputs=outputs))
+
+    def _steppable(self) -> list[Request]:
+        return [r for r in self._running.values() if self.hold_after is None or len(r.output_ids) < self.hold_after]
+
+    async def _take(self, frame: bytes) -> None:
+        match decode_to_scheduler(frame):
+            case GenerateRequest() as message:
+                self.received.append(message)
+                self._messages[message.rid] = message
+                self._running[message.rid] = Request(
+                    message.rid, message.prompt_ids, message.params, eos_token_ids=frozenset([257])
+                )
+            case AbortRequest() as abort:
+                self._running.pop(abort.rid, None)
+                if not abort.quiet:
+                    finish = FinishReason(FinishType.ABORT, message=abort.message, status_code=499, reason="aborted")
+                    await self.send(StepOutputs(outputs=[TokenOutput(rid=abort.rid, finish=finish)]))
+                self.aborts.put_nowait(abort)
+            case StateRequest(call_id=call_id):
+                if self.answers_calls:
+                    await self.send(StateReply(call_id=call_id, state=self._state()))
+            case FlushCacheRequest(call_id=call_id):
+                if self.answers_calls:
+                    await self.send(FlushCacheReply(call_id=call_id, num_pages_freed=7))
+
+    def _state(self) -> SchedulerState:
+        return SchedulerState(
+            num_running_reqs=len(self._running),
+            num_waiting_reqs=1,
+            page_size=16,
+            pages_total=64,
+            pages_free=32,
+            pages_cached=16,
+            pages_leased=0,
+            rows_total=8,
+            rows_free=8,
+            prefix_cache_queries=10,
+            prefix_cache_hits=4,
+            num_tokens_held=99,
+            num_transfer_failed_reqs_total=2,
+        )
+
+    def _step(self, request: Request) -> TokenOutput:
+        message = self._messages[request.rid]
+        if self.fail_with is not None and len(request.output_ids) >= self.fail_after:
+            del self._running[request.rid]
+            return TokenOutput(rid=request.rid, finish=self.fail_with)
+        is_first = not request.output_ids
+        token_id = request.prompt_ids[len(request.output_ids) % len(request.prompt_ids)]
+        request.append(token_id, None)
+        if self.ends_after_one:
+            request.finish = FinishReason(FinishType.LENGTH)
+        if request.finish is not None:
+            del self._running[request.rid]
+        start = message.logprob_start
+        scored = None if start is None else [TokenLogprob(t, -0.25) for t in request.prompt_ids[max(start, 1) :]]
+        top = tuple((i, -1.0 - i) for i in range(message.num_top_logprobs))
+        return TokenOutput(
+            rid=request.rid,
+            token_ids=[token_id],
+            logprobs=[TokenLogprob(token_id, -0.5, top)] if message.return_logprob else [],
+            input_logprobs=scored if is_first else None,
+            num_cached_tokens=3,
+            finish=request.finish,
+            timeline={"received": 0.0, "waiting": 0.0, "running": 0.25} if request.finish else None,
+            transfer=TransferStats(num_bytes=2 * 10**9, seconds=0.5, exposed_seconds=0.1)
+            if self.ends_after_one
+            else None,
+        )

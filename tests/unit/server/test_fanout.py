@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splitserve.core.request import DisaggregationMode, RoomKey
+from splitserve.core.sampling import SamplingParams, sample_seed
+from splitserve.errors import InvalidRequestError, MissingBootstrapError
+from splitserve.server.bootstrap_fields import bootstrap_infos
+from splitserve.server.fanout import PromptSpec, fan_out
+from splitserve.server.schemas import BootstrapFields
+
+SPEC = PromptSpec([1, 2], SamplingParams(seed=5))
+
+
+def infos(mode: str = "decode", num_prompts: int = 2, n: int = 2, **fields: Any) -> list[Any]:
+    return bootstrap_infos(
+        BootstrapFields(**{"bootstrap_host": "h", **{f"bootstrap_{k}": v for k, v in fields.items()}}),
+        mode=DisaggregationMode(mode),
+        num_prompts=num_prompts,
+        n=n,
+        own_host="own",
+        own_port=8998,
+    )
+
+
+def test_one_sample_keeps_the_clients_id_and_seed() -> None:
+    (sample,) = fan_out([SPEC], 1, "r", [None]).samples
+    assert (sample.request.rid, sample.request.params.seed) == ("r", 5)
+
+
+def test_samples_are_numbered_over_the_whole_request() -> None:
+    fanout = fan_out([SPEC, SPEC], 2, "r", [None] * 4)
+    assert [s.request.rid for s in fanout.samples] == ["r-0", "r-1", "r-2", "r-3"]
+    assert [s.prompt_index for s in fanout.samples] == [0, 0, 1, 1]
+    assert fanout.names == {"r": ("r-0", "r-1", "r-2", "r-3")}
+
+
+def test_a_list_of_ids_names_one_prompt_each() -> None:
+    fanout = fan_out([SPEC, SPEC], 2, ["a", "b"], [None] * 4)
+    assert fanout.names == {"a": ("a-0", "a-1"), "b": ("b-0", "b-1")}
+    assert fan_out([SPEC, SPEC], 1, ["a", "b"], [None] * 2).names == {"a": ("a",), "b": ("b",)}
+
+
+def test_the_samples_of_a_prompt_draw_with_different_seeds_derived_from_one() -> None:
+    seeds = [s.request.params.seed for s in fan_out([SPEC, SPEC], 3, "r", [None] * 6).samples]
+    assert seeds == [sample_seed(5, k) for k in (0, 1, 2)] * 2
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("room", "keys"),
+    [
+        ([10, 11, 12, 13], [(10, 0), (11, 0), (12, 0), (13, 0)]),
+        ([10, 11], [(10, 0), (10, 1), (11, 0), (11, 1)]),
+        (7, [(7, 0), (7, 1), (7, 2), (7, 3)]),
+    ],
+)
+def test_every_sample_has_its_own_key_however_rooms_are_given(room: Any, keys: list[tuple[int, int]]) -> None:
+    assert [i.key for i in infos(room=room)] == [RoomKey(*k) for k in keys]
+
+
+def test_a_batch_without_n_may_have_one_room_a_prompt() -> None:
+    assert [i.key for i in infos(n=1, room=[3, 3 << 50])] == [RoomKey(3), RoomKey(3 << 50)]
+
+
+def test_hosts_and_ports_may_be_lists_and_a_null_port_is_this_workers_own() -> None:
+    found = infos(room=1, host=["a", "b"], port=[1, None])
+    assert [(i.host, i.port) for i in found] == [("a", 1), ("a", 1), ("b", 8998), ("b", 8998)]
+
+
+def test_a_prefill_worker_is_its_own_bootstrap_host() -> None:
+    (info,) = infos("prefill", 1, 1, room=1, host=None)
+    assert info.host == "own"
+
+
+def test_a_colocated_worker_ignores_the_fields() -> None:
+    assert infos("null", room="nonsense", port="x") == [None] * 4
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_worker_of_a_pair_needs_a_room(mode: str) -> None:
+    with pytest.raises(MissingBootstrapError, match="names no bootstrap_room"):
+        infos(mode)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"room": [1, 2, 3]}, "list of 3"),
+        ({"room": []}, "list of 0"),
+        ({"room": -1}, r"\[0, 2\^63\)"),
+        ({"room": 1 << 63}, r"\[0, 2\^63\)"),
+        ({"room": "7"}, "must be an integer"),
+        ({"room": True}, "must be an integer"),
+        ({"room": 1.5}, "must be an integer"),
+        ({"room": [1, None]}, "every sample needs a room"),
+        ({"room": 1, "port": 0}, "bootstrap_port"),
+        ({"room": 1, "port": "1"}, "bootstrap_port"),
+        ({"room": 1, "host": 5}, "bootstrap_host"),
+        ({"room": 1, "host": ["h"] * 3}, "list of 3"),
+        ({"room": 1, "host": None}, "must be told"),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        infos(**fields)

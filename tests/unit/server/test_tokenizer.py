@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from splitserve.errors import InvalidRequestError, ModelLoadError
+from splitserve.server.chat_template import ChatTemplate
+from splitserve.server.tokenizer import Tokenizer
+
+from .server_fakes import CHAT_TEMPLATE, write_tokenizer_folder
+
+CHAT = [{"role": "user", "content": "Hi <b>🙂</b>"}, {"role": "assistant", "content": "Hello"}]
+
+
+def test_text_goes_to_ids_and_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("héllo 🙂")
+    assert len(ids) == len("héllo 🙂".encode())
+    assert tokenizer.decode(ids) == "héllo 🙂"
+
+
+@pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True}, {}])
+def test_a_chat_is_rendered_as_transformers_does(tokenizer_folder: Path, options: dict[str, bool]) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    options = {"add_generation_prompt": False} | options
+    expected = theirs.apply_chat_template(CHAT, return_dict=False, **options)
+    assert Tokenizer.load(tokenizer_folder).encode_chat(CHAT, **options) == expected
+
+
+def test_eos_ids_come_from_the_generation_config_then_the_model_config_then_the_tokenizer(tmp_path: Path) -> None:
+    folder = write_tokenizer_folder(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert Tokenizer.load(folder).eos_token_ids == {257}
+    (folder / "generation_config.json").unlink()
+    assert Tokenizer.load(folder).eos_token_ids == {5}
+    (folder / "config.json").unlink()
+    assert Tokenizer.load(folder).eos_token_ids == {257}
+
+
+def test_a_model_without_a_chat_template_refuses_chats(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer_folder(tmp_path, chat_template=False))
+    with pytest.raises(InvalidRequestError, match="no chat template: use /v1/completions"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_the_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
+    folder = write_tokenizer_folder(tmp_path, chat_template=False)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": ""}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    text = Tokenizer.load(folder).decode(Tokenizer.load(folder).encode_chat(CHAT), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>user\nHi <b>")
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="holds no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_bytes_of_a_token_are_known_where_they_are_no_whole_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🙂")
+    assert b"".join(tokenizer.token_bytes(t) for t in ids) == "🙂".encode()
+    assert tokenizer.token_bytes(257) == b"<|im_end|>"
+
+
+def test_a_template_may_refuse_messages() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        template.render(CHAT)
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        template.render(CHAT)
+
+
+def test_templates_have_the_tools_of_transformers() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ bos_token }}{{ extra }}"
+    )
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(CHAT, template_variables={"extra": "!"})
+    assert rendered == '{"role": "user", "content": "Hi <b>🙂</b>"}<s>!'
