@@ -1,5 +1,6 @@
 """One contract, every transport: what `transports/base.py` promises, with real memory on both sides."""
 
+import contextlib
 import random
 import socket
 import threading
@@ -133,7 +134,7 @@ def test_a_target_outside_the_peers_memory_is_refused_and_touches_nothing(world,
 @pytest.mark.parametrize("copy", [Copy(0, 60, 0, 0, 8), Copy(2, 0, 0, 0, 8), Copy(0, -1, 0, 0, 1)])
 def test_a_source_outside_our_own_memory_is_an_error_at_once(world, copy):
     src, dst = world(64), world(64)
-    with pytest.raises(ValueError, match="copy|Copy"):
+    with pytest.raises(ValueError, match="source of"):
         src.transport.write(dst.transport.open_session(), [copy])
 
 
@@ -236,7 +237,7 @@ class MutePeer:
             connection.sendall(b"SSKV" + b"\xff" * 8 + b"\0\0")
 
     def address(self):
-        return PeerAddress("any", "127.0.0.1:%d" % self.socket.getsockname()[1])
+        return PeerAddress("any", f"127.0.0.1:{self.socket.getsockname()[1]}")
 
     def close(self):
         self.socket.shutdown(socket.SHUT_RDWR)
@@ -276,9 +277,14 @@ def test_a_peer_that_stops_runs_into_the_deadline_of_the_write(tcp, mute, length
 def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):
     src = tcp(8)
     tickets = []
-    with pytest.raises(CapacityError):
+
+
+    def write_until_refused():
         for _ in range(MAX_PENDING_WRITES + 2):
             tickets.append(src.transport.write(mute.address(), [Copy(0, 0, 0, 0, 8)]))
+
+    with pytest.raises(CapacityError):
+        write_until_refused()
     src.transport.drain("any")
     states = [src.outcome(t).state for t in tickets]
     assert set(states) <= {WriteState.FAILED, WriteState.LOST}
@@ -300,10 +306,8 @@ def test_a_stranger_that_talks_nonsense_is_cut_off_and_harms_nobody(tcp):
     host, port = session.endpoint.split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
-        except ConnectionResetError:
-            pass
     assert src.outcome(src.transport.write(session, [Copy(0, 0, 0, 0, 8)])).state is WriteState.DONE
 
 

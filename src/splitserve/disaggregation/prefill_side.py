@@ -280,7 +280,8 @@ class PrefillSide:
 
     def _lose(self, peer: DecodePeer, why: str, *, tell: bool = True) -> None:
         """Cut a session off: its rooms fail, its writes end. Decode fences it by itself, told or not."""
-        del self._peers[peer.session.session_id]
+        if self._peers.pop(peer.session.session_id, None) is None:
+            return
         for sender in [s for s in self._rooms.values() if s.peer is peer]:
             sender.told = True
             self.fail(sender, PeerLostError(sender.key.room, f"the session with decode ended: {why}"))

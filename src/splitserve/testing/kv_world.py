@@ -1,0 +1,216 @@
+"""A prefill and a decode manager in one process: manual clock, in-memory channel, fake transport, real bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from splitserve.clock import ManualClock
+from splitserve.config import DisaggregationConfig
+from splitserve.core.layout import KVComponent, KVLayout, Region
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.disaggregation.manager import KVManager
+from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
+from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
+from splitserve.disaggregation.ports import ReceiverPort, SenderPort
+from splitserve.disaggregation.room import Limits
+from splitserve.disaggregation.state import KVPoll
+from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
+from splitserve.disaggregation.wire import KVArgs, PrefillInfo
+
+PAGE_SIZE = 4
+NUM_PAGES = 64
+NUM_ROWS = 32
+BOOTSTRAP = ("prefill.test", 8998)
+CONFIG = DisaggregationConfig(bootstrap_timeout=60.0, transfer_timeout=60.0, heartbeat_interval=5.0, heartbeat_misses=2)
+
+
+def layout(
+    num_pages: int = NUM_PAGES, *, page_size: int = PAGE_SIZE, layers: int = 2, dtype: str = "float32", heads: int = 1
+) -> KVLayout:
+    """A small pool's layout."""
+    components = tuple(KVComponent(n, layer, dtype, heads, 0, heads, 2) for layer in range(layers) for n in "kv")
+    return KVLayout(page_size, num_pages, components)
+
+
+class Wires:
+    """Carries frames between channels: at once, or, in step mode, one by one as the test says."""
+
+    def __init__(self, *, step: bool = False) -> None:
+        self.step = step
+        self.inboxes: dict[str, deque[bytes]] = {}
+        # (from, to) -> frames, in order.
+        self.under_way: dict[tuple[str, str], deque[bytes]] = {}
+
+    def busy(self) -> list[tuple[str, str]]:
+        return [pair for pair, frames in self.under_way.items() if frames]
+
+    def deliver(self, pair: tuple[str, str], *, drop: bool = False) -> None:
+        frame = self.under_way[pair].popleft()
+        inbox = self.inboxes.get(pair[1])
+        if inbox is not None and not drop:
+            inbox.append(frame)
+
+
+class Channel:
+    """ControlChannel over `Wires`."""
+
+    def __init__(self, wires: Wires, address: str) -> None:
+        self.wires = wires
+        self.address = address
+        wires.inboxes[address] = deque()
+
+    def send(self, address: str, frame: bytes) -> None:
+        self.wires.under_way.setdefault((self.address, address), deque()).append(frame)
+        if not self.wires.step:
+            self.wires.deliver((self.address, address))
+
+    def receive(self) -> list[bytes]:
+        inbox = self.wires.inboxes[self.address]
+        frames = list(inbox)
+        inbox.clear()
+        return frames
+
+    def forget(self, address: str) -> None:
+        """There is nothing to free."""
+
+
+class Book:
+    """A directory whose pages the test writes."""
+
+    def __init__(self) -> None:
+        self.entries: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
+        self.requests: list[BootstrapAddress] = []
+        self._waiting: set[BootstrapAddress] = set()
+
+    def request(self, address: BootstrapAddress, timeout: float) -> None:
+        self.requests.append(address)
+        self._waiting.add(address)
+
+    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
+        if address in self._waiting and address in self.entries:
+            self._waiting.discard(address)
+            return self.entries[address]
+        return None
+
+
+class Worker:
+    """One process: memory, transport and manager."""
+
+    def __init__(
+        self,
+        world: World,
+        role: DisaggregationMode,
+        address: str,
+        *,
+        epoch: int,
+        pool: KVLayout | None = None,
+        limits: Limits | None = None,
+        **args: Any,
+    ) -> None:
+        self.layout = pool or layout()
+        self.pages = [
+            np.zeros((self.layout.num_pages, c.page_bytes(self.layout.page_size)), np.uint8)
+            for c in self.layout.components
+        ]
+        self.metadata = MetadataBuffers(NUM_ROWS)
+        self.transport = FakeTransport(world.network)
+        self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
+        self.channel = Channel(world.wires, address)
+        self.manager = KVManager(
+            role,
+            clock=world.clock,
+            channel=self.channel,
+            transport=self.transport,
+            args=KVArgs(
+                **{
+                    "backend": "fake",
+                    "model": "tiny",
+                    "layout": self.layout,
+                    "metadata_row_bytes": self.metadata.row_bytes,
+                    "num_metadata_rows": NUM_ROWS,
+                    **args,
+                }
+            ),
+            metadata=self.metadata,
+            config=CONFIG,
+            directory=world.book if role is DisaggregationMode.DECODE else None,
+            limits=limits,
+            epoch=epoch,
+        )
+
+    def fill(self, pages: Sequence[int], seed: int) -> None:
+        """Put random bytes into whole pages."""
+        rng = np.random.default_rng(seed)
+        for component in self.pages:
+            component[list(pages)] = rng.integers(0, 256, (len(pages), component.shape[1]), dtype=np.uint8)
+
+    def holds(self, pages: Sequence[int], seed: int) -> bool:
+        """Whether the pages, in this order, hold what `fill` put into as many pages elsewhere."""
+        rng = np.random.default_rng(seed)
+        return all(
+            (c[list(pages)] == rng.integers(0, 256, (len(pages), c.shape[1]), dtype=np.uint8)).all() for c in self.pages
+        )
+
+
+class World:
+    def __init__(
+        self, *, step: bool = False, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+    ) -> None:
+        self.clock = ManualClock(100.0)
+        self.network = FakeNetwork(step=step)
+        self.wires = Wires(step=step)
+        self.book = Book()
+        self.prefill = Worker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
+        self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=22, **(decode or {}))
+        self.book.entries[BOOTSTRAP] = self.prefill.manager.prefill_info()
+
+    def replace_prefill(self, *, epoch: int, address: str = "prefill", **args: Any) -> Worker:
+        """The old process stays as it is, but nobody ticks it any more; the new one may have its address."""
+        old = self.prefill
+        self.prefill = Worker(self, DisaggregationMode.PREFILL, address, epoch=epoch, **args)
+        self.book.entries[BOOTSTRAP] = self.prefill.manager.prefill_info()
+        return old
+
+    def sender(self, room: int = 1, sample: int = 0) -> SenderPort:
+        return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP, RoomKey(room, sample)))
+
+    def receiver(self, room: int = 1, sample: int = 0) -> ReceiverPort:
+        return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP, RoomKey(room, sample)))
+
+    def tick(self, times: int = 4) -> None:
+        """Let everything that is due happen."""
+        for _ in range(times):
+            self.decode.manager.tick()
+            self.prefill.manager.tick()
+            while self.wires.busy():
+                self.wires.deliver(self.wires.busy()[0])
+
+    def land(self) -> None:
+        """Let all bytes under way arrive."""
+        while busy := self.network.busy_sessions():
+            self.network.run_one(busy[0])
+
+    def pass_time(self, seconds: float, step: float = 1.0) -> None:
+        """Turn the clock, both sides awake."""
+        end = self.clock.now() + seconds
+        while self.clock.now() < end:
+            self.clock.advance(step)
+            self.tick(2)
+
+    def paired(self, room: int = 1, target: Sequence[int] = (5, 6, 7)) -> tuple[SenderPort, ReceiverPort]:
+        """Both ends of a room, announced."""
+        sender, receiver = self.sender(room), self.receiver(room)
+        self.tick()
+        receiver.init(list(target), room % NUM_ROWS, num_tokens=PAGE_SIZE * len(target))
+        self.tick()
+        if sender.poll() is not KVPoll.WAITING_FOR_INPUT:
+            raise AssertionError(f"room {room} is {sender.poll().name} on prefill")
+        return sender, receiver
+
+    def set_row(self, room: int, index: int = 0, token: int = 42) -> None:
+        """Fill prefill's metadata row for a room."""
+        self.prefill.metadata.set_buf(index, MetadataRow(RoomKey(room), token))
