@@ -215,7 +215,7 @@ def decode(frame: bytes) -> Mail:
         if envelope.version != PROTOCOL_VERSION:
             raise VersionMismatch(envelope)
         body = _bodies.decode(envelope.body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"undecodable control frame of {len(frame)} bytes: {error}") from error
     return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, body)
 

@@ -1,0 +1,163 @@
+"""The production wiring in one process: manager threads, ZeroMQ, the bootstrap server and TCP."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from splitserve.clock import SystemClock
+from splitserve.config import DisaggregationConfig
+from splitserve.core.layout import Region
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.disaggregation.bootstrap import KVBootstrapServer
+from splitserve.disaggregation.control import ManagerThread, ZmqChannel
+from splitserve.disaggregation.directory import HttpDirectory, register_rank
+from splitserve.disaggregation.manager import KVManager
+from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
+from splitserve.disaggregation.state import KVPoll
+from splitserve.disaggregation.transports import create_transport
+from splitserve.disaggregation.waker import Waker
+from splitserve.disaggregation.wire import KVArgs
+from splitserve.testing.kv_world import layout
+
+DEADLINE = 20.0
+NUM_ROWS = 64
+
+
+class Worker:
+    def __init__(self, role):
+        self.layout = layout(256, page_size=16, layers=4, heads=3)
+        self.pages = [np.zeros((256, component.page_bytes(16)), dtype=np.uint8) for component in self.layout.components]
+        self.metadata = MetadataBuffers(NUM_ROWS)
+        self.changed = threading.Event()
+        self.waker = Waker()
+        self.channel = ZmqChannel("127.0.0.1")
+        self.transport = create_transport("tcp", host="127.0.0.1", on_progress=self.waker.wake)
+        self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
+        self.directory = HttpDirectory(self.waker.wake)
+        self.kv = KVManager(
+            role,
+            clock=SystemClock(),
+            channel=self.channel,
+            transport=self.transport,
+            args=KVArgs(
+                backend="tcp",
+                model="tiny",
+                layout=self.layout,
+                metadata_row_bytes=self.metadata.row_bytes,
+                num_metadata_rows=NUM_ROWS,
+            ),
+            metadata=self.metadata,
+            config=DisaggregationConfig(),
+            directory=self.directory,
+            wake=self.waker.wake,
+        )
+        self.manager = ManagerThread(self.kv, self.channel, self.waker, self.changed.set)
+        self.manager.start()
+
+    def wait(self, port, *states):
+        end = time.monotonic() + DEADLINE
+        while port.poll() not in states:
+            self.changed.wait(0.05)
+            self.changed.clear()
+            assert time.monotonic() < end, f"still {port.poll().name}"
+        return port.poll()
+
+    def close(self):
+        self.manager.close()
+        self.manager.close()
+        self.transport.close()
+        self.directory.close()
+        self.waker.close()
+
+
+@pytest.fixture
+def pair():
+    server = KVBootstrapServer("127.0.0.1", 0)
+    server.run()
+    prefill, decode = Worker(DisaggregationMode.PREFILL), Worker(DisaggregationMode.DECODE)
+    register_rank("127.0.0.1", server.port, prefill.kv.prefill_info(), timeout=DEADLINE)
+    yield prefill, decode, server.port
+    for part in (prefill, decode, server):
+        part.close()
+
+
+def test_pages_travel_end_to_end_for_many_rooms_at_once(pair):
+    prefill, decode, port = pair
+    rng = np.random.default_rng(0)
+    for component in prefill.pages:
+        component[:] = rng.integers(0, 256, component.shape, dtype=np.uint8)
+    order = rng.permutation(256).reshape(32, 8).tolist()
+    rooms = []
+    for room in range(32):
+        info = BootstrapInfo("127.0.0.1", port, RoomKey(room))
+        rooms.append((prefill.manager.sender(f"p{room}", info), decode.manager.receiver(f"d{room}", info)))
+    for room, (_, receiver) in enumerate(rooms):
+        decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+        receiver.init(order[room], room, num_tokens=128)
+    for room, (sender, _) in enumerate(rooms):
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        own = list(range(room * 8, room * 8 + 8))
+        sender.send(own[:5], is_last=False)
+        prefill.metadata.set_buf(room, MetadataRow(RoomKey(room), 1000 + room))
+        sender.send(own[5:], is_last=True, metadata_index=room)
+    for room, (sender, receiver) in enumerate(rooms):
+        assert decode.wait(receiver, KVPoll.SUCCESS, KVPoll.FAILED) is KVPoll.SUCCESS
+        assert prefill.wait(sender, KVPoll.SUCCESS, KVPoll.FAILED) is KVPoll.SUCCESS
+        assert decode.metadata.get_buf(room, RoomKey(room)).output_id == 1000 + room
+        assert sender.stats().num_bytes == 8 * prefill.layout.bytes_per_page + prefill.metadata.row_bytes
+        for a, b in zip(prefill.pages, decode.pages, strict=True):
+            assert (a[room * 8 : room * 8 + 8] == b[order[room]]).all()
+        sender.clear()
+        receiver.clear()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_is_known_to_the_other_side_in_under_a_second(pair, side):
+    prefill, decode, port = pair
+    info = BootstrapInfo("127.0.0.1", port, RoomKey(1))
+    sender, receiver = prefill.manager.sender("p", info), decode.manager.receiver("d", info)
+    decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+    receiver.init([1, 2], 0, num_tokens=32)
+    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    begin = time.monotonic()
+    (sender if side == "prefill" else receiver).abort("changed my mind")
+    other, worker = (receiver, decode) if side == "prefill" else (sender, prefill)
+    assert worker.wait(other, KVPoll.FAILED) is KVPoll.FAILED
+    assert time.monotonic() - begin < 1.0
+    assert "changed my mind" in other.failure().message
+
+
+def test_a_worker_that_closes_fails_its_peers_rooms_at_once(pair):
+    prefill, decode, port = pair
+    info = BootstrapInfo("127.0.0.1", port, RoomKey(1))
+    prefill.manager.sender("p", info)
+    receiver = decode.manager.receiver("d", info)
+    decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+    receiver.init([1, 2], 0, num_tokens=32)
+    prefill.manager.close()
+    decode.wait(receiver, KVPoll.FAILED)
+    end = time.monotonic() + DEADLINE
+    while not receiver.quiescent() and time.monotonic() < end:
+        decode.changed.wait(0.05)
+    assert receiver.quiescent()
+    assert "shutting down" in receiver.failure().message
+
+
+def test_a_bug_in_the_manager_fails_the_open_rooms_and_the_thread_goes_on(pair, monkeypatch, caplog):
+    _, decode, port = pair
+    broken = decode.manager.receiver("a", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
+    tick = decode.kv.tick
+
+    def fail_once():
+        monkeypatch.setattr(decode.kv, "tick", tick)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(decode.kv, "tick", fail_once)
+    decode.waker.wake()
+    decode.wait(broken, KVPoll.FAILED)
+    assert "a bug" in broken.failure().message
+    assert "the KV manager failed" in caplog.text
+    after = decode.manager.receiver("b", BootstrapInfo("127.0.0.1", port, RoomKey(2)))
+    decode.wait(after, KVPoll.WAITING_FOR_INPUT)
