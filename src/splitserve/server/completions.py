@@ -61,7 +61,8 @@ class CompletionForm:
             extra["token_ids"] = delta.token_ids
             if delta.is_first:
                 extra["prompt_token_ids"] = answer.prompt_ids
-        return CompletionChoice(
+        # Not validated, nor the logprobs: nulls in mid-stream are right by the API, but not by the package's types.
+        return CompletionChoice.model_construct(
             index=answer.sample.index,
             text=text,
             finish_reason=finish_reason(answer),
@@ -87,7 +88,6 @@ class CompletionForm:
             offsets.append(offset)
             offset += len(text)
         self._offsets[answer.sample.index] = offset
-        # Not validated: the first prompt token's null is right by the API, but not by the package's type.
         return Logprobs.model_construct(
             tokens=texts,
             token_logprobs=[None if t is None else t.logprob for _, t in tokens],

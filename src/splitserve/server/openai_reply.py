@@ -93,7 +93,7 @@ async def frames(form: Form, generation: Generation) -> Frames:
 
 
 def dump(model: BaseModel) -> bytes:
-    return model.model_dump_json(exclude_unset=True).encode()
+    return model.model_dump_json(exclude_unset=True, warnings=False).encode()
 
 
 def has_news(answer: Answer, delta: Delta, *, wants_tokens: bool) -> bool:

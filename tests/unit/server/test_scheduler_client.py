@@ -98,7 +98,7 @@ async def test_flush_and_state_are_answered(ready: SchedulerClient) -> None:
 
 async def test_a_call_without_an_answer_ends_at_its_deadline(ready: SchedulerClient, scheduler: EchoScheduler) -> None:
     scheduler.answers_calls = False
-    with pytest.raises(DeadlineExceededError, match="did not answer StateRequest within 0.01 s"):
+    with pytest.raises(DeadlineExceededError, match="did not answer StateRequest within"):
         await ready.state(timeout=0.01)
 
 
@@ -129,7 +129,7 @@ async def test_a_scheduler_that_cannot_start_fails_ready_with_its_message(
 
 
 async def test_ready_has_a_deadline(client: SchedulerClient) -> None:
-    with pytest.raises(DeadlineExceededError, match="not ready after 0.01 s"):
+    with pytest.raises(DeadlineExceededError, match="was not ready after"):
         await client.ready(0.01)
 
 

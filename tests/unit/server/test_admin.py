@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+import os
+
+import httpx
+import pytest
+
+from splitserve.config import WorkerConfig
+from splitserve.errors import EngineError
+from splitserve.server import admin
+from splitserve.server.app import build_app
+from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.tokenizer import Tokenizer
+
+from .conftest import DEADLINE, StartWorker, Worker
+from .server_fakes import EchoScheduler
+
+
+async def test_a_worker_is_healthy_once_its_scheduler_is_ready(
+    client: SchedulerClient, scheduler: EchoScheduler, tokenizer: Tokenizer
+) -> None:
+    app = build_app(config=WorkerConfig(), scheduler=client, tokenizer=tokenizer, model_path="/m")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker") as http:
+        for path in ("/health", "/health_generate", "/server_info", "/model_info", "/get_load"):
+            response = await http.get(path)
+            assert response.status_code == 503, path
+            assert "loading" in response.json()["error"]["message"]
+        assert (await http.post("/generate", json={"text": "a"})).status_code == 503
+        assert (await http.get("/metrics")).status_code == 200
+        await scheduler.start()
+        await client.ready(DEADLINE)
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_dead_scheduler_makes_the_worker_unhealthy_with_the_reason(worker: Worker) -> None:
+    client = worker.front.scheduler
+    assert isinstance(client, SchedulerClient)
+    client.fail_all(EngineError("the scheduler process ended with code -9"))
+    response = await worker.http.get("/health")
+    assert response.status_code == 503
+    assert "code -9" in response.json()["error"]["message"]
+    assert (await worker.http.post("/generate", json={"text": "a"})).status_code == 503
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+async def test_health_generate_makes_one_token_in_every_role(start_worker: StartWorker, mode: str) -> None:
+    async with start_worker(mode) as worker:
+        assert (await worker.http.get("/health_generate")).status_code == 200
+        (request,) = worker.scheduler.received
+        assert request.params.max_new_tokens == 1
+        assert (None if request.bootstrap is None else request.bootstrap.host) == (
+            None if mode == "null" else "2.2.2.2"
+        )
+
+
+async def test_health_generate_has_a_deadline(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "HEALTH_DEADLINE", 0.01)
+    worker.scheduler.hold_after = 0
+    response = await worker.http.get("/health_generate")
+    assert response.status_code == 503
+    assert "no token within 0.01 s" in response.json()["error"]["message"]
+    assert (await asyncio.wait_for(worker.scheduler.aborts.get(), DEADLINE)).quiet
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_server_info_says_what_this_worker_is(start_worker: StartWorker, path: str) -> None:
+    async with start_worker("prefill", bootstrap_port=4711) as worker:
+        info = (await worker.http.get(path)).json()
+        assert info["served_model_name"] == "tiny"
+        assert (info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == ("prefill", 4711)
+        assert (info["max_total_num_tokens"], info["max_req_input_len"], info["context_length"]) == (1024, 255, 256)
+        assert (info["pid"], info["status"], info["kv_events"]) == (os.getpid(), "ready", None)
+        assert info["internal_states"][0]["pages_free"] == 32
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+async def test_model_info_names_the_model(worker: Worker, path: str) -> None:
+    info = (await worker.http.get(path)).json()
+    assert (info["model_path"], info["is_generation"]) == ("/models/tiny", True)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_the_cache_can_be_flushed(worker: Worker, method: str) -> None:
+    response = await worker.http.request(method, "/flush_cache")
+    assert response.json() == {"success": True, "num_pages_freed": 7}
+
+
+async def test_load_comes_in_both_forms(worker: Worker) -> None:
+    assert (await worker.http.get("/get_load")).json() == [
+        {"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 99}
+    ]
+    (load,) = (await worker.http.get("/v1/loads")).json()["loads"]
+    assert (load["num_running_reqs"], load["num_used_tokens"], load["token_usage"]) == (0, 99, 0.25)
+
+
+@pytest.mark.parametrize("abort", [{"rid": "r"}, {"abort_all": True}])
+async def test_an_abort_ends_all_samples_of_a_request(live_worker: Worker, abort: dict[str, object]) -> None:
+    live_worker.scheduler.hold_after = 1
+    body = {"text": "ab", "rid": "r", "sampling_params": {"n": 2}}
+    call = asyncio.create_task(live_worker.http.post("/generate", json=body))
+    async with asyncio.timeout(DEADLINE):
+        while len(live_worker.scheduler.received) < 2:
+            await live_worker.front.scheduler.state()
+    reply = await live_worker.http.post("/abort_request", json=abort)
+    assert reply.json() == {"success": True, "num_aborted": 2}
+    response = await asyncio.wait_for(call, DEADLINE)
+    assert response.status_code == 499
+    assert response.json()["error"]["code"] == "aborted"
+
+
+async def test_aborting_what_does_not_run_is_no_error(worker: Worker) -> None:
+    reply = await worker.http.post("/abort_request", json={"rid": "gone"})
+    assert reply.json() == {"success": True, "num_aborted": 0}
+    assert (await worker.http.post("/abort_request", json={})).status_code == 400
+
+
+async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_worker: Worker) -> None:
+    worker = live_worker
+    worker.scheduler.hold_after = 1
+    async with worker.http.stream("POST", "/generate", json={"text": "abc", "stream": True, "rid": "r"}) as running:
+        lines = running.aiter_lines()
+        await anext(lines)
+        worker.front.begin_drain()
+        response = await worker.http.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "draining" in response.json()["error"]["message"]
+        assert (await worker.http.get("/health")).status_code == 503
+        assert (await worker.http.get("/server_info")).json()["status"] == "draining"
+        assert not await worker.front.wait_idle(0.001)
+        worker.front.scheduler.abort("r")
+        assert [line async for line in lines][-2] == "data: [DONE]"
+    assert await worker.front.wait_idle(DEADLINE)
+
+
+async def test_metrics_show_latencies_and_the_schedulers_queues(worker: Worker) -> None:
+    await worker.http.post("/generate", json={"text": "abc", "sampling_params": {"max_new_tokens": 4}})
+    text = (await worker.http.get("/metrics")).text
+    assert 'splitserve:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+    assert 'splitserve:request_queue_time_seconds_sum{model_name="tiny"} 0.25' in text
+    assert 'splitserve:generation_tokens_total{model_name="tiny"} 4.0' in text
+    assert 'splitserve:num_requests_waiting{model_name="tiny"} 1.0' in text
+
+
+async def test_metrics_fall_back_to_the_last_snapshot(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    await worker.http.get("/metrics")
+    state = worker.front.scheduler.state
+    monkeypatch.setattr(worker.front.scheduler, "state", lambda timeout: state(0.01))
+    worker.scheduler.answers_calls = False
+    response = await worker.http.get("/metrics")
+    assert "splitserve:num_requests_waiting" in response.text
+
+
+async def test_text_is_tokenized_and_back(worker: Worker) -> None:
+    tokens = worker.front.tokenizer.encode("a🙂")
+    reply = (await worker.http.post("/tokenize", json={"prompt": "a🙂"})).json()
+    assert reply == {"tokens": tokens, "count": 5, "max_model_len": 256}
+    reply = (await worker.http.post("/tokenize", json={"prompt": ["a", "bc"]})).json()
+    assert reply["count"] == [1, 2]
+    chat = (await worker.http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})).json()
+    assert chat["tokens"][0] == 256
+    assert (await worker.http.post("/detokenize", json={"tokens": tokens})).json() == {"text": "a🙂"}
+    assert (await worker.http.post("/detokenize", json={"tokens": [[65], [66]]})).json()["text"] == [
+        worker.front.tokenizer.decode([65]),
+        worker.front.tokenizer.decode([66]),
+    ]
+    assert (await worker.http.post("/detokenize", json={"tokens": [999]})).status_code == 400
+    assert (await worker.http.post("/tokenize", json={})).status_code == 400

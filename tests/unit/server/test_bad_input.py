@@ -1,0 +1,198 @@
+"""Whatever a client sends: a 400 in OpenAI's shape that names the field, and a worker that serves on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .conftest import StartWorker, Worker
+
+HI = [{"role": "user", "content": "Hi"}]
+IMAGE = [{"type": "image_url", "image_url": {"url": "http://x"}}]
+
+NATIVE: list[tuple[dict[str, Any], str]] = [
+    ({}, "either text or input_ids"),
+    ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+    ({"text": ""}, "text has no tokens"),
+    ({"text": []}, "text is empty"),
+    ({"input_ids": []}, "input_ids is empty"),
+    ({"input_ids": [[1], []]}, "input_ids has no tokens"),
+    ({"input_ids": [1, 258]}, "token id 258: ids must be in [0, 258)"),
+    ({"input_ids": [-1]}, "token id -1"),
+    ({"input_ids": [2**70]}, "token id"),
+    ({"input_ids": ["a"]}, "input_ids"),
+    ({"input_ids": [True]}, "input_ids"),
+    ({"text": 5}, "text"),
+    ({"text": "a", "sampling_params": "hot"}, "dictionary"),
+    ({"text": "a", "sampling_params": [{}, {}]}, "list of 2 for 1 prompts"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),
+    ({"text": "a", "rid": ["x", "y"]}, "rid is a list of 2"),
+    ({"text": "a", "stream": "yes"}, "stream"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len is 1"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len is -2"),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num is 21"),
+]
+SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"max_new_tokens": -3}, "max_new_tokens is -3"),
+    ({"max_new_tokens": "5"}, "max_new_tokens"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens"),
+    ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens is 3"),
+    ({"temperature": -0.1}, "temperature is -0.1"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p is 0"),
+    ({"top_k": -2}, "top_k is -2"),
+    ({"min_p": 2}, "min_p is 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"frequency_penalty": 3}, "frequency_penalty is 3"),
+    ({"presence_penalty": -3}, "presence_penalty is -3"),
+    ({"n": 0}, "n is 0"),
+    ({"n": 129}, "n is 129"),
+    ({"stop": [""]}, "empty string"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [258]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "keys must be token ids"),
+    ({"logit_bias": {"258": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+]
+COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt: Field required"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt has no tokens"),
+    ({"prompt": []}, "prompt is empty"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [-1], "echo": True}, "token id -1"),
+    ({"prompt": "a", "max_tokens": 0}, "max_new_tokens is 0"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs is -1"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
+    ({"prompt": ["a"] * 40, "n": 128}, "5120 samples"),
+]
+CHAT: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages: Field required"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": IMAGE}]}, "of type 'image_url'"),
+    ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+    ({"messages": HI, "continue_final_message": True}, "message of the assistant"),
+    ({"messages": HI, "max_completion_tokens": -1}, "max_new_tokens is -1"),
+]
+
+
+async def refused(worker: Worker, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    response = await worker.http.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert (await worker.http.post("/generate", json={"text": "a"})).status_code == 200
+    assert worker.front.requests.num_open_samples == 0
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        *(("/generate", body, message) for body, message in NATIVE),
+        *(("/generate", {"text": "a", "sampling_params": params}, message) for params, message in SAMPLING),
+        *(("/v1/completions", body, message) for body, message in COMPLETION),
+        *(("/v1/chat/completions", body, message) for body, message in CHAT),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_makes_no_sense_is_a_400(
+    worker: Worker, path: str, body: dict[str, Any], message: str, stream: bool
+) -> None:
+    error = await refused(worker, path, {"stream": stream} | body)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request"])
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"text": "a", "x": NaN}', "not valid JSON"),
+        (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "not valid JSON"),
+        (b'{"text": "\\ud800"}', "not valid JSON"),
+        (b"[1]", "JSON list"),
+        (b'"text"', "JSON str"),
+        (b"null", "send an object"),
+        (b"[" * 100000, "not valid JSON"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_a_400(worker: Worker, path: str, raw: bytes, message: str) -> None:
+    assert message in (await refused(worker, path, raw))["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [1] * 256}),
+        ("/generate", {"text": "x" * 300}),
+        ("/v1/completions", {"prompt": "x" * 256}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 256}]}),
+    ],
+)
+async def test_a_prompt_that_leaves_no_room_names_both_numbers(worker: Worker, path: str, body: dict[str, Any]) -> None:
+    error = await refused(worker, path, body | {"rid": "long-1"})
+    assert error["code"] == "prompt_too_long"
+    assert "request long-1 (stage: validation): the prompt has" in error["message"]
+    assert "room for 256" in error["message"]
+
+
+async def test_a_prompt_that_leaves_room_for_one_token_is_served(worker: Worker) -> None:
+    answer = (await worker.http.post("/generate", json={"input_ids": [1] * 255})).json()
+    assert answer["meta_info"]["completion_tokens"] == 1
+
+
+async def test_unknown_keys_and_nulls_are_ignored(worker: Worker) -> None:
+    body = {"text": "a", "log_metrics": True, "x": {"y": 1}, "rid": None, "stream": None, "bootstrap_room": "nonsense"}
+    params = {"max_new_tokens": 1, "nope": 1, "stop": None, "temperature": None}
+    response = await worker.http.post("/generate", json=body | {"sampling_params": params})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_unknown_model_is_a_404(worker: Worker, path: str) -> None:
+    error = await refused(worker, path, {"model": "gpt-5", "prompt": "a", "messages": HI}, status=404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_unknown_paths_and_methods_have_the_same_shape(worker: Worker) -> None:
+    response = await worker.http.get("/nope")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    response = await worker.http.get("/v1/chat/completions")
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "invalid_request")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+async def test_a_pd_worker_refuses_a_request_without_a_room(start_worker: StartWorker, mode: str) -> None:
+    async with start_worker(mode) as worker:
+        response = await worker.http.post("/generate", json={"text": "a"})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "missing_bootstrap_room"
+
+
+async def test_an_id_that_runs_already_is_refused(live_worker: Worker) -> None:
+    live_worker.scheduler.hold_after = 1
+    body = {"text": "abc", "rid": "same", "stream": True}
+    async with live_worker.http.stream("POST", "/generate", json=body) as running:
+        await anext(running.aiter_lines())
+        response = await live_worker.http.post("/generate", json=body)
+        assert response.status_code == 400
+        assert "another rid" in response.json()["error"]["message"]
+
+
+async def test_more_than_may_be_open_are_told_to_retry(start_worker: StartWorker) -> None:
+    async with start_worker(max_open=2) as worker:
+        response = await worker.http.post("/generate", json={"text": ["a", "b", "c"]})
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "over_capacity"
+        assert (await worker.http.post("/generate", json={"text": ["a", "b"]})).status_code == 200
