@@ -103,7 +103,7 @@ class WriteFrame:
             source_table = np.array(sources, dtype=_RANGE)
             targets = np.array([(c.dst_region, c.dst_offset, c.length) for c in copies], dtype=_RANGE)
         except OverflowError as error:
-            raise ValueError(f"a copy with a negative place or length: {error}") from error
+            raise ValueError(f"source of a copy, or its target, is out of range: {error}") from error
         if error_text := memory.check(source_table):
             raise ValueError(f"source of a copy: {error_text}")
         self.num_bytes = int(targets["length"].sum())
