@@ -278,7 +278,6 @@ def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):
     src = tcp(8)
     tickets = []
 
-
     def write_until_refused():
         for _ in range(MAX_PENDING_WRITES + 2):
             tickets.append(src.transport.write(mute.address(), [Copy(0, 0, 0, 0, 8)]))
