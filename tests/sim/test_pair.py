@@ -22,8 +22,8 @@ def test_a_handed_over_request_continues_as_if_it_had_never_moved(seed):
     world.run_until_idle()
     assert world.decode.tokens("a") == expected_tokens(prompt, GREEDY, 8)
     assert world.prefill.tokens("a") == world.decode.tokens("a")[:1]
-    assert world.decode.engine.step_sizes == [1] * 7, "decode ran a forward pass for the prompt"
-    assert max(world.prefill.engine.step_sizes) == 24
+    assert world.decode.fake_engine.step_sizes == [1] * 7, "decode ran a forward pass for the prompt"
+    assert max(world.prefill.fake_engine.step_sizes) == 24
     world.check_nothing_is_held()
 
 
@@ -33,7 +33,7 @@ def test_whole_pages_travel_before_the_prompt_is_finished():
     while not world.data.busy_sessions():
         world.happen()
     assert world.prefill.tokens("a") == []
-    assert len(world.prefill.engine.step_sizes) < 5
+    assert len(world.prefill.fake_engine.step_sizes) < 5
 
 
 def test_cached_tokens_and_the_first_logprob_travel_with_the_metadata():
@@ -52,7 +52,7 @@ def test_a_request_of_one_token_ends_with_the_hand_over():
     world.submit("a", [1, 2, 3], SamplingParams(max_new_tokens=1, temperature=0.0), room=1)
     world.run_until_idle()
     assert world.decode.finish("a").type is FinishType.LENGTH
-    assert world.decode.engine.step_sizes == []
+    assert world.decode.fake_engine.step_sizes == []
 
 
 def test_a_prompt_decode_cannot_hold_is_refused_on_both_sides():
@@ -76,7 +76,7 @@ def test_a_room_used_twice_is_a_conflict_and_the_first_goes_on():
 
 def test_an_engine_failure_on_prefill_reaches_the_client_of_decode():
     world = PairWorld(5)
-    world.prefill.engine.fail_next(EngineError("the kernel broke"))
+    world.prefill.fake_engine.fail_next(EngineError("the kernel broke"))
     world.submit("a", list(range(50)), GREEDY, room=1)
     world.run_until_idle()
     assert "the kernel broke" in world.decode.finish("a").message

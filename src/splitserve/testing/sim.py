@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
@@ -15,7 +18,8 @@ from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.clock import ManualClock
-from splitserve.core.batch import TokenLogprob
+from splitserve.core.batch import Engine, TokenLogprob
+from splitserve.core.layout import KVLayout, Region
 from splitserve.core.request import FinishReason, Request
 from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.scheduler.loops import NormalLoop
@@ -27,6 +31,18 @@ from splitserve.scheduler.scheduler import Limits, Scheduler
 from splitserve.testing.fake_engine import FakeEngine
 
 RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
+
+
+class EngineWithMemory(Engine, Protocol):
+    """An engine and the pool it computes into."""
+
+    layout: KVLayout
+
+    def regions(self) -> tuple[Region, ...]: ...
+
+
+# (page table, number of pages, page size) -> engine
+EngineMaker = Callable[[npt.NDArray[np.int32], int, int], EngineWithMemory]
 
 
 class ListInbox:
@@ -59,11 +75,12 @@ class SimWorker:
         max_queued: int = 1000,
         prefix: bool = True,
         eos_token_ids: frozenset[int] = frozenset(),
+        make_engine: EngineMaker = FakeEngine,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
         rows = ReqToTokenPool(max_running, self.longest, page_size)
-        self.engine = FakeEngine(rows.table, num_pages, page_size)
+        self.engine = make_engine(rows.table, num_pages, page_size)
         cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
         self.cache = PagedKVCache(PageAllocator(num_pages), rows, cache_of_prefixes, page_size)
         self.inbox = ListInbox()
@@ -77,6 +94,12 @@ class SimWorker:
         self.role = make_role(self, running, outbox)
         self.scheduler = Scheduler(self.role, running, self.cache, self.inbox, outbox, clock, limits)
         self._loop = NormalLoop(self.scheduler, self.engine)
+
+    @property
+    def fake_engine(self) -> FakeEngine:
+        """The engine, where it is the fake one."""
+        assert isinstance(self.engine, FakeEngine)
+        return self.engine
 
     def submit(self, message: ToScheduler) -> None:
         self.inbox.messages.append(message)
@@ -141,4 +164,4 @@ class ColocatedWorld(SimWorker):
         raise AssertionError("still busy: something hangs")
 
     def largest_step(self) -> int:
-        return max(self.engine.step_sizes)
+        return max(self.fake_engine.step_sizes)

@@ -99,7 +99,7 @@ def test_a_full_waiting_line_refuses_with_503():
 def test_an_engine_failure_ends_its_requests_alone():
     world = ColocatedWorld()
     world.submit(request("a", range(9)))
-    world.engine.fail_next(EngineError("the kernel broke"))
+    world.fake_engine.fail_next(EngineError("the kernel broke"))
     world.turn()
     assert world.finish("a").status_code == 500
     assert "the kernel broke" in world.finish("a").message

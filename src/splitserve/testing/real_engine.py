@@ -1,0 +1,38 @@
+"""A real model behind the simulated workers: same schedulers and queues, real attention, real KV bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.layout import Region
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.loader import LoadedModel
+from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.runner import ModelRunner
+from splitserve.testing.sim import EngineMaker
+
+
+class RealEngine:
+    """A runner with a pool of its own over weights that others may share."""
+
+    def __init__(self, loaded: LoadedModel, page_table: npt.NDArray[np.int32], num_pages: int, page_size: int) -> None:
+        self.layout = layout_for(loaded.layers, loaded.dtype_name, page_size=page_size, num_pages=num_pages)
+        self._pool = KVPool(self.layout, loaded.device)
+        self._runner = ModelRunner(loaded, TorchSdpaBackend(self._pool), page_size, page_table)
+
+    def regions(self) -> tuple[Region, ...]:
+        return self._pool.regions()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._runner.execute(plan)
+
+
+def real_engine(loaded: LoadedModel) -> EngineMaker:
+    """For SimWorker's `make_engine`."""
+
+    def make(page_table: npt.NDArray[np.int32], num_pages: int, page_size: int) -> RealEngine:
+        return RealEngine(loaded, page_table, num_pages, page_size)
+
+    return make

@@ -1,0 +1,36 @@
+"""What parity is measured against: transformers' own greedy `generate`, one prompt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Prompt lengths that straddle pages (16) and chunks (64, 2048), from one token to three thousand.
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200, 256, 511, 700, 1025, 2047, 2049, 3000)
+NUM_OUTPUT_TOKENS = 64
+
+Reference = Callable[[Sequence[int]], list[int]]
+
+
+def greedy_reference(model: Any) -> Reference:
+    """From a prompt to the NUM_OUTPUT_TOKENS tokens that `model` (a causal LM) generates, EOS held off."""
+    answers: dict[tuple[int, ...], list[int]] = {}
+
+    def answer(prompt: Sequence[int]) -> list[int]:
+        key = tuple(prompt)
+        if key not in answers:
+            ids = torch.tensor([key])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=NUM_OUTPUT_TOKENS,
+                min_new_tokens=NUM_OUTPUT_TOKENS,
+                pad_token_id=0,
+            )
+            answers[key] = out[0, len(key) :].tolist()
+        return answers[key]
+
+    return answer

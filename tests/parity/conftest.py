@@ -1,0 +1,20 @@
+"""Models of the parity tests, as our engine loads them and as transformers runs them."""
+
+import pytest
+import torch
+import transformers
+
+from splitserve.config import ModelConfig
+from splitserve.engine.loader import LoadedModel, load_model
+from splitserve.testing.reference import Reference, greedy_reference
+from splitserve.testing.tiny_models import TINY_KINDS, make_tiny_model
+
+
+@pytest.fixture(scope="session", params=TINY_KINDS)
+def tiny(request, tmp_path_factory) -> tuple[LoadedModel, Reference]:
+    """A tiny model as our engine loads it, and transformers' answers."""
+    torch.set_num_threads(1)
+    folder = make_tiny_model(request.param, tmp_path_factory.mktemp("models") / request.param)
+    loaded = load_model(ModelConfig(model=str(folder), dtype="float32", device="cpu", threads=1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return loaded, greedy_reference(model)
