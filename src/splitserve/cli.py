@@ -1,1 +1,318 @@
-"""Command line. Written in layer 7."""
+"""The command line. Each command reads its options, makes a config of them and hands over; heavy imports wait.
+
+A new command is a function with `@app.command()`. Errors of Splitserve's own come out as one line: exit code 2 where
+the options are wrong, 1 where something failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitserve import __version__
+from splitserve.config import (
+    DTYPES,
+    CacheConfig,
+    DisaggregationConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+)
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.router.args import LBArgs, PrefillConfig, parse_url
+
+app = typer.Typer(
+    name="splitserve",
+    help="LLM serving with prefill and decode disaggregated.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
+]
+DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
+LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
+ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
+ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
+
+
+@app.command()
+def up(
+    model: ModelArgument = "smollm2",
+    port: Annotated[int, typer.Option(help="Port of the router; 0: any free one.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    dtype: DtypeOption = "auto",
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    null: Annotated[
+        int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
+    ] = 0,
+    transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    threads: ThreadsOption = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in each worker's KV pool.")] = None,
+    log_level: LogLevelOption = "info",
+) -> None:
+    """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains."""
+    from splitserve.launch.local import LocalCluster
+    from splitserve.launch.up import run_up
+
+    _check_dtype(dtype)
+    worker_args = ["--served-model-name", served_model_name or model]
+    if max_total_tokens is not None:
+        worker_args += ["--max-total-tokens", str(max_total_tokens)]
+    cluster = LocalCluster(
+        model,
+        prefill=prefill,
+        decode=decode,
+        null=null,
+        dtype=dtype,
+        backend=transfer_backend,
+        host=host,
+        port=port,
+        threads=threads,
+        worker_args=worker_args,
+        log_level=log_level,
+    )
+    raise typer.Exit(run_up(cluster, model))
+
+
+@app.command()
+def serve(
+    model: ModelArgument = ModelConfig.model,
+    disaggregation_mode: Annotated[DisaggregationMode, typer.Option(help="null: both phases here.")] = (
+        DisaggregationMode.NULL
+    ),
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 30000,
+    router: Annotated[str | None, typer.Option(metavar="URL", help="Router to register with.")] = None,
+    disaggregation_host: Annotated[
+        str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
+    ] = None,
+    disaggregation_bootstrap_port: Annotated[
+        int,
+        typer.Option(
+            help="Prefill: port of its bootstrap server, 0: any free one. Decode: used where a request names none."
+        ),
+    ] = 8998,
+    disaggregation_transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
+    dtype: DtypeOption = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
+    threads: ThreadsOption = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV pool.")] = 16,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in the KV pool.")] = None,
+    mem_fraction_static: Annotated[float, typer.Option(help="Of free memory, for the KV pool.")] = 0.15,
+    disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
+    chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
+    max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
+    bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
+    transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
+    load_timeout: Annotated[float, typer.Option(help="Seconds for loading the model.")] = 900.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
+    log_level: LogLevelOption = "info",
+    ready_file: ReadyFileOption = None,
+    exit_with_parent: ParentOption = False,
+) -> None:
+    """Run one worker: colocated, prefill or decode."""
+    defaults = DisaggregationConfig()
+    peer_host = host if host not in ("0.0.0.0", "::", "") else defaults.host
+    config = WorkerConfig(
+        model=ModelConfig(model=model, dtype=dtype, device=device, context_length=context_length, threads=threads),
+        cache=CacheConfig(
+            page_size=page_size,
+            max_total_tokens=max_total_tokens,
+            mem_fraction=mem_fraction_static,
+            enable_prefix_cache=not disable_radix_cache,
+        ),
+        scheduler=SchedulerConfig(
+            chunked_prefill_size=chunked_prefill_size,
+            max_running_requests=max_running_requests,
+            max_queued_requests=max_queued_requests,
+        ),
+        disaggregation=DisaggregationConfig(
+            mode=disaggregation_mode,
+            transfer_backend=disaggregation_transfer_backend,
+            host=disaggregation_host or peer_host,
+            bootstrap_port=disaggregation_bootstrap_port,
+            bootstrap_timeout=bootstrap_timeout,
+            transfer_timeout=transfer_timeout,
+        ),
+        server=ServerConfig(
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            router_url=None if router is None else parse_url(router),
+            log_level=log_level,
+        ),
+    )
+    _check_worker(config)
+    from splitserve.launch.worker import ProcessOptions, run_worker
+
+    options = ProcessOptions(
+        ready_file=ready_file,
+        exit_with_parent=exit_with_parent,
+        load_timeout=load_timeout,
+        drain_timeout=drain_timeout,
+    )
+    raise typer.Exit(run_worker(config, options=options))
+
+
+@app.command()
+def router(
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL [BOOTSTRAP_PORT]", help="A prefill worker; repeatable.")
+    ] = None,
+    decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="A decode worker; repeatable.")] = None,
+    worker: Annotated[list[str] | None, typer.Option(metavar="URL", help="A colocated worker; repeatable.")] = None,
+    policy: Annotated[str, typer.Option(help="round_robin or random.")] = "round_robin",
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
+    timeout: Annotated[float, typer.Option(help="Seconds a request may take in all.")] = 1800.0,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds to reach a worker.")] = 5.0,
+    idle_timeout: Annotated[float, typer.Option(help="Seconds a worker may be silent while it answers.")] = 600.0,
+    health_interval: Annotated[float, typer.Option(help="Seconds between two health checks.")] = 5.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
+    log_level: LogLevelOption = "info",
+    ready_file: ReadyFileOption = None,
+    exit_with_parent: ParentOption = False,
+    fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run the router. Workers are named here, or register themselves (splitserve serve --router URL)."""
+    from splitserve.launch.router import run_router
+
+    args = LBArgs(
+        host=host,
+        port=port,
+        policy=policy,
+        prefill=tuple(PrefillConfig.parse(text) for text in prefill or ()),
+        decode=tuple(parse_url(url) for url in decode or ()),
+        workers=tuple(parse_url(url) for url in worker or ()),
+        timeout=timeout,
+        connect_timeout=connect_timeout,
+        idle_timeout=idle_timeout,
+        health_interval=health_interval,
+        drain_timeout=drain_timeout,
+        log_level=log_level,
+    )
+    raise typer.Exit(run_router(args, ready_file=ready_file, fd=fd, exit_with_parent=exit_with_parent))
+
+
+@app.command()
+def demo(
+    model: ModelArgument = "smollm2",
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France? Tell me about it.",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the answer at most.")] = 64,
+    dtype: DtypeOption = "float32",
+) -> None:
+    """One question, answered by a prefill and a decode process, measured, and compared with a colocated worker."""
+    from splitserve.launch.demo import run_demo
+
+    _check_dtype(dtype)
+    raise typer.Exit(run_demo(model, prompt, max_tokens=max_tokens, dtype=dtype))
+
+
+@app.command()
+def pull(model: ModelArgument = "smollm2") -> None:
+    """Fetch a model, so that later starts are fast. Prints its folder."""
+    from splitserve.engine.sources import resolve_model
+
+    typer.echo(resolve_model(model))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Of a router or worker.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first one served there.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+) -> None:
+    """Talk to a served model in the terminal."""
+    from splitserve.launch.chat import run_chat
+
+    raise typer.Exit(
+        run_chat(parse_url(url), model=model, system=system, max_tokens=max_tokens, temperature=temperature)
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine offers: versions, cores, memory, devices, transports, ports."""
+    from splitserve.launch.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"splitserve {__version__}")
+        raise typer.Exit
+
+
+def join_prefill_ports(argv: Sequence[str]) -> list[str]:
+    """`--prefill URL PORT` as one value, `--prefill "URL PORT"`: an option cannot have an optional second value."""
+    joined: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--prefill" and words and "router" in joined:
+            joined.append(word)
+            word = words.pop(0)
+        elif not (word.startswith("--prefill=") and "router" in joined):
+            joined.append(word)
+            continue
+        if words and (words[0].isdecimal() or words[0].lower() == "none"):
+            word = f"{word} {words.pop(0)}"
+        joined.append(word)
+    return joined
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"--dtype {dtype!r}: choose one of auto, {', '.join(DTYPES)}")
+
+
+def _check_worker(config: WorkerConfig) -> None:
+    """Raises ConfigError naming the first option that is out of range."""
+    _check_dtype(config.model.dtype)
+    checks = (
+        ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
+        ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
+        ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
+        ("--max-total-tokens", (config.cache.max_total_tokens or 1) >= 1, "must be at least 1"),
+        ("--mem-fraction-static", 0.0 < config.cache.mem_fraction <= 1.0, "must be in (0, 1]"),
+        ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
+        ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
+        ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
+        ("--context-length", (config.model.context_length or 1) >= 1, "must be at least 1"),
+        ("--threads", config.model.threads is None or config.model.threads >= 1, "must be at least 1"),
+    )
+    for option, ok, rule in checks:
+        if not ok:
+            raise ConfigError(f"{option} {rule}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    words = join_prefill_ports(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=words, prog_name="splitserve")
+    except SplitserveError as error:
+        typer.echo(f"error: {error.message}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -72,7 +72,7 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(deadline))
         self._server.should_exit = True
         if self._task is not None:
-            await self._task
+            await asyncio.wait({self._task})
         self._socket.close()
 
     async def abort(self) -> None:

@@ -1,0 +1,125 @@
+"""A splitserve process started by this one: its log, its ready file, its end. Nothing of it is ever left behind.
+
+The child ends when its standard input does (`--exit-with-parent`), so it goes even if this process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from splitserve.launch.ready_file import ReadyInfo, read_ready_file
+
+# Seconds between two looks at a child.
+POLL_INTERVAL = 0.05
+# Seconds a child that was told to stop at once gets before it is killed.
+_STOP_TIMEOUT = 12.0
+
+
+class ChildProcess:
+    """`splitserve ARGS`, running from construction on. `folder` takes its log and its ready file."""
+
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[str],
+        folder: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self._ready_path = folder / f"{name}.ready.json"
+        self._ready: ReadyInfo | None = None
+        command = [sys.executable, "-m", "splitserve", *args]
+        command += ["--exit-with-parent", "--ready-file", str(self._ready_path)]
+        with self.log_path.open("wb") as log:
+            # A session of its own: a Ctrl-C in the terminal is this process's business alone.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self._process.poll()
+
+    @property
+    def ready(self) -> ReadyInfo | None:
+        """What it said when it was ready; None before."""
+        if self._ready is None:
+            self._ready = read_ready_file(self._ready_path)
+        return self._ready
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def send_signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """The first SIGTERM drains it, the second stops it at once. Nothing happens if it has ended."""
+        if self.exit_code is None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it has ended within `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop it at once and wait until it and its own children are gone; kill what does not listen. Idempotent."""
+        family = self._family()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if not self.wait(_STOP_TIMEOUT):
+            self._process.kill()
+            self._process.wait()
+        _, alive = psutil.wait_procs(family, timeout=_STOP_TIMEOUT)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive)
+
+    def _family(self) -> list[psutil.Process]:
+        """Its children. psutil knows them by start time, too: a pid that was given away again is not touched."""
+        try:
+            children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
+            return children
+        except psutil.NoSuchProcess:
+            return self._orphan()
+
+    def _orphan(self) -> list[psutil.Process]:
+        """The scheduler of a worker that died: it ends by itself, and is waited for."""
+        if self.ready is None or self.ready.scheduler_pid is None:
+            return []
+        try:
+            process = psutil.Process(self.ready.scheduler_pid)
+            command = process.cmdline()
+        except psutil.Error:
+            return []
+        return [process] if any("splitserve" in word for word in command) else []
+
+
+def wait_until_ended(children: Sequence[ChildProcess], timeout: float) -> bool:
+    """Whether all of them ended within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    return all(child.wait(max(0.0, deadline - time.monotonic())) for child in children)

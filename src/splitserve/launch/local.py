@@ -1,0 +1,233 @@
+"""A whole deployment on this machine: a router and its workers as processes of their own, on free ports.
+
+The life of a LocalCluster
+1. `start`: the router's socket is bound here and handed down, so that workers know its address at once; all processes
+   start at the same time.
+2. `wait_ready`: every worker has loaded and the router knows it. A process that dies meanwhile is a ClusterError with
+   the end of its log.
+3. It serves.
+4. `close`: drain (the router first, then the workers), then stop. Nothing is left. The logs stay if something failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.child import POLL_INTERVAL, ChildProcess, wait_until_ended
+from splitserve.launch.http_server import bind, port_of, reachable_host
+
+
+class ClusterError(SplitserveError):
+    """A process of the cluster died or was not ready in time."""
+
+    reason = "cluster_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker as an operator sees it."""
+
+    name: str
+    role: DisaggregationMode
+    pid: int
+    # None until it is ready.
+    url: str | None
+    # "loading", "ready" or "exited with code N".
+    status: str
+
+
+class LocalCluster:
+    """Use as a context manager: starts on entry, drains and stops on exit.
+
+    `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
+    `worker_args` go to every worker's `splitserve serve`. `threads`: of each worker, None: the cores divided fairly.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        null: int = 0,
+        dtype: str = "auto",
+        backend: str = "tcp",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        threads: int | None = None,
+        worker_args: Sequence[str] = (),
+        log_level: str = "info",
+    ) -> None:
+        if (prefill > 0) != (decode > 0):
+            raise ConfigError(f"{prefill} prefill and {decode} decode workers: each kind needs the other")
+        if min(prefill, decode, null) < 0 or prefill + decode + null == 0:
+            raise ConfigError("a cluster needs at least one worker: give --prefill and --decode 1 or more")
+        self._roles = (
+            [DisaggregationMode.PREFILL] * prefill
+            + [DisaggregationMode.DECODE] * decode
+            + [DisaggregationMode.NULL] * null
+        )
+        self._model = model
+        self._host = host
+        self._port = port
+        self._log_level = log_level
+        self.threads = threads or max(1, num_cores() // len(self._roles))
+        self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
+        self._folder: Path | None = None
+        self._router: ChildProcess | None = None
+        self._workers: list[tuple[DisaggregationMode, ChildProcess]] = []
+        self._failed = False
+        self.router_url = ""
+
+    def start(self) -> None:
+        """Raises ConfigError where the port is taken."""
+        sock = bind(self._host, self._port)
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="splitserve-"))
+            self.router_url = f"http://{reachable_host(self._host)}:{port_of(sock)}"
+            args = ["router", "--host", self._host, "--fd", str(sock.fileno()), "--log-level", self._log_level]
+            self._router = ChildProcess("router", args, self._folder, pass_fds=[sock.fileno()])
+        finally:
+            sock.close()
+        counts = dict.fromkeys(DisaggregationMode, 0)
+        for role in self._roles:
+            counts[role] += 1
+            self.add_worker(role, f"{role}-{counts[role]}")
+
+    def add_worker(self, role: DisaggregationMode, name: str) -> ChildProcess:
+        """Start one more worker."""
+        args = ["serve", self._model, "--disaggregation-mode", role.value, "--port", "0", "--host", "127.0.0.1"]
+        args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
+        beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)
+        if not beside:
+            args += ["--router", self.router_url]
+        # What torch's own pools take from the environment, before any option of ours is read.
+        env = {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
+        child = ChildProcess(name, [*args, *self._common], self.log_folder, env=env)
+        self._workers.append((role, child))
+        return child
+
+    @property
+    def log_folder(self) -> Path:
+        if self._folder is None:
+            raise ClusterError("the cluster is not running: start it first")
+        return self._folder
+
+    @property
+    def workers(self) -> list[WorkerState]:
+        return [
+            WorkerState(c.name, role, c.pid, c.ready.url if c.ready is not None else None, _status(c))
+            for role, c in self._workers
+        ]
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The router and the workers."""
+        return [*([self._router] if self._router is not None else []), *(c for _, c in self._workers)]
+
+    def urls(self, role: DisaggregationMode) -> list[str]:
+        """Of the workers of this role that are ready."""
+        return [w.url for w in self.workers if w.role is role and w.url is not None]
+
+    def wait_ready(self, timeout: float = 600.0, on_progress: Callable[[], None] | None = None) -> None:
+        """Raises ClusterError. `on_progress` is called a few times a second."""
+        deadline = time.monotonic() + timeout
+        while not self._is_ready():
+            for child in self.children:
+                if child.exit_code is not None:
+                    raise self._error(f"{child.name} ended with code {child.exit_code} while it started", child)
+            if time.monotonic() > deadline:
+                late = next(c for c in reversed(self.children) if c.ready is None or c is self._router)
+                raise self._error(f"the cluster was not ready after {timeout:g} s", late)
+            if on_progress is not None:
+                on_progress()
+            time.sleep(POLL_INTERVAL)
+
+    def _is_ready(self) -> bool:
+        """Every process serves, and the router has heard from every worker that it is to know."""
+        if any(child.ready is None for child in self.children):
+            return False
+        is_paired = any(role is not DisaggregationMode.NULL for role, _ in self._workers)
+        expected = {
+            c.ready.url
+            for role, c in self._workers
+            if c.ready is not None and not (is_paired and role is DisaggregationMode.NULL)
+        }
+        try:
+            with urllib.request.urlopen(self.router_url + "/workers", timeout=2.0) as response:
+                known = {w["url"] for w in json.load(response)["workers"] if w["healthy"]}
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+        return expected <= known
+
+    def _error(self, message: str, child: ChildProcess) -> ClusterError:
+        self._failed = True
+        return ClusterError(f"{message}; the end of its log {child.log_path}:\n{child.log_tail()}")
+
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Let running requests finish: first at the router, then at the workers. Whether all ended in time."""
+        deadline = time.monotonic() + timeout
+        for group in ([self._router] if self._router is not None else [], [c for _, c in self._workers]):
+            for child in group:
+                child.send_signal()
+            if not wait_until_ended(group, max(0.0, deadline - time.monotonic())):
+                return False
+        return True
+
+    def stop_now(self) -> None:
+        """Tell every process to stop at once, drained or not. Returns without waiting; `close` waits."""
+        for child in self.children:
+            child.send_signal()
+            child.send_signal()
+
+    def close(self, drain_timeout: float = 10.0) -> None:
+        """Drain, then stop what still runs. Idempotent; nothing is left when it returns."""
+        try:
+            self.drain(drain_timeout)
+        finally:
+            for child in self.children:
+                child.close()
+            self._router, self._workers = None, []
+            if self._folder is not None and not self._failed:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed = self._failed or kind is not None
+        self.close()
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _status(child: ChildProcess) -> str:
+    if child.exit_code is not None:
+        return f"exited with code {child.exit_code}"
+    return "loading" if child.ready is None else "ready"

@@ -1,0 +1,70 @@
+"""Keeps a worker known to its router: announces it again and again, so that a restarted router learns of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import WorkerUnavailableError
+from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two announcements while the router answers.
+REFRESH_INTERVAL = 10.0
+# Seconds from one failed attempt to the next: from the first to the last, doubling.
+_BACKOFF = (0.1, 5.0)
+# Seconds the goodbye may take.
+_DEREGISTER_TIMEOUT = 2.0
+
+
+class RouterRegistration:
+    """`run` it as a task while the worker serves; `close` says goodbye."""
+
+    def __init__(
+        self, router_url: str, mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None
+    ) -> None:
+        self._router_url = router_url
+        self._mode = mode
+        self._host = host
+        self._port = port
+        self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="router-registration")
+
+    async def close(self) -> None:
+        """Stop announcing and deregister, if the router still listens. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_DEREGISTER_TIMEOUT):
+                await deregister_disaggregation_server(
+                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host
+                )
+        except (WorkerUnavailableError, TimeoutError) as error:
+            logger.info("could not deregister: %s", error or "no answer")
+
+    async def _run(self) -> None:
+        delay, longest = _BACKOFF
+        is_known = False
+        while True:
+            try:
+                await register_disaggregation_server(
+                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host
+                )
+            except WorkerUnavailableError as error:
+                level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO
+                logger.log(level, "not registered, trying again in %.1f s: %s", delay, error)
+                await asyncio.sleep(delay)
+                is_known, delay = False, min(longest, delay * 2)
+                continue
+            if not is_known:
+                logger.info("registered with the router %s", self._router_url)
+            is_known, delay = True, _BACKOFF[0]
+            await asyncio.sleep(REFRESH_INTERVAL)

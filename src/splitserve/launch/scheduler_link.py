@@ -1,0 +1,55 @@
+"""The scheduler's process as its front end holds it: start it, learn of its end, end it.
+
+It reads one line on its standard input and ends when that input ends. So it cannot outlive the front end, whatever
+becomes of that one. It is in a session of its own: a Ctrl-C in the terminal reaches the front end alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_COMMAND = (sys.executable, "-m", "splitserve.launch.scheduler_process")
+# Seconds it gets to end after its standard input has ended.
+END_TIMEOUT = 8.0
+
+
+class SchedulerProcess:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        # Done when the process has ended; its result is the exit code, negative for a signal.
+        self.ended: asyncio.Task[int] = asyncio.create_task(process.wait(), name="scheduler-process")
+
+    @classmethod
+    async def start(cls, command: Sequence[str], first_line: bytes) -> Self:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True
+        )
+        link = cls(process)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(first_line + b"\n")
+            await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            # It has died already: `ended` tells.
+            logger.debug("the scheduler process did not read its first line")
+        return link
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def close(self) -> None:
+        """End it, by force if it does not listen. Idempotent; returns when it is gone."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.wait({self.ended}, timeout=END_TIMEOUT)
+        if not self.ended.done():
+            logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
+            self._process.kill()
+        await self.ended

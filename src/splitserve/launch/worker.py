@@ -1,0 +1,242 @@
+"""One worker: a front end that speaks HTTP (this process) and a scheduler that computes (its child).
+
+The life of a worker
+1. The HTTP socket is bound, the model found, and for prefill the bootstrap server started.
+2. The scheduler process starts loading. Meanwhile the front end answers, /health with 503.
+3. The scheduler is ready: the ready file is written, and the worker announces itself to its router.
+4. It serves until a signal, its parent's end or the scheduler's death.
+5. Drain: it leaves the router, refuses new requests and finishes those that run, up to a deadline.
+6. Everything is taken down in reverse order, the scheduler last. Nothing is left: no process, no socket, no file.
+
+It knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from splitserve.config import WorkerConfig
+from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.bootstrap import KVBootstrapServer
+from splitserve.engine.sources import resolve_model
+from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
+from splitserve.launch.lifecycle import Lifecycle, end_server
+from splitserve.launch.logs import setup_logger
+from splitserve.launch.ready_file import ReadyInfo, write_ready_file
+from splitserve.launch.registration import RouterRegistration
+from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess
+from splitserve.server.app import build_app
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Seconds that answers which end in an error get to reach their clients.
+_ERROR_FLUSH_SECONDS = 2.0
+# Seconds that the scheduler's last words may be under way after its end.
+_LAST_WORDS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """What concerns the process, not the serving."""
+
+    # Written when the worker serves.
+    ready_file: Path | None = None
+    # End with whoever holds the other end of standard input.
+    exit_with_parent: bool = False
+    # Seconds for loading the model, and for running requests at the end.
+    load_timeout: float = 900.0
+    drain_timeout: float = 30.0
+    scheduler_command: Sequence[str] = SCHEDULER_COMMAND
+
+
+def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: ProcessOptions | None = None) -> int:
+    """Serve until a signal ends it. Returns the exit code: 0 after a drain or stop, 1 where the scheduler failed.
+
+    Raises ConfigError, ModelLoadError before anything has started.
+    """
+    options = options or ProcessOptions(ready_file=ready_file)
+    setup_logger(config.server.log_level)
+    sock = bind(config.server.host, config.server.port)
+    try:
+        folder = resolve_model(config.model.model)
+        tokenizer = Tokenizer.load(folder)
+    except BaseException:
+        sock.close()
+        raise
+    return uvloop.run(_Worker(config, options, sock, folder).run(tokenizer))
+
+
+class _Worker:
+    def __init__(self, config: WorkerConfig, options: ProcessOptions, sock: socket.socket, folder: Path) -> None:
+        self._config = config
+        self._options = options
+        self._socket = sock
+        self._folder = folder
+        self._mode = config.disaggregation.mode
+        self._lifecycle = Lifecycle()
+        self._bootstrap_port: int | None = None
+
+    async def run(self, tokenizer: Tokenizer) -> int:
+        async with AsyncExitStack() as closing:
+            closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
+            client = await self._open_client(closing)
+            bootstrap_url = await self._start_bootstrap(closing)
+            scheduler = await self._start_scheduler(client, bootstrap_url, closing)
+            app = build_app(
+                config=self._config,
+                scheduler=client,
+                tokenizer=tokenizer,
+                model_path=str(self._folder),
+                bootstrap_port=self._bootstrap_port,
+                scheduler_pid=scheduler.pid,
+            )
+            server = HttpServer(app, self._socket)
+            closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
+            await server.start()
+            if not await self._loaded(client, scheduler):
+                return 0 if self._lifecycle.draining.is_set() else 1
+            return await self._serve(client, scheduler, server, app.state.front)
+
+    async def _open_client(self, closing: AsyncExitStack) -> SchedulerClient:
+        """The pipes lie in a folder that only this user can enter."""
+        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
+        client = SchedulerClient(f"ipc://{folder}/to", f"ipc://{folder}/from")
+        closing.push_async_callback(client.close)
+        await client.start()
+        return client
+
+    async def _start_bootstrap(self, closing: AsyncExitStack) -> str | None:
+        """The URL of this prefill worker's bootstrap server; None in the other roles."""
+        if self._mode is not DisaggregationMode.PREFILL:
+            return None
+        settings = self._config.disaggregation
+        bootstrap = KVBootstrapServer(settings.host, settings.bootstrap_port)
+        closing.callback(bootstrap.close)
+        try:
+            await asyncio.to_thread(bootstrap.run)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.bootstrap_port} ({error.strerror}): "
+                "choose another --disaggregation-bootstrap-port"
+            ) from None
+        self._bootstrap_port = bootstrap.port
+        return f"http://{reachable_host(settings.host)}:{bootstrap.port}"
+
+    async def _start_scheduler(
+        self, client: SchedulerClient, bootstrap_url: str | None, closing: AsyncExitStack
+    ) -> SchedulerProcess:
+        start = {
+            "config": self._config,
+            "model_folder": str(self._folder),
+            "to_scheduler": client.to_scheduler,
+            "from_scheduler": client.from_scheduler,
+            "bootstrap_url": bootstrap_url,
+        }
+        scheduler = await SchedulerProcess.start(self._options.scheduler_command, msgspec.json.encode(start))
+        closing.push_async_callback(scheduler.close)
+        return scheduler
+
+    async def _loaded(self, client: SchedulerClient, scheduler: SchedulerProcess) -> bool:
+        """Wait until the scheduler is ready. False: the worker is to end instead."""
+        ready = asyncio.create_task(client.ready(self._options.load_timeout))
+        draining = asyncio.create_task(self._lifecycle.draining.wait())
+        try:
+            await asyncio.wait({ready, draining, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done() and not ready.done():
+                return False
+            if scheduler.ended.done() and not ready.done():
+                await asyncio.wait({ready}, timeout=_LAST_WORDS_SECONDS)
+                client.fail_all(_died(scheduler.ended.result()))
+            await ready
+            return True
+        except SplitserveError as error:
+            logger.error("this %s worker could not start: %s", self._mode, error)
+            return False
+        finally:
+            ready.cancel()
+            draining.cancel()
+            await asyncio.gather(ready, draining, return_exceptions=True)
+
+    async def _serve(
+        self, client: SchedulerClient, scheduler: SchedulerProcess, server: HttpServer, front: FrontEnd
+    ) -> int:
+        registration = self._announce(scheduler.pid)
+        draining = asyncio.create_task(self._lifecycle.draining.wait())
+        drained: asyncio.Task[None] | None = None
+        try:
+            await asyncio.wait({draining, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not scheduler.ended.done():
+                drained = asyncio.create_task(self._drain(server, front, registration))
+                await asyncio.wait({drained, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not scheduler.ended.done():
+                return 0
+            error = _died(scheduler.ended.result())
+            logger.error("%s", error)
+            # Every open request ends with this error before the server goes.
+            client.fail_all(error)
+            return 1
+        finally:
+            draining.cancel()
+            if drained is not None:
+                await drained
+            if registration is not None:
+                await registration.close()
+
+    def _announce(self, scheduler_pid: int) -> RouterRegistration | None:
+        """Tell the world that this worker serves."""
+        settings, port = self._config.server, port_of(self._socket)
+        is_wildcard = settings.host in ("0.0.0.0", "::", "")
+        host = reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
+        url = f"http://{host}:{port}"
+        logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap_port)
+        if self._options.ready_file is not None:
+            info = ReadyInfo(
+                pid=os.getpid(),
+                scheduler_pid=scheduler_pid,
+                port=port,
+                bootstrap_port=self._bootstrap_port,
+                url=url,
+                disaggregation_mode=str(self._mode),
+            )
+            write_ready_file(self._options.ready_file, info)
+        if settings.router_url is None:
+            return None
+        registration = RouterRegistration(settings.router_url, self._mode, host, port, self._bootstrap_port)
+        registration.start()
+        return registration
+
+    async def _drain(self, server: HttpServer, front: FrontEnd, registration: RouterRegistration | None) -> None:
+        front.begin_drain()
+        if registration is not None:
+            await registration.close()
+        idle = asyncio.create_task(front.wait_idle(self._options.drain_timeout))
+        stopping = asyncio.create_task(self._lifecycle.stopping.wait())
+        await asyncio.wait({idle, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if idle.done() and not idle.result():
+            logger.warning("requests were still running after %g s: cut off", self._options.drain_timeout)
+        idle.cancel()
+        stopping.cancel()
+        await asyncio.gather(idle, stopping, return_exceptions=True)
+        await end_server(server, self._lifecycle, _ERROR_FLUSH_SECONDS)
+
+
+def _died(code: int) -> WorkerUnavailableError:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return WorkerUnavailableError(
+        f"the scheduler process {how} while it was needed: this worker ends, see its log; send the request again"
+    )
