@@ -5,13 +5,14 @@ Knows nothing of caches and conversions; `sources.py` decides what is fetched an
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from rich.console import Console
@@ -114,9 +115,8 @@ def _bytes_under(folder: Path) -> int:
 
 @contextmanager
 def working(what: str, progress: bool) -> Iterator[None]:
-    """Show that something takes its time."""
-    if not progress:
-        yield
-        return
-    with Console(stderr=True).status(f"{what} ..."):
+    """Show that something takes its time, and keep the bars that libraries draw meanwhile off the terminal."""
+    # Bound to the real standard error before it is replaced.
+    console = Console(file=sys.stderr, quiet=not progress)
+    with console.status(f"{what} ..."), redirect_stderr(io.StringIO()):
         yield

@@ -1,8 +1,8 @@
 """From hidden states to logits, by the model's own code, a few rows at a time.
 
-A causal LM of transformers is a body (`model.model`) and a forward that slices the body's output, projects it and
-scales or caps it as that model does. `LanguageHead` runs that same forward with the body replaced by one that returns
-what it is given. So no model's scaling is re-written here, and logits exist only for the rows somebody asks for.
+A causal LM of transformers is a body (`model.base_model`) and a forward that projects the body's output to logits and
+scales or caps them as that model does. `LanguageHead` runs that same forward with the body replaced by one that returns
+what it is given. So no model's scaling is written a second time here, and logits exist only for rows somebody asks for.
 """
 
 from __future__ import annotations
@@ -17,19 +17,31 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 class _GivenHiddenStates(torch.nn.Module):
     """Stands where the body was."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """The output with the most fields that any model's forward passes on."""
+        out = MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        out.cross_attentions = None
+        return out
 
 
 class LanguageHead:
-    """Shares its weights with the model; the model itself stays as it was."""
+    """Shares its weights with the model; the model itself stays as it was. Not for two threads at a time."""
 
     def __init__(self, model: Any) -> None:
+        self._body = _GivenHiddenStates()
         self._forward = copy.copy(model)
         self._forward._modules = dict(model._modules)
-        setattr(self._forward, model.base_model_prefix, _GivenHiddenStates())
+        setattr(self._forward, model.base_model_prefix, self._body)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states [n, hidden_size], as float32 [n, vocab_size]."""
-        logits: torch.Tensor = self._forward(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        self._body.hidden = hidden.unsqueeze(0)
+        try:
+            logits: torch.Tensor = self._forward(input_ids=None, use_cache=False).logits
+        finally:
+            self._body.hidden = None
         return logits[0].float()

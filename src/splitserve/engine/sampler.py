@@ -70,19 +70,27 @@ def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) ->
 
 def _least_by_rank(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The probability of the last token that top-k and top-p keep. [n, 1]"""
-    vocab_size = probs.shape[-1]
-    top_k = [p.top_k if p.top_k >= 1 else vocab_size for p in params]
-    head = min(vocab_size, max(_HEAD, *(k for k in top_k if k < vocab_size), 0))
+    vocab_size, device = probs.shape[-1], probs.device
+    top_k = torch.tensor([p.top_k if p.top_k >= 1 else vocab_size for p in params], device=device).clamp(max=vocab_size)
+    top_p = _column([p.top_p for p in params], device)
+    head = min(vocab_size, max(_HEAD, *(p.top_k for p in params if p.top_k < vocab_size), 0))
     best = probs.topk(head, dim=-1).values
-    top_p = _column([p.top_p for p in params], probs.device)
-    only_by_mass = torch.tensor([p.top_p < 1.0 and k > head for p, k in zip(params, top_k, strict=True)])
-    if bool((only_by_mass.to(best.device) & (best.sum(-1) < top_p[:, 0])).any()):
-        best = probs.sort(dim=-1, descending=True).values
+    least = _last_kept(best, top_k, top_p)
+    # Rows so flat that their best tokens do not hold the mass; where top-k cuts earlier, it does not matter.
+    short = ((best.sum(-1) < top_p[:, 0]) & (top_p[:, 0] < 1.0) & (top_k > head)).nonzero()[:, 0]
+    if len(short):
+        ranked = probs.index_select(0, short).sort(dim=-1, descending=True).values
+        least.index_copy_(0, short, _last_kept(ranked, top_k[short], top_p[short]))
+    return least
+
+
+def _last_kept(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Of probabilities in falling order [n, width], the last within top_k [n] and top_p [n, 1]. [n, 1]"""
     # The smallest set whose mass reaches top_p: every token before which less than top_p has been seen.
-    by_mass = (best.cumsum(-1) < top_p).sum(-1, keepdim=True) + 1
-    by_mass = by_mass.masked_fill(top_p >= 1.0, vocab_size)
-    count = torch.minimum(by_mass, torch.tensor(top_k, device=probs.device).unsqueeze(-1)).clamp(max=best.shape[-1])
-    return best.gather(-1, count - 1)
+    by_mass = (best.cumsum(-1) < top_p).sum(-1) + 1
+    by_mass = by_mass.masked_fill(top_p[:, 0] >= 1.0, best.shape[-1])
+    count = torch.minimum(by_mass, top_k).clamp(max=best.shape[-1])
+    return best.gather(-1, count.unsqueeze(-1) - 1)
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
+from splitserve.config import ModelConfig
 from splitserve.core.batch import InputLogprobSpec, RequestStep, SampleSpec, StepPlan, TokenLogprob
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
-from splitserve.engine.loader import LoadedModel
+from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
 from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
@@ -105,6 +107,15 @@ def prompts(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[in
     return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
+def generate_alone(model: Any, prompt: list[int]) -> list[int]:
+    """Greedy tokens of transformers' own `generate`."""
+    mask = torch.ones(1, len(prompt), dtype=torch.int64)
+    out = model.generate(
+        torch.tensor([prompt]), attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
+
+
 @pytest.fixture(scope="module")
 def reference(tiny_folder: Callable[[TinyKind], Path]) -> Callable[[TinyKind], Any]:
     """The same weights in transformers' own hands."""
@@ -128,16 +139,7 @@ def expected(reference: Callable[[TinyKind], Any]) -> Callable[[TinyKind], list[
     def generate(kind: TinyKind) -> list[list[int]]:
         if kind not in outputs:
             model = reference(kind)
-            outputs[kind] = [
-                model.generate(
-                    torch.tensor([p]),
-                    attention_mask=torch.ones(1, len(p), dtype=torch.int64),
-                    max_new_tokens=NUM_NEW,
-                    do_sample=False,
-                    eos_token_id=None,
-                )[0, len(p) :].tolist()
-                for p in prompts(model.config.vocab_size)
-            ]
+            outputs[kind] = [generate_alone(model, p) for p in prompts(model.config.vocab_size)]
         return outputs[kind]
 
     return generate
@@ -221,3 +223,40 @@ def test_what_a_former_owner_left_in_a_page_reaches_nobody(tiny_model: LoadTiny)
         loop.generate(batch, 20, chunk=32)
         outputs.append([s.output_ids for s in batch])
     assert outputs[0] == outputs[1]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma2Config(
+            **SMALL, head_dim=8, sliding_window=16, attn_logit_softcapping=5.0, final_logit_softcapping=4.0
+        ),
+        transformers.MistralConfig(**SMALL, sliding_window=20),
+        transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+        transformers.GraniteConfig(**SMALL, logits_scaling=3.0),
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1),
+    ],
+    ids=["gemma2-softcaps", "mistral-window", "qwen2-window-above", "granite-scaled-logits", "gpt2-learned-positions"],
+)
+def test_other_families_give_the_tokens_of_transformers(config: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1))
+    batch = [Sample(p) for p in prompts(64, (5, 40, 100))]
+    HandLoop(loaded, page_size=16).generate(batch, NUM_NEW, chunk=33)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert [s.output_ids for s in batch] == [generate_alone(reference, s.prompt_ids) for s in batch]

@@ -1,0 +1,154 @@
+"""Every attention backend against a naive one in float64: any mix of lengths, pages, heads, windows and caps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.engine.attention.base import AttentionBackend, AttentionParams, PagedBatch
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.probe import LayerShape
+
+BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {"torch_sdpa": TorchSdpaBackend}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sequence of steps over a few requests."""
+
+    page_size: int
+    num_kv_heads: int
+    # Query heads a KV head.
+    group: int
+    k_dim: int
+    v_dim: int
+    params: AttentionParams
+    # Tokens that each request advances by, step after step; 0: it sits the step out.
+    steps: tuple[tuple[int, ...], ...]
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_requests = draw(st.integers(1, 5))
+    length = st.sampled_from([0, 1, 1, 1, 2, 5, 16, 17, 40, 256, 300])
+    return Case(
+        page_size=draw(st.sampled_from([1, 3, 16])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        k_dim=draw(st.sampled_from([4, 8])),
+        v_dim=draw(st.sampled_from([4, 8])),
+        params=AttentionParams(
+            scaling=draw(st.sampled_from([0.25, 1.0])),
+            window=draw(st.sampled_from([None, 1, 7, 32, 1000])),
+            softcap=draw(st.sampled_from([None, 2.0])),
+        ),
+        steps=tuple(draw(st.tuples(*[length] * num_requests)) for _ in range(draw(st.integers(1, 4)))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int, params: AttentionParams) -> np.ndarray:
+    """q [n, heads, k_dim] at positions from `start`; k, v [start + n, kv_heads, dim]. One query and head at a time."""
+    group = q.shape[1] // k.shape[1]
+    out = np.zeros((*q.shape[:2], v.shape[2]))
+    for i in range(q.shape[0]):
+        first = 0 if params.window is None else max(0, start + i - params.window + 1)
+        seen = slice(first, start + i + 1)
+        for head in range(q.shape[1]):
+            scores = k[seen, head // group] @ q[i, head] * params.scaling
+            if params.softcap is not None:
+                scores = params.softcap * np.tanh(scores / params.softcap)
+            weights = np.exp(scores - scores.max())
+            out[i, head] = weights / weights.sum() @ v[seen, head // group]
+    return out
+
+
+class World:
+    """A pool full of garbage, and each request's keys and values beside it in plain arrays."""
+
+    def __init__(self, case: Case, backend: str) -> None:
+        self.case = case
+        self.rng = np.random.default_rng(case.seed)
+        totals = [sum(step[r] for step in case.steps) for r in range(len(case.steps[0]))]
+        counts = [-(-total // case.page_size) for total in totals]
+        shape = LayerShape(0, case.num_kv_heads, case.k_dim, case.v_dim, case.params.window)
+        layout = layout_for([shape], "float32", page_size=case.page_size, num_pages=sum(counts) + 3)
+        self.pool = KVPool(layout, torch.device("cpu"))
+        for tensor in (self.pool.keys[0], self.pool.values[0]):
+            tensor.fill_(torch.nan)
+        # Half of the worlds have their pages in a row, the others scattered.
+        numbers = np.arange(layout.num_pages) if case.seed % 2 else self.rng.permutation(layout.num_pages)
+        self.pages = np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
+        self.keys = [np.zeros((0, case.num_kv_heads, case.k_dim), np.float32) for _ in totals]
+        self.values = [np.zeros((0, case.num_kv_heads, case.v_dim), np.float32) for _ in totals]
+        self.backend = BACKENDS[backend](self.pool)
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.normal(size=shape).astype(np.float32)
+
+    def step(self, lengths: tuple[int, ...]) -> None:
+        """Advance the requests and compare every output row."""
+        case = self.case
+        active = [r for r, n in enumerate(lengths) if n]
+        if not active:
+            return
+        starts = [len(self.keys[r]) for r in active]
+        new = [lengths[r] for r in active]
+        q = self.normal(sum(new), case.num_kv_heads * case.group, case.k_dim)
+        k, v = (
+            self.normal(sum(new), case.num_kv_heads, case.k_dim),
+            self.normal(sum(new), case.num_kv_heads, case.v_dim),
+        )
+        used = [-(-(s + n) // case.page_size) for s, n in zip(starts, new, strict=True)]
+        pages = tuple(self.pages[r][:n].astype(np.int64) for r, n in zip(active, used, strict=True))
+        batch = PagedBatch(np.array(starts), np.array(new), pages, case.page_size)
+        out = self.backend.plan(batch).forward(
+            0, torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(v), case.params
+        )
+        assert out.shape == (sum(new), case.num_kv_heads * case.group, case.v_dim)
+        for r, start, begin, end in zip(active, starts, batch.offsets[:-1], batch.offsets[1:], strict=True):
+            self.keys[r] = np.concatenate((self.keys[r], k[begin:end]))
+            self.values[r] = np.concatenate((self.values[r], v[begin:end]))
+            expected = naive(q[begin:end].astype(np.float64), self.keys[r], self.values[r], start, case.params)
+            np.testing.assert_allclose(out[begin:end].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_equals_naive_attention(backend: str, case: Case) -> None:
+    world = World(case, backend)
+    for lengths in case.steps:
+        world.step(lengths)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 50])
+def test_decoding_requests_of_very_different_lengths(backend: str, window: int | None) -> None:
+    prompts = (1, 15, 16, 255, 256, 700, 1100)
+    case = Case(16, 2, 3, 8, 8, AttentionParams(0.3, window), (prompts, *[(1,) * len(prompts)] * 3), seed=4)
+    world = World(case, backend)
+    for lengths in case.steps:
+        world.step(lengths)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_with_and_without_a_window_share_a_step(backend: str) -> None:
+    shapes = [LayerShape(layer, 2, 8, 8, None) for layer in range(2)]
+    pool = KVPool(layout_for(shapes, "float32", page_size=4, num_pages=20), torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    batch = PagedBatch(np.array([0]), np.array([30]), (np.arange(3, 11),), 4)
+    step = BACKENDS[backend](pool).plan(batch)
+    for layer, window in enumerate((None, 5)):
+        q, k, v = (rng.normal(size=(30, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+        params = AttentionParams(0.5, window)
+        out = step.forward(layer, *(torch.from_numpy(x) for x in (q, k, v)), params)
+        np.testing.assert_allclose(out.numpy(), naive(q.astype(np.float64), k, v, 0, params), rtol=1e-4, atol=1e-5)

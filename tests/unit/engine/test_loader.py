@@ -1,0 +1,146 @@
+"""What a loaded model tells of itself, and which models are refused, with a remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from splitserve.config import ModelConfig
+from splitserve.engine.loader import LoadedModel, load_model
+from splitserve.errors import ConfigError, ModelLoadError
+from splitserve.testing.tiny_models import TinyKind
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def saved(config: Any, folder: Path) -> str:
+    """A random model of this config, in a folder."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def load(model: str | Path, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(model), device="cpu", threads=1, **settings))
+
+
+def test_a_loaded_model_describes_itself(tiny_model: Callable[[TinyKind], LoadedModel]) -> None:
+    loaded = tiny_model("llama")
+    assert (loaded.dtype_name, loaded.dtype, loaded.device.type) == ("float32", torch.float32, "cpu")
+    assert (loaded.context_length, loaded.vocab_size, loaded.eos_token_ids) == (4096, 261, frozenset({258}))
+    assert [(s.layer, s.num_kv_heads, s.k_dim, s.v_dim, s.window) for s in loaded.layers] == [
+        (layer, 2, 16, 16, None) for layer in range(3)
+    ]
+    assert loaded.num_parameters == sum(p.numel() for p in loaded.model.parameters())
+    assert not loaded.model.training
+
+
+def test_windows_are_those_of_each_layer(tiny_model: Callable[[TinyKind], LoadedModel]) -> None:
+    assert [s.window for s in tiny_model("gemma3").layers] == [32, 32, None, 32]
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (transformers.MistralConfig(**SMALL, sliding_window=16), [16, 16]),
+        (transformers.MistralConfig(**SMALL, sliding_window=None), [None, None]),
+        (transformers.Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=16), [None, None]),
+        (
+            transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+            [None, 16],
+        ),
+        (transformers.Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0), [8, 8]),
+    ],
+    ids=["mistral", "mistral-full", "qwen2-off", "qwen2-upper-layers", "qwen3"],
+)
+def test_windows_of_other_families(config: Any, windows: list[int | None], tmp_path: Path) -> None:
+    assert [s.window for s in load(saved(config, tmp_path)).layers] == windows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_is_the_one_asked_for(dtype: str, tiny_folder: Callable[[TinyKind], Path]) -> None:
+    loaded = load(tiny_folder("llama"), dtype=dtype)
+    assert loaded.dtype_name == dtype
+    assert {p.dtype for p in loaded.model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_auto_dtype_on_a_cpu_is_float32_whatever_the_checkpoint(tmp_path: Path) -> None:
+    folder = saved(transformers.LlamaConfig(**SMALL, dtype="bfloat16"), tmp_path)
+    assert load(folder).dtype_name == "float32"
+
+
+def test_several_eos_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
+    folder = saved(transformers.LlamaConfig(**SMALL, eos_token_id=2), tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
+    assert load(folder).eos_token_ids == {4, 5}
+
+
+def test_the_context_may_be_shortened_but_not_stretched(tiny_folder: Callable[[TinyKind], Path]) -> None:
+    assert load(tiny_folder("llama"), context_length=100).context_length == 100
+    with pytest.raises(ConfigError, match=r"context_length is 5000.*\[1, 4096\]"):
+        load(tiny_folder("llama"), context_length=5000)
+
+
+def test_rope_that_depends_on_the_longest_sequence_is_refused_beyond_its_start(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    folder = saved(transformers.LlamaConfig(**SMALL, rope_parameters=rope), tmp_path)
+    with pytest.raises(ConfigError, match="Set context_length to 64 or less"):
+        load(folder)
+    assert load(folder, context_length=64).context_length == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, head_dim=8),
+            "s_aux",
+        ),
+        (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "0 of its 2 layers"),
+        (transformers.Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True), "both directions"),
+        (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "Choose a decoder-only"),
+    ],
+    ids=["sinks", "alibi", "bidirectional", "no-attention"],
+)
+def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: str, tmp_path: Path) -> None:
+    folder = saved(config, tmp_path)
+    with pytest.raises(ModelLoadError, match=says):
+        load(folder, context_length=64)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    transformers.T5Config().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="encoder-decoder"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"dtype": "int3"}, "dtype 'int3'"), ({"device": "abacus"}, "Device 'abacus'"), ({"threads": 0}, "threads is 0")],
+)
+def test_wrong_settings_name_the_right_ones(
+    settings: dict[str, Any], says: str, tiny_folder: Callable[[TinyKind], Path]
+) -> None:
+    config = ModelConfig(**{"model": str(tiny_folder("llama")), "device": "cpu", **settings})
+    with pytest.raises(ConfigError, match=says):
+        load_model(config)
+
+
+def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> None:
+    folder = saved(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), tmp_path)
+    with pytest.raises(ConfigError, match="set context_length"):
+        load(folder)

@@ -1,0 +1,96 @@
+"""The pool's memory is what its layout says, and its size is what the settings say."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import psutil
+import pytest
+import torch
+
+from splitserve.config import CacheConfig
+from splitserve.engine.pool import KVPool, layout_for, num_pages_for
+from splitserve.engine.probe import LayerShape
+from splitserve.errors import ConfigError
+
+CPU = torch.device("cpu")
+SHAPES = (LayerShape(0, 2, 8, 4, None), LayerShape(1, 2, 8, 4, 32))
+
+
+def bytes_at(address: int, length: int) -> bytes:
+    return ctypes.string_at(address, length)
+
+
+def test_components_are_keys_then_values_layer_by_layer() -> None:
+    layout = layout_for(SHAPES, "float32", page_size=4, num_pages=3)
+    assert [(c.name, c.layer, c.head_dim) for c in layout.components] == [
+        ("k", 0, 8),
+        ("v", 0, 4),
+        ("k", 1, 8),
+        ("v", 1, 4),
+    ]
+    assert layout.bytes_per_token == 2 * 2 * (8 + 4) * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_region_i_is_component_i_and_page_p_lies_at_p_pages(dtype: str) -> None:
+    layout = layout_for(SHAPES, dtype, page_size=4, num_pages=3)
+    pool = KVPool(layout, CPU)
+    tensors = [pool.keys[0], pool.values[0], pool.keys[1], pool.values[1]]
+    for tensor, component, region in zip(tensors, layout.components, pool.regions(), strict=True):
+        assert tensor.shape == (3, 4, 2, component.head_dim)
+        tensor[1] = torch.randn(tensor.shape[1:])
+        page_bytes = component.page_bytes(4)
+        assert region.length == 3 * page_bytes
+        expected = tensor[1].contiguous().view(torch.uint8).numpy().tobytes()
+        assert bytes_at(region.address + page_bytes, page_bytes) == expected
+
+
+def test_regions_do_not_overlap() -> None:
+    regions = sorted(
+        KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU).regions(), key=lambda r: r.address
+    )
+    for one, two in itertools.pairwise(regions):
+        assert one.address + one.length <= two.address
+
+
+def test_memory_nobody_wrote_to_is_zero_and_costs_nothing() -> None:
+    before = psutil.Process().memory_info().rss
+    layout = layout_for(SHAPES, "float32", page_size=16, num_pages=200_000)
+    pool = KVPool(layout, CPU)
+    assert layout.num_pages * layout.bytes_per_page > 500 * 2**20
+    assert psutil.Process().memory_info().rss - before < 50 * 2**20
+    assert not pool.keys[1][199_999].any()
+
+
+def test_close_can_be_repeated_and_gives_the_regions_back() -> None:
+    pool = KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU)
+    pool.close()
+    pool.close()
+    assert pool.regions() == ()
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (16, 1), (17, 2), (4096, 256)])
+def test_a_number_of_tokens_is_rounded_up_to_pages(tokens: int, pages: int) -> None:
+    one_page = layout_for(SHAPES, "float32", page_size=16, num_pages=1)
+    assert num_pages_for(one_page, CacheConfig(max_total_tokens=tokens), CPU) == pages
+
+
+def test_a_fraction_of_free_memory_is_not_exceeded() -> None:
+    one_page = layout_for(SHAPES, "float32", page_size=16, num_pages=1)
+    pages = num_pages_for(one_page, CacheConfig(mem_fraction=0.01), CPU)
+    assert 0 < pages * one_page.bytes_per_page <= 0.01 * psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (CacheConfig(mem_fraction=1e-12), "Raise mem_fraction"),
+        (CacheConfig(mem_fraction=0.0), "mem_fraction is 0.0"),
+        (CacheConfig(max_total_tokens=0), "max_total_tokens is 0"),
+    ],
+)
+def test_a_pool_without_a_page_is_refused_with_the_remedy(cache: CacheConfig, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        num_pages_for(layout_for(SHAPES, "float32", page_size=16, num_pages=1), cache, CPU)

@@ -1,0 +1,157 @@
+"""The vectorised sampler against a slow one that takes a row at a time, and its promises about seeds and batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.core.batch import SampleSpec
+from splitserve.core.sampling import SamplingParams, uniform_at
+from splitserve.engine import sampler
+from splitserve.engine.sampler import draw
+
+VOCAB = 40
+EOS = frozenset({3, 7})
+TOKENS = st.integers(0, VOCAB - 1)
+
+PARAMS = st.builds(
+    SamplingParams,
+    min_new_tokens=st.integers(0, 4),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 5, VOCAB, VOCAB + 5]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.5]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.3]),
+    frequency_penalty=st.sampled_from([-0.5, 0.0, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 0.4]),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-5, 5), max_size=3),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(TOKENS, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+)
+SPECS = st.builds(
+    SampleSpec,
+    params=PARAMS,
+    position=st.integers(0, 10_000),
+    prompt_ids=st.lists(TOKENS, min_size=1, max_size=8),
+    output_ids=st.lists(TOKENS, max_size=6),
+)
+
+
+def processed_by_hand(logits: np.ndarray, spec: SampleSpec) -> np.ndarray:
+    """One row, in the order that SamplingParams gives."""
+    p, row = spec.params, logits.astype(np.float32).copy()
+    for token, bias in p.logit_bias.items():
+        row[token] += np.float32(bias)
+    for token in set(spec.prompt_ids) | set(spec.output_ids):
+        row[token] *= np.float32(p.repetition_penalty) if row[token] <= 0 else np.float32(1 / p.repetition_penalty)
+    for token in set(spec.output_ids):
+        row[token] -= np.float32(p.frequency_penalty * list(spec.output_ids).count(token) + p.presence_penalty)
+    if len(spec.output_ids) < p.min_new_tokens:
+        for token in set(p.stop_token_ids) | (set() if p.ignore_eos else EOS):
+            row[token] = -np.inf
+    return row.astype(np.float64)
+
+
+def kept_by_hand(row: np.ndarray, p: SamplingParams) -> np.ndarray:
+    """Probabilities after temperature, with the tokens that a filter drops at 0."""
+    probs = np.exp((row - row.max()) / p.temperature)
+    probs /= probs.sum()
+    ranked = sorted(probs, reverse=True)
+    least = p.min_p * ranked[0]
+    if p.top_k >= 1:
+        least = max(least, ranked[min(p.top_k, len(ranked)) - 1])
+    if p.top_p < 1.0:
+        mass = 0.0
+        for probability in ranked:
+            mass += probability
+            if mass >= p.top_p:
+                break
+        least = max(least, probability)
+    return np.where(probs >= least * (1 - 1e-12), probs, 0.0)
+
+
+def draw_by_hand(logits: np.ndarray, spec: SampleSpec) -> set[int]:
+    """The token, or the two between which the draw falls within float noise."""
+    row = processed_by_hand(logits, spec)
+    if spec.params.is_greedy:
+        return set(np.flatnonzero(row >= row.max() - 1e-5).tolist())
+    kept = kept_by_hand(row, spec.params)
+    cumulative = np.cumsum(kept) / kept.sum()
+    u = uniform_at(spec.params.seed, spec.position)
+    return {int(np.searchsorted(cumulative, min(max(x, 0.0), 1 - 1e-9), side="right")) for x in (u - 1e-6, u, u + 1e-6)}
+
+
+def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (rows, vocab)).astype(np.float32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(specs=st.lists(SPECS, min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_every_row_gets_the_token_that_the_slow_way_gives(specs: list[SampleSpec], seed: int) -> None:
+    logits = random_logits(len(specs), seed)
+    for token, row, spec in zip(draw(logits, specs, EOS), logits.numpy(), specs, strict=True):
+        assert token in draw_by_hand(row, spec)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs=st.lists(SPECS, min_size=2, max_size=6), seed=st.integers(0, 1000))
+def test_a_row_draws_the_same_alone_and_in_company(specs: list[SampleSpec], seed: int) -> None:
+    logits = random_logits(len(specs), seed)
+    together = draw(logits, specs, EOS)
+    assert together == [draw(logits[i : i + 1], [spec], EOS)[0] for i, spec in enumerate(specs)]
+
+
+def spec_of(position: int = 5, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
+    return SampleSpec(params=SamplingParams(**params), position=position, prompt_ids=[1], output_ids=output)  # type: ignore[arg-type]
+
+
+def test_raw_logits_are_left_alone() -> None:
+    logits = random_logits(1, 0)
+    before = logits.clone()
+    draw(logits, [spec_of(logit_bias={1: 50.0}, repetition_penalty=2.0, min_new_tokens=2)], EOS)
+    assert torch.equal(logits, before)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
+    drawn = draw(logits, [spec_of(position=i, seed=9) for i in range(4000)], frozenset())
+    assert np.bincount(drawn, minlength=4) / 4000 == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
+
+
+def test_noise_of_a_millionth_changes_no_draw() -> None:
+    logits = random_logits(500, 3)
+    specs = [spec_of(position=i, seed=1, temperature=0.8) for i in range(500)]
+    noise = 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    assert draw(logits, specs, EOS) == draw(logits + noise, specs, EOS)
+
+
+def test_the_smallest_temperature_is_as_good_as_greedy() -> None:
+    logits = random_logits(20, 4)
+    specs = [spec_of(position=i, temperature=1e-6) for i in range(20)]
+    assert draw(logits, specs, EOS) == logits.argmax(-1).tolist()
+
+
+def test_a_flat_row_is_ranked_beyond_the_best_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_HEAD", 4)
+    flat, steep = torch.linspace(1.0, 1.1, VOCAB), torch.linspace(0.0, 80.0, VOCAB)
+    specs = [spec_of(position=i, top_p=0.5) for i in range(100)]
+    from_flat = draw(flat.expand(100, VOCAB), specs, EOS)
+    assert min(from_flat) >= VOCAB // 2 - 1
+    assert len(set(from_flat)) > 10
+    assert set(draw(torch.stack((flat, steep)).repeat(50, 1), specs, EOS)[1::2]) == {VOCAB - 1}
+
+
+def test_eos_and_stop_ids_wait_for_the_least_number_of_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 9], logits[0, 20] = 9.0, 8.0, 7.0
+
+    def greedy(output: tuple[int, ...], **params: object) -> int:
+        return draw(logits, [spec_of(output=output, temperature=0.0, stop_token_ids=(9,), **params)], EOS)[0]
+
+    assert greedy((1,), min_new_tokens=2) == 20
+    assert greedy((1, 1), min_new_tokens=2) == 3
+    assert greedy((1,), min_new_tokens=2, ignore_eos=True) == 3

