@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file
 
+PROGRAM = (sys.executable, "-m", "splitserve")
 # Seconds between two looks at a child.
 POLL_INTERVAL = 0.05
 # Seconds a child that was told to stop at once gets before it is killed.
@@ -24,7 +25,7 @@ _STOP_TIMEOUT = 12.0
 
 
 class ChildProcess:
-    """`splitserve ARGS`, running from construction on. `folder` takes its log and its ready file."""
+    """`PROGRAM ARGS`, running from construction on. `folder` takes its log and its ready file."""
 
     def __init__(
         self,
@@ -34,13 +35,13 @@ class ChildProcess:
         *,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self.name = name
         self.log_path = folder / f"{name}.log"
         self._ready_path = folder / f"{name}.ready.json"
         self._ready: ReadyInfo | None = None
-        command = [sys.executable, "-m", "splitserve", *args]
-        command += ["--exit-with-parent", "--ready-file", str(self._ready_path)]
+        command = [*program, *args, "--exit-with-parent", "--ready-file", str(self._ready_path)]
         with self.log_path.open("wb") as log:
             # A session of its own: a Ctrl-C in the terminal is this process's business alone.
             self._process = subprocess.Popen(

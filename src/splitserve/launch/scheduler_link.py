@@ -12,11 +12,28 @@ import sys
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
+
+from splitserve.config import WorkerConfig
+
 logger = logging.getLogger(__name__)
 
-SCHEDULER_COMMAND = (sys.executable, "-m", "splitserve.launch.scheduler_process")
+SCHEDULER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.scheduler_process")
 # Seconds it gets to end after its standard input has ended.
 END_TIMEOUT = 8.0
+
+
+class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line, as JSON."""
+
+    config: WorkerConfig
+    # Resolved: config.model.model is what the user typed.
+    model_folder: str
+    # ZMQ endpoints that the front end has bound.
+    to_scheduler: str
+    from_scheduler: str
+    # Prefill: where this worker's own bootstrap server takes registrations.
+    bootstrap_url: str | None = None
 
 
 class SchedulerProcess:
@@ -26,14 +43,14 @@ class SchedulerProcess:
         self.ended: asyncio.Task[int] = asyncio.create_task(process.wait(), name="scheduler-process")
 
     @classmethod
-    async def start(cls, command: Sequence[str], first_line: bytes) -> Self:
+    async def start(cls, command: Sequence[str], start: SchedulerStart) -> Self:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True
         )
         link = cls(process)
         try:
             assert process.stdin is not None
-            process.stdin.write(first_line + b"\n")
+            process.stdin.write(msgspec.json.encode(start) + b"\n")
             await process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
             # It has died already: `ended` tells.

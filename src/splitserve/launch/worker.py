@@ -23,7 +23,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from splitserve.config import WorkerConfig
@@ -32,11 +31,11 @@ from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
-from splitserve.launch.lifecycle import Lifecycle, end_server
+from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
 from splitserve.launch.registration import RouterRegistration
-from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess
+from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess, SchedulerStart
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.scheduler_client import SchedulerClient
@@ -140,14 +139,14 @@ class _Worker:
     async def _start_scheduler(
         self, client: SchedulerClient, bootstrap_url: str | None, closing: AsyncExitStack
     ) -> SchedulerProcess:
-        start = {
-            "config": self._config,
-            "model_folder": str(self._folder),
-            "to_scheduler": client.to_scheduler,
-            "from_scheduler": client.from_scheduler,
-            "bootstrap_url": bootstrap_url,
-        }
-        scheduler = await SchedulerProcess.start(self._options.scheduler_command, msgspec.json.encode(start))
+        start = SchedulerStart(
+            config=self._config,
+            model_folder=str(self._folder),
+            to_scheduler=client.to_scheduler,
+            from_scheduler=client.from_scheduler,
+            bootstrap_url=bootstrap_url,
+        )
+        scheduler = await SchedulerProcess.start(self._options.scheduler_command, start)
         closing.push_async_callback(scheduler.close)
         return scheduler
 
@@ -181,7 +180,7 @@ class _Worker:
         try:
             await asyncio.wait({draining, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not scheduler.ended.done():
-                drained = asyncio.create_task(self._drain(server, front, registration))
+                drained = asyncio.create_task(self._drain(client, server, front, registration))
                 await asyncio.wait({drained, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not scheduler.ended.done():
                 return 0
@@ -220,7 +219,10 @@ class _Worker:
         registration.start()
         return registration
 
-    async def _drain(self, server: HttpServer, front: FrontEnd, registration: RouterRegistration | None) -> None:
+    async def _drain(
+        self, client: SchedulerClient, server: HttpServer, front: FrontEnd, registration: RouterRegistration | None
+    ) -> None:
+        """Finish what runs; what still runs at the deadline or the second signal ends with an error."""
         front.begin_drain()
         if registration is not None:
             await registration.close()
@@ -232,7 +234,8 @@ class _Worker:
         idle.cancel()
         stopping.cancel()
         await asyncio.gather(idle, stopping, return_exceptions=True)
-        await end_server(server, self._lifecycle, _ERROR_FLUSH_SECONDS)
+        client.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
+        await server.stop(_ERROR_FLUSH_SECONDS)
 
 
 def _died(code: int) -> WorkerUnavailableError:

@@ -10,16 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from splitserve.launch.child import POLL_INTERVAL, ChildProcess
+from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess
 from splitserve.launch.ready_file import ReadyInfo
 
 
 @contextmanager
 def running(
-    args: Sequence[str], folder: Path, *, name: str = "process", env: Mapping[str, str] | None = None
+    args: Sequence[str],
+    folder: Path,
+    *,
+    name: str = "process",
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> Iterator[ChildProcess]:
     """`splitserve ARGS` (`serve ...` or `router ...`), not yet ready. Its log is `folder`/`name`.log."""
-    child = ChildProcess(name, args, folder, env=env)
+    child = ChildProcess(name, args, folder, env=env, program=program)
     try:
         yield child
     finally:

@@ -1,0 +1,109 @@
+"""`splitserve demo`: one question over a prefill and a decode process, measured, then checked against a colocated one.
+
+1. A router, a prefill worker and a decode worker start as processes of their own.
+2. The question goes through the router; the answer is printed as it comes.
+3. A colocated worker starts and gets the same question.
+4. A table shows what it took, and whether both gave the same tokens. All processes end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+
+from openai import OpenAIError
+from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.engine.sources import resolve_model
+from splitserve.launch.local import ClusterError, LocalCluster
+from splitserve.launch.streaming import StreamedAnswer, open_client, stream_chat
+from splitserve.launch.up import wait_ready
+
+_READY_TIMEOUT = 300.0
+# Of the KV pool of each worker: the demo needs no more.
+_POOL_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What the prefill worker says of the KV caches it has handed over."""
+
+    num_bytes: float
+    seconds: float
+
+
+def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
+    """Returns the exit code: 0 where both outputs are equal token for token."""
+    console = Console(stderr=True)
+    resolve_model(model)
+    started = time.monotonic()
+    worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]
+    try:
+        with LocalCluster(model, dtype=dtype, worker_args=worker_args) as cluster:
+            wait_ready(cluster, console, _READY_TIMEOUT)
+            start_seconds = time.monotonic() - started
+            Console().print(f"> {prompt}", markup=False, highlight=False)
+            split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
+            transfer = read_transfer(cluster.urls(DisaggregationMode.PREFILL)[0])
+            cluster.add_worker(DisaggregationMode.NULL, "colocated")
+            wait_ready(cluster, console, _READY_TIMEOUT)
+            colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
+    except (ClusterError, OpenAIError) as error:
+        console.print(f"[bold red]error:[/] the demo failed: {error}", highlight=False)
+        return 1
+    equal = split.token_ids == colocated.token_ids and bool(split.token_ids)
+    Console().print(_table(split, transfer, start_seconds, equal))
+    return 0 if equal else 1
+
+
+def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> StreamedAnswer:
+    def show(piece: str) -> None:
+        if echo:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
+    with open_client(url) as client:
+        answer = stream_chat(client, model, messages, max_tokens=max_tokens, temperature=0.0, on_text=show)
+    show("\n")
+    return answer
+
+
+def read_transfer(prefill_url: str) -> Transfer:
+    """Sums over all hand-overs of a prefill worker so far, from its metrics."""
+    with urllib.request.urlopen(prefill_url + "/metrics", timeout=10.0) as response:
+        text = response.read().decode()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return Transfer(
+        num_bytes=sums.get("splitserve:kv_transfer_bytes_sum", 0.0),
+        seconds=sums.get("splitserve:kv_transfer_latency_seconds_sum", 0.0),
+    )
+
+
+def _table(answer: StreamedAnswer, transfer: Transfer, start_seconds: float, equal: bool) -> Table:
+    table = Table("", "", show_header=False)
+    speed = transfer.num_bytes / transfer.seconds / 1e9 if transfer.seconds else 0.0
+    rows = (
+        ("prompt tokens", str(answer.prompt_tokens)),
+        ("output tokens", str(answer.completion_tokens)),
+        ("start of the processes", f"{start_seconds:.1f} s"),
+        ("time to first token", f"{answer.ttft * 1e3:.0f} ms"),
+        ("inter-token latency, mean", f"{answer.mean_itl * 1e3:.1f} ms"),
+        ("inter-token latency, p99", f"{answer.p99_itl * 1e3:.1f} ms"),
+        ("KV cache moved", f"{transfer.num_bytes / 1e6:.2f} MB"),
+        ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
+        ("KV transfer speed", f"{speed:.2f} GB/s"),
+        ("equal to colocated, token for token", "yes" if equal else "NO"),
+    )
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

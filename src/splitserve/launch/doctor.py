@@ -1,0 +1,82 @@
+"""`splitserve doctor`: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.table import Table
+
+from splitserve import __version__
+from splitserve.disaggregation.transports import TransferBackend, create_transport
+from splitserve.engine.sources import cache_dir
+from splitserve.errors import SplitserveError
+from splitserve.launch.local import num_cores
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "pyzmq", "fastapi", "uvicorn", "aiohttp")
+# The ports that commands take by default: router, worker, bootstrap server.
+_PORTS = (8000, 30000, 8998)
+
+
+def run_doctor() -> int:
+    """Returns the exit code: 0, or 1 where a part that everything needs does not work."""
+    table = Table("", "", show_header=False)
+    table.add_row("splitserve", __version__)
+    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    for package in _PACKAGES:
+        table.add_row(package, _version(package))
+    memory = psutil.virtual_memory()
+    table.add_row("cores", f"{num_cores()} usable of {os.cpu_count()}")
+    table.add_row("memory", f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f} GiB")
+    devices, works = _devices()
+    table.add_row("devices", devices)
+    for backend in TransferBackend:
+        problem = _transport_problem(backend)
+        table.add_row(f"transport {backend}", problem or "works")
+        works = works and not (problem and backend is TransferBackend.TCP)
+    for port in _PORTS:
+        table.add_row(f"port {port}", "free" if _is_free(port) else "taken: choose another --port")
+    table.add_row("model cache", str(cache_dir()))
+    Console().print(table)
+    return 0 if works else 1
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"missing: pip install {package}"
+
+
+def _devices() -> tuple[str, bool]:
+    """What torch sees, and whether it can be used at all."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"torch does not load: {error}", False
+    names = [f"cpu with {torch.get_num_threads()} threads"]
+    names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    return ", ".join(names), True
+
+
+def _transport_problem(backend: TransferBackend) -> str | None:
+    """Why a transport cannot be opened here; None if it can."""
+    try:
+        create_transport(backend, host="127.0.0.1").close()
+    except (SplitserveError, OSError, ImportError) as error:
+        return f"absent: {error}"
+    return None
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

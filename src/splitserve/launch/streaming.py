@@ -1,0 +1,80 @@
+"""Asking a served model through the `openai` package, streamed, with the times a user would feel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+
+@dataclass(slots=True)
+class StreamedAnswer:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    # Seconds from sending the request to the first token.
+    ttft: float = 0.0
+    # Seconds between tokens. Tokens that came in one piece share its gap.
+    gaps: list[float] = field(default_factory=list)
+
+    @property
+    def mean_itl(self) -> float:
+        return sum(self.gaps) / len(self.gaps) if self.gaps else 0.0
+
+    @property
+    def p99_itl(self) -> float:
+        """The gap that 99 of 100 do not exceed."""
+        ordered = sorted(self.gaps)
+        return ordered[max(0, -(-99 * len(ordered) // 100) - 1)] if ordered else 0.0
+
+
+def open_client(url: str, timeout: float = 600.0) -> OpenAI:
+    """`url`: of a router or worker, without /v1."""
+    return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
+
+
+def stream_chat(
+    client: OpenAI,
+    model: str,
+    messages: list[ChatCompletionMessageParam],
+    *,
+    max_tokens: int,
+    temperature: float,
+    on_text: Callable[[str], None],
+) -> StreamedAnswer:
+    """One turn; `on_text` gets each piece as it comes. Raises openai.OpenAIError."""
+    answer = StreamedAnswer()
+    sent = last = time.monotonic()
+    stream = client.chat.completions.create(
+        model=model,
+        messages=messages,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True},
+    )
+    with stream:
+        for chunk in stream:
+            if chunk.usage is not None:
+                answer.prompt_tokens = chunk.usage.prompt_tokens
+                answer.completion_tokens = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                ids: list[Any] = (choice.model_extra or {}).get("token_ids") or []
+                if ids:
+                    now = time.monotonic()
+                    if answer.token_ids:
+                        answer.gaps += [(now - last) / len(ids)] * len(ids)
+                    else:
+                        answer.ttft = now - sent
+                    last = now
+                    answer.token_ids += ids
+                if choice.delta.content:
+                    answer.text += choice.delta.content
+                    on_text(choice.delta.content)
+    return answer

@@ -1,0 +1,108 @@
+"""A scheduler process without a model, for tests of what surrounds one: `python -m splitserve.testing.fake_scheduler`.
+
+It speaks the real messages over the real pipes. Its answer to a request is the prompt's first token, again and again.
+What goes wrong is chosen by its argument (at the start) and by the prompt's first token (at a request).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from splitserve.core.request import FinishReason, FinishType
+from splitserve.launch.scheduler_link import SchedulerStart
+from splitserve.messages import (
+    AbortRequest,
+    FlushCacheReply,
+    FlushCacheRequest,
+    FromScheduler,
+    GenerateRequest,
+    SchedulerFailed,
+    SchedulerReady,
+    SchedulerState,
+    StateReply,
+    StateRequest,
+    StepOutputs,
+    TokenOutput,
+    ToScheduler,
+    decode_to_scheduler,
+    encode,
+)
+
+# Prompts that begin with these: the process dies; one token comes and then nothing until the request is aborted.
+DIE_TOKEN, HANG_TOKEN = 1, 2
+DEATH_CODE = 7
+# Arguments: ready at once; refuses to start; dies while it starts; never gets ready.
+READY, REFUSE, CRASH, LOAD_FOREVER = "ready", "refuse", "crash", "load-forever"
+
+
+def main() -> None:
+    scenario = sys.argv[1]
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    if scenario == CRASH:
+        os._exit(DEATH_CODE)
+    if scenario == LOAD_FOREVER:
+        threading.Event().wait()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(start.to_scheduler)
+    outbox.connect(start.from_scheduler)
+    if scenario == REFUSE:
+        outbox.send(encode(SchedulerFailed(message="the model does not fit")))
+        context.destroy(linger=1000)
+        sys.exit(1)
+    outbox.send(encode(_ready()))
+    while True:
+        for reply in _replies(decode_to_scheduler(inbox.recv())):
+            outbox.send(encode(reply))
+
+
+def _end_with_input() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(0)
+
+
+def _replies(message: ToScheduler) -> Iterator[FromScheduler]:
+    match message:
+        case GenerateRequest(prompt_ids=[first, *_]):
+            if first == DIE_TOKEN:
+                os._exit(DEATH_CODE)
+            hangs = first == HANG_TOKEN
+            ids = [first] * (1 if hangs else message.params.max_new_tokens)
+            finish = None if hangs else FinishReason(FinishType.LENGTH)
+            yield StepOutputs(outputs=[TokenOutput(rid=message.rid, token_ids=ids, finish=finish)])
+        case AbortRequest(quiet=False):
+            finish = FinishReason(FinishType.ABORT, message=message.message, status_code=499, reason="aborted")
+            yield StepOutputs(outputs=[TokenOutput(rid=message.rid, finish=finish)])
+        case FlushCacheRequest():
+            yield FlushCacheReply(call_id=message.call_id, num_pages_freed=0)
+        case StateRequest():
+            state = SchedulerState(
+                page_size=16, pages_total=8, pages_free=8, pages_cached=0, pages_leased=0, rows_total=8, rows_free=8
+            )
+            yield StateReply(call_id=message.call_id, state=state)
+
+
+def _ready() -> SchedulerReady:
+    return SchedulerReady(
+        max_total_tokens_per_request=4096,
+        vocab_size=16,
+        pages_total=8,
+        page_size=16,
+        dtype="float32",
+        kv_bytes_per_token=1,
+        device="cpu",
+        num_parameters=0,
+        load_seconds=0.0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitserve.errors import ConfigError
+from splitserve.launch.http_server import bind, port_of, reachable_host
+from splitserve.launch.lifecycle import Lifecycle
+from splitserve.launch.local import LocalCluster
+from splitserve.launch.logs import setup_logger
+from splitserve.launch.ready_file import ReadyInfo, read_ready_file, write_ready_file
+from splitserve.launch.streaming import StreamedAnswer
+
+
+def test_a_ready_file_is_read_as_it_was_written_and_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    assert read_ready_file(path) is None
+    for port in (1, 2):
+        info = ReadyInfo(pid=1, port=port, url="http://h:1")
+        write_ready_file(path, info)
+        assert read_ready_file(path) == info
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_taken_port_says_what_to_do() -> None:
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match="choose another --port"):
+        bind("127.0.0.1", port_of(sock))
+
+
+@pytest.mark.parametrize(
+    ("host", "reachable"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("10.0.0.1", "10.0.0.1")]
+)
+def test_a_wildcard_address_is_reached_over_loopback(host: str, reachable: str) -> None:
+    assert reachable_host(host) == reachable
+
+
+async def test_the_first_request_to_end_drains_and_the_second_stops() -> None:
+    lifecycle = Lifecycle()
+    lifecycle.request_end()
+    assert lifecycle.draining.is_set()
+    assert not lifecycle.stopping.is_set()
+    lifecycle.request_end()
+    assert lifecycle.stopping.is_set()
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 0), (0, 1, 0), (0, 0, 0), (-1, -1, 1)])
+def test_a_cluster_that_cannot_serve_is_refused(counts: tuple[int, int, int]) -> None:
+    prefill, decode, null = counts
+    with pytest.raises(ConfigError):
+        LocalCluster("m", prefill=prefill, decode=decode, null=null)
+
+
+def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.launch.local.num_cores", lambda: 8)
+    assert LocalCluster("m").threads == 4
+    assert LocalCluster("m", prefill=2, decode=3).threads == 1
+    assert LocalCluster("m", threads=3).threads == 3
+
+
+def test_an_unknown_log_level_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--log-level"):
+        setup_logger("loud")
+
+
+def test_gaps_between_tokens_are_summed_up() -> None:
+    answer = StreamedAnswer(gaps=[0.01] * 98 + [0.02, 0.5])
+    assert answer.mean_itl == pytest.approx(0.015)
+    assert answer.p99_itl == 0.02
+    assert StreamedAnswer().p99_itl == 0.0

@@ -1,0 +1,221 @@
+"""A worker process from start to end, around a scheduler without a model: what it says, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tokenizers
+
+from splitserve.launch.child import ChildProcess
+from splitserve.testing.fake_scheduler import CRASH, DEATH_CODE, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
+from splitserve.testing.processes import running, wait_ready
+
+pytestmark = pytest.mark.process
+
+DEADLINE = 60.0
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a front end reads of a model: its config and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {f"w{i}": i for i in range(16)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"eos_token_id": 15}')
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@contextmanager
+def worker(scenario: str, model: Path, folder: Path, *options: str, temp: Path | None = None) -> Iterator[ChildProcess]:
+    program = (sys.executable, "-m", "splitserve.testing.fake_worker", scenario)
+    args = ["serve", str(model), "--port", "0", *options]
+    env = {"TMPDIR": str(temp or tempfile.gettempdir())}
+    with running(args, folder, env=env, program=program) as child:
+        yield child
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def generate(token: int, **extra: Any) -> dict[str, Any]:
+    return {"input_ids": [token], "sampling_params": {"max_new_tokens": 3}, **extra}
+
+
+def test_it_serves_and_tells_who_it_is_and_leaves_nothing(model_folder: Path, tmp_path: Path) -> None:
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    options = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
+    with worker(READY, model_folder, tmp_path, *options, temp=temp) as child:
+        ready = wait_ready(child)
+        assert ready.pid == child.pid
+        assert ready.disaggregation_mode == "prefill"
+        assert ready.url == f"http://127.0.0.1:{ready.port}"
+        with urllib.request.urlopen(f"http://127.0.0.1:{ready.bootstrap_port}/health", timeout=DEADLINE) as response:
+            assert response.status == 200
+        with urllib.request.urlopen(f"{ready.url}/health", timeout=DEADLINE) as response:
+            assert response.status == 200
+        scheduler = psutil.Process(ready.scheduler_pid)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 0
+        assert not scheduler.is_running()
+        assert list(temp.iterdir()) == []
+
+
+def test_it_answers(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path) as child:
+        status, body = post(wait_ready(child).url, generate(5))
+        assert (status, json.loads(body)["output_ids"]) == (200, [5, 5, 5])
+
+
+def test_the_schedulers_death_ends_every_stream_with_an_error_and_the_worker(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with worker(READY, model_folder, tmp_path) as child:
+        url = wait_ready(child).url
+        body = json.dumps(generate(HANG_TOKEN, stream=True)).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + "/generate", body), timeout=DEADLINE) as stream:
+            assert b"output_ids" in stream.readline()
+            status, answer = post(url, generate(DIE_TOKEN))
+            rest = stream.read()
+        assert status == 503
+        assert f"ended with code {DEATH_CODE}" in json.loads(answer)["error"]["message"]
+        assert b"the scheduler process ended" in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"), [(REFUSE, "the model does not fit"), (CRASH, f"ended with code {DEATH_CODE}")]
+)
+def test_a_scheduler_that_cannot_start_ends_the_worker_and_says_why(
+    model_folder: Path, tmp_path: Path, scenario: str, reason: str
+) -> None:
+    with worker(scenario, model_folder, tmp_path) as child:
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 1
+        assert reason in child.log_tail()
+
+
+def test_the_first_signal_drains_and_the_second_stops(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path) as child:
+        url = wait_ready(child).url
+        body = json.dumps(generate(HANG_TOKEN, stream=True)).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + "/generate", body), timeout=DEADLINE) as stream:
+            stream.readline()
+            child.send_signal(signal.SIGTERM)
+            while post(url, generate(5))[0] == 200:
+                pass
+            status, answer = post(url, generate(5))
+            assert status == 503
+            assert "draining" in json.loads(answer)["error"]["message"]
+            assert child.exit_code is None
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(DEADLINE)
+            assert child.exit_code == 0
+
+
+def test_a_drain_waits_for_running_requests_up_to_its_deadline(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path, "--drain-timeout", "0.2") as child:
+        url = wait_ready(child).url
+        body = json.dumps(generate(HANG_TOKEN, stream=True)).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + "/generate", body), timeout=DEADLINE) as stream:
+            stream.readline()
+            child.send_signal(signal.SIGINT)
+            rest = stream.read()
+            assert child.wait(DEADLINE)
+        assert child.exit_code == 0
+        assert b"shutting down" in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert "were still running after 0.2 s" in child.log_tail()
+
+
+def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Path) -> None:
+    with worker(LOAD_FOREVER, model_folder, tmp_path, "--log-level", "debug") as child:
+        scheduler = wait_for_child(child)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(DEADLINE)
+        assert not scheduler.is_running()
+
+
+def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path) as child:
+        scheduler = psutil.Process(wait_ready(child).scheduler_pid)
+        child.close()
+        assert child.exit_code == 0
+        assert not scheduler.is_running()
+
+
+def test_a_worker_that_is_killed_takes_its_scheduler_with_it(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path) as child:
+        scheduler = psutil.Process(wait_ready(child).scheduler_pid)
+        os.kill(child.pid, signal.SIGKILL)
+        assert scheduler.wait(DEADLINE) is None
+
+
+def test_a_taken_port_is_one_line_and_exit_code_2(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path) as first:
+        port = str(wait_ready(first).port)
+        with running(["serve", str(model_folder), "--port", port], tmp_path, name="second") as second:
+            assert second.wait(DEADLINE)
+            assert second.exit_code == 2
+            assert second.log_tail().startswith(f"error: cannot listen on 127.0.0.1:{port}")
+
+
+def test_it_announces_itself_to_the_router_and_leaves_it_when_it_drains(model_folder: Path, tmp_path: Path) -> None:
+    with running(["router", "--port", "0"], tmp_path, name="router") as router:
+        url = wait_ready(router).url
+        with worker(READY, model_folder, tmp_path, "--router", url) as child:
+            ready = wait_ready(child)
+            while workers(url) != [ready.url]:
+                assert child.exit_code is None
+            assert post(url, generate(5))[0] == 200
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(DEADLINE)
+            assert workers(url) == []
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(DEADLINE)
+        assert router.exit_code == 0
+
+
+def workers(router_url: str) -> list[str]:
+    with urllib.request.urlopen(router_url + "/workers", timeout=DEADLINE) as response:
+        return [w["url"] for w in json.load(response)["workers"]]
+
+
+def wait_for_child(child: ChildProcess) -> psutil.Process:
+    """The scheduler of a worker that is not ready yet."""
+    timer = threading.Timer(DEADLINE, child.send_signal, [signal.SIGKILL])
+    timer.start()
+    try:
+        while child.exit_code is None:
+            children = psutil.Process(child.pid).children()
+            if children and "fake_scheduler" in " ".join(children[0].cmdline()):
+                return children[0]
+    finally:
+        timer.cancel()
+    raise AssertionError(f"the worker ended:\n{child.log_tail()}")

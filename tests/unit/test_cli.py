@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from splitserve import __version__, cli
+
+
+def run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(list(argv))
+    code = exit_info.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "joined"),
+    [
+        (["router", "--prefill", "u", "8998", "--decode", "d"], ["router", "--prefill", "u 8998", "--decode", "d"]),
+        (["router", "--prefill", "u", "none"], ["router", "--prefill", "u none"]),
+        (["router", "--prefill", "u", "--prefill", "v", "1"], ["router", "--prefill", "u", "--prefill", "v 1"]),
+        (["router", "--prefill=u", "1", "--port", "2"], ["router", "--prefill=u 1", "--port", "2"]),
+        (["router", "--prefill"], ["router", "--prefill"]),
+        (["up", "--prefill", "2", "--decode", "1"], ["up", "--prefill", "2", "--decode", "1"]),
+        (["up", "--prefill=2", "8"], ["up", "--prefill=2", "8"]),
+    ],
+)
+def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined: list[str]) -> None:
+    assert cli.join_prefill_ports(argv) == joined
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--dtype", "int3"], "--dtype"),
+        (["serve", "--page-size", "0"], "--page-size"),
+        (["serve", "--port", "70000"], "--port"),
+        (["serve", "--mem-fraction-static", "2"], "--mem-fraction-static"),
+        (["serve", "--threads", "0"], "--threads"),
+        (["serve", "--router", "nowhere"], "not a worker's URL"),
+        (["router", "--policy", "fastest"], "--policy"),
+        (["router", "--prefill", "http://h:1", "99999"], "--prefill"),
+        (["router", "--decode", "h"], "not a worker's URL"),
+        (["router", "--timeout", "0"], "--timeout"),
+        (["up", "--prefill", "1", "--decode", "0"], "each kind needs the other"),
+        (["up", "--dtype", "int3"], "--dtype"),
+        (["up", "--log-level", "info", "--prefill", "0", "--decode", "0"], "at least one worker"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_option_or_command_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--no-such-option") == 2
+    assert run("no-such-command") == 2
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", "/no/such/model") == 1
+    assert capsys.readouterr().err.startswith("error: There is no folder")
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("up", "serve", "router", "demo", "pull", "chat", "doctor"))
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, splitserve.cli; print(sorted({'torch', 'transformers', 'fastapi', 'openai'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[]"
