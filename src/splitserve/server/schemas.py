@@ -38,6 +38,10 @@ class SamplingFields(Body):
     seed: int | None = None
     sampling_seed: int | None = None
 
+    def own_names(self) -> dict[str, str]:
+        """What this body calls parameters that SamplingParams calls otherwise, for errors about them."""
+        return {}
+
 
 class NativeSampling(SamplingFields):
     """`sampling_params` of /generate."""
@@ -87,6 +91,9 @@ class OpenAIBody(SamplingFields, BootstrapFields):
     # Add `token_ids` to the choices and `prompt_token_ids` to the answer.
     return_token_ids: bool | None = None
 
+    def own_names(self) -> dict[str, str]:
+        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
 
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
@@ -108,6 +115,10 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def own_names(self) -> dict[str, str]:
+        has_new_name = self.max_completion_tokens is not None
+        return super().own_names() | ({"max_new_tokens": "max_completion_tokens"} if has_new_name else {})
 
 
 class AbortBody(Body):

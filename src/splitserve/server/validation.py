@@ -139,10 +139,21 @@ def sampling_params(
     for name in _SAME_NAME:
         given[name] = getattr(fields, name)
     params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
-    params.validate(vocab_size)
+    try:
+        params.validate(vocab_size)
+    except InvalidRequestError as error:
+        raise _in_own_words(error, fields.own_names()) from None
     # Only now: what was asked for must be right in itself.
     fits = min(params.max_new_tokens, room)
     return dataclasses.replace(params, max_new_tokens=fits, min_new_tokens=min(params.min_new_tokens, fits))
+
+
+def _in_own_words(error: InvalidRequestError, own_names: Mapping[str, str]) -> InvalidRequestError:
+    """The same error with the client's names for our parameters."""
+    message = error.message
+    for ours, theirs in own_names.items():
+        message = message.replace(ours, theirs)
+    return InvalidRequestError(message, param=own_names.get(error.param or "", error.param))
 
 
 _SAME_NAME = (

@@ -63,7 +63,7 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt is empty"),
     ({"prompt": ["a", 1]}, "prompt"),
     ({"prompt": [-1], "echo": True}, "token id -1"),
-    ({"prompt": "a", "max_tokens": 0}, "max_new_tokens is 0"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
     ({"prompt": "a", "logprobs": -1}, "logprobs is -1"),
     ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
     ({"prompt": ["a"] * 40, "n": 128}, "5120 samples"),
@@ -78,7 +78,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
     ({"messages": HI, "continue_final_message": True}, "message of the assistant"),
-    ({"messages": HI, "max_completion_tokens": -1}, "max_new_tokens is -1"),
+    ({"messages": HI, "max_completion_tokens": -1}, "max_completion_tokens is -1"),
 ]
 
 

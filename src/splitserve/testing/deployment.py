@@ -1,0 +1,80 @@
+"""A real deployment with the real model, and what tests ask of it: router, prefill, decode and a colocated worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.launch.local import LocalCluster
+
+MODEL = "smollm2"
+
+
+@dataclass
+class Deployment:
+    """A cluster and a client of it. Mode "disaggregated" asks the router, "colocated" the null worker."""
+
+    cluster: LocalCluster
+    client: httpx.Client
+
+    def url(self, mode: str) -> str:
+        return self.cluster.router_url if mode == "disaggregated" else self.worker("null")
+
+    def worker(self, role: str) -> str:
+        return self.cluster.urls(DisaggregationMode(role))[0]
+
+    def workers(self) -> list[str]:
+        return [w.url for w in self.cluster.workers if w.url]
+
+    def generate(self, mode: str, prompt: list[int], **more: Any) -> dict[str, Any]:
+        """`/generate`, greedy unless told otherwise; the answer's body."""
+        params = {"temperature": 0.0, **more.pop("sampling_params", {})}
+        body = {"input_ids": prompt, "sampling_params": params, **more}
+        response = self.client.post(f"{self.url(mode)}/generate", json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def generate_all(self, mode: str, prompts: list[list[int]], at_a_time: int, **more: Any) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(at_a_time) as pool:
+            return list(pool.map(lambda prompt: self.generate(mode, prompt, **dict(more)), prompts))
+
+    def state(self, worker_url: str) -> dict[str, Any]:
+        state: dict[str, Any] = self.client.get(f"{worker_url}/server_info").json()["internal_states"][0]
+        return state
+
+    def flush(self) -> None:
+        for url in self.workers():
+            assert self.client.post(f"{url}/flush_cache").status_code == 200
+
+    def check_nothing_is_held(self, within: float = 15.0) -> None:
+        """Every page, row and metadata slot is back, on every worker, and no conservation check ever failed."""
+        deadline = time.monotonic() + within
+        for url in self.workers():
+            while problem := _held(self.state(url)):
+                assert time.monotonic() < deadline, f"{url} keeps something: {problem}"
+
+
+def _held(state: dict[str, Any]) -> str:
+    balanced = (
+        state["num_running_reqs"] == state["num_waiting_reqs"] == state["pages_leased"] == 0
+        and state["pages_free"] + state["pages_cached"] == state["pages_total"]
+        and state["rows_free"] == state["rows_total"]
+        and state["metadata_slots_free"] == state["metadata_slots_total"]
+        and state["num_invariant_violations_total"] == 0
+    )
+    return "" if balanced else str(state)
+
+
+def deploy(*, chunk: int = 2048, dtype: str = "float32", max_total_tokens: int = 40_000) -> Iterator[Deployment]:
+    args = ["--chunked-prefill-size", str(chunk), "--max-total-tokens", str(max_total_tokens)]
+    with LocalCluster(MODEL, null=1, dtype=dtype, threads=1, worker_args=args) as cluster:
+        cluster.wait_ready(timeout=180)
+        with httpx.Client(timeout=300) as client:
+            yield Deployment(cluster, client)
