@@ -24,6 +24,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.transports import TransferBackend
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
@@ -68,6 +69,7 @@ def up(
     from splitserve.launch.up import run_up
 
     _check_dtype(dtype)
+    _check_backend(transfer_backend, "--transfer-backend")
     worker_args = ["--served-model-name", served_model_name or model]
     if max_total_tokens is not None:
         worker_args += ["--max-total-tokens", str(max_total_tokens)]
@@ -286,9 +288,15 @@ def _check_dtype(dtype: str) -> None:
         raise ConfigError(f"--dtype {dtype!r}: choose one of auto, {', '.join(DTYPES)}")
 
 
+def _check_backend(backend: str, option: str) -> None:
+    if backend not in list(TransferBackend):
+        raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(TransferBackend)}")
+
+
 def _check_worker(config: WorkerConfig) -> None:
     """Raises ConfigError naming the first option that is out of range."""
     _check_dtype(config.model.dtype)
+    _check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
     checks = (
         ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
         ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),

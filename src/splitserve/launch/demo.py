@@ -55,7 +55,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
             wait_ready(cluster, console, _READY_TIMEOUT)
             colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
     except (ClusterError, OpenAIError) as error:
-        console.print(f"[bold red]error:[/] the demo failed: {error}", highlight=False)
+        console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     equal = split.token_ids == colocated.token_ids and bool(split.token_ids)
     Console().print(_table(split, transfer, start_seconds, equal))

@@ -34,7 +34,8 @@ def run_up(cluster: LocalCluster, model: str, *, load_timeout: float = 900.0) ->
                 _show(cluster, model)
                 return _watch(cluster, console, ended)
         except ClusterError as error:
-            console.print(f"[bold red]error:[/] {error.message}", highlight=False)
+            console.print("[bold red]error:[/]", end=" ")
+            console.print(error.message, markup=False, highlight=False, soft_wrap=True)
             return 1
 
 
@@ -106,7 +107,7 @@ def _watch(cluster: LocalCluster, console: Console, ended: threading.Event) -> i
                 continue
             reported.add(child.name)
             console.print(f"[bold red]{child.name} exited with code {child.exit_code}[/]; the end of its log:")
-            console.print(child.log_tail(), markup=False, highlight=False)
+            console.print(child.log_tail(), markup=False, highlight=False, soft_wrap=True)
         if len(reported) == len(cluster.children) or "router" in reported:
             raise ClusterError(f"{'the router has' if 'router' in reported else 'all workers have'} ended: start again")
     console.print("draining: running requests finish first; Ctrl-C again stops at once")

@@ -64,7 +64,8 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through sys.stdin: a thread that holds its lock makes the interpreter abort at shutdown.
+    while os.read(0, 4096):
         pass
     os._exit(0)
 

@@ -43,7 +43,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def worker(scenario: str, model: Path, folder: Path, *options: str, temp: Path | None = None) -> Iterator[ChildProcess]:
-    program = (sys.executable, "-m", "splitserve.testing.fake_worker", scenario)
+    program = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), scenario)
     args = ["serve", str(model), "--port", "0", *options]
     env = {"TMPDIR": str(temp or tempfile.gettempdir())}
     with running(args, folder, env=env, program=program) as child:

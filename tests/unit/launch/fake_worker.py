@@ -1,4 +1,4 @@
-"""A whole worker process around a fake scheduler: `python -m splitserve.testing.fake_worker SCENARIO serve ...`.
+"""A whole worker process around a fake scheduler: `fake_worker.py SCENARIO serve ...`.
 
 The command line after the scenario is the real one.
 """
