@@ -251,6 +251,34 @@ def chat(
 
 
 @app.command()
+def verify(
+    model: ModelArgument = "smollm2",
+    dtype: DtypeOption = "float32",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help='Each line {"text": ...}, {"input_ids": [...]} or a string.'),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
+    transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each worker's model.")] = None,
+) -> None:
+    """Compare colocated and disaggregated output, token by token. Exit code 0: equal."""
+    from splitserve.launch.verify import VerifyOptions, run_verify
+
+    _check_dtype(dtype)
+    options = VerifyOptions(
+        model=model,
+        dtype=dtype,
+        prompts_file=prompts,
+        max_tokens=max_tokens,
+        transfer_backend=transfer_backend,
+        threads=threads,
+    )
+    raise typer.Exit(run_verify(options, as_json=as_json))
+
+
+@app.command()
 def doctor() -> None:
     """Show what this machine offers: versions, cores, memory, devices, transports, ports."""
     from splitserve.launch.doctor import run_doctor

@@ -1,0 +1,101 @@
+"""How `splitserve verify` shows its result: a table with a verdict for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from splitserve.launch.verify_compare import EXACT_DTYPES, Answer, Comparison, VerifyReport
+
+# Mismatches written out below the table at most.
+_MAX_LISTED = 10
+
+
+def report_object(report: VerifyReport) -> dict[str, Any]:
+    """The JSON form. A token id is null where that side had ended; a delta that is no number is null."""
+    delta = report.max_logprob_delta
+    return {
+        "equal": report.equal,
+        "prompts": report.num_prompts,
+        "mismatches": [_mismatch_object(c) for c in report.mismatches],
+        "max_logprob_delta": delta if math.isfinite(delta) else None,
+        "model": report.model,
+        "dtype": report.dtype,
+        "transfer_backend": report.transfer_backend,
+    }
+
+
+def _mismatch_object(comparison: Comparison) -> dict[str, Any]:
+    position = comparison.position
+    assert position is not None
+    return {
+        "prompt": comparison.prompt,
+        "pass": comparison.pass_name,
+        "setting": comparison.setting,
+        "position": position,
+        "colocated": _token_at(comparison.colocated, position),
+        "disaggregated": _token_at(comparison.disaggregated, position),
+    }
+
+
+def _token_at(answer: Answer, position: int) -> int | None:
+    return answer.output_ids[position] if position < len(answer.output_ids) else None
+
+
+def render(report: VerifyReport) -> RenderableType:
+    """One row a prompt over all its rounds, the mismatches, the verdict."""
+    table = Table(
+        "prompt", "tokens in", "tokens out", "equal", "max logprob delta", "cached, colocated", "cached, apart"
+    )
+    for prompt in sorted({c.prompt for c in report.comparisons}):
+        table.add_row(*_row([c for c in report.comparisons if c.prompt == prompt]))
+    lines = [Text(_describe(c)) for c in report.mismatches[:_MAX_LISTED]]
+    hidden = len(report.mismatches) - len(lines)
+    if hidden > 0:
+        lines.append(Text(f"... and {hidden} more mismatches (--json lists all)"))
+    return Group(table, *lines, _verdict(report))
+
+
+def _row(rounds: list[Comparison]) -> tuple[str, ...]:
+    num_equal = sum(c.position is None for c in rounds)
+    lengths = sorted({len(c.colocated.output_ids) for c in rounds})
+    return (
+        str(rounds[0].prompt),
+        f"{rounds[0].colocated.num_prompt_tokens:,}",
+        "-".join(str(n) for n in dict.fromkeys((lengths[0], lengths[-1]))),
+        "yes" if num_equal == len(rounds) else f"{num_equal} of {len(rounds)}",
+        f"{max(c.max_logprob_delta for c in rounds):.1e}",
+        str(max(c.colocated.num_cached_tokens for c in rounds)),
+        str(max(c.disaggregated.num_cached_tokens for c in rounds)),
+    )
+
+
+def _describe(comparison: Comparison) -> str:
+    found = _mismatch_object(comparison)
+    return (
+        f"prompt {found['prompt']} ({found['pass']}, {found['setting']}): at output position {found['position']} "
+        f"colocated has {_name(found['colocated'])}, disaggregated {_name(found['disaggregated'])}"
+    )
+
+
+def _name(token: int | None) -> str:
+    return "ended" if token is None else f"token {token}"
+
+
+def _verdict(report: VerifyReport) -> Text:
+    total, mismatches = len(report.comparisons), len(report.mismatches)
+    rule = (
+        f"every token equal and logprobs within {report.tolerance:g}"
+        if report.dtype in EXACT_DTYPES
+        else f"logprobs within {report.tolerance:g} (near ties may fall either way in {report.dtype})"
+    )
+    return Text(
+        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {report.model} in {report.dtype} over {report.transfer_backend}, "
+        f"{report.num_prompts} prompts, {total - mismatches} of {total} answers equal token for token, max logprob "
+        f"delta {report.max_logprob_delta:.1e}; the rule: {rule}",
+        style="bold green" if report.equal else "bold red",
+    )
