@@ -27,7 +27,7 @@ demo: setup
 	@$(BIN)/splitserve demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.installed
 	$(BIN)/ruff check .
@@ -42,7 +42,7 @@ bench: setup
 	@$(BIN)/splitserve bench main --append-to docs/log.md
 
 soak: setup
-	$(BIN)/python -m pytest -m soak --override-ini addopts="--strict-markers --import-mode=importlib"
+	$(BIN)/python -m pytest -m soak --timeout 3600
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,7 +45,7 @@ def cached_of(world, rid):
 
 @pytest.mark.parametrize("mode", [colocated, disaggregated])
 @pytest.mark.parametrize("chunk", [64, 2048])
-@pytest.mark.parametrize("at_a_time", [1, 16])
+@pytest.mark.parametrize("at_a_time", [pytest.param(1, marks=pytest.mark.soak), 16])
 def test_greedy_output_equals_generate_cold_and_warm(tiny, mode, chunk, at_a_time):
     loaded, reference = tiny
     world, submit = mode({**SETTINGS, "token_budget": chunk, "make_engine": real_engine(loaded)}, seed=chunk)

@@ -1,6 +1,6 @@
 """The scheduler's process: `python -m splitserve.launch.scheduler_process`, started by a worker's front end.
 
-1. One line of JSON on standard input says everything (`Start`).
+1. One line of JSON on standard input says everything (`SchedulerStart`).
 2. The model is loaded, the scheduler assembled, and SchedulerReady sent; SchedulerFailed instead where that fails.
 3. The loop runs until standard input ends: the front end has closed it, or is gone. A scheduler never outlives it.
 """
@@ -16,10 +16,10 @@ from contextlib import ExitStack
 
 import msgspec
 
-from splitserve.config import WorkerConfig
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
+from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
 from splitserve.scheduler.inbox import FrontEndPipe
 
@@ -29,22 +29,10 @@ logger = logging.getLogger(__name__)
 GRACE = 5.0
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front end says at the start."""
-
-    config: WorkerConfig
-    # Resolved: config.model.model is what the user typed.
-    model_folder: str
-    to_scheduler: str
-    from_scheduler: str
-    # Prefill: where this worker's own bootstrap server takes registrations.
-    bootstrap_url: str | None = None
-
-
 def main() -> int:
     # Ctrl-C goes to the whole process group; ending in order is the front end's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
     logging.basicConfig(
         level=start.config.server.log_level.upper(), format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s"
     )
@@ -71,7 +59,8 @@ def main() -> int:
 
 
 def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's exit.
+    while os.read(0, 4096):
         pass
     stopping.set()
     pipe.waker.wake()

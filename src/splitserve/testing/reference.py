@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # Prompt lengths that straddle pages (16) and chunks (64, 2048), from one token to three thousand.
-LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200, 256, 511, 700, 1025, 2047, 2049, 3000)
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80, 127, 128, 129, 200, 257, 513, 2049, 3000)
 NUM_OUTPUT_TOKENS = 64
 
 Reference = Callable[[Sequence[int]], list[int]]
