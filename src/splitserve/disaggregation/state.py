@@ -53,3 +53,23 @@ def advance(state: KVPoll, event: KVEvent) -> KVPoll:
         return TRANSITIONS[state][event]
     except KeyError:
         raise IllegalTransition(f"KVPoll {state.name} has no move for {event.value!r}") from None
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram, for docs/transfer.md. Moves that stay where they are, are left out."""
+    names = {state: state.name.title().replace("_", "") for state in KVPoll}
+    lines = ["stateDiagram-v2", f"    [*] --> {names[KVPoll.BOOTSTRAPPING]}"]
+    lines += [
+        f"    {names[state]} --> {names[target]}: {event.value}"
+        for state, moves in TRANSITIONS.items()
+        for event, target in moves.items()
+        if target is not state
+    ]
+    lines += [f"    {names[state]} --> [*]" for state in (KVPoll.SUCCESS, KVPoll.FAILED)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(diagram())
