@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Self
@@ -19,6 +20,9 @@ from splitserve.config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 SCHEDULER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.scheduler_process")
+# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's own default
+# a worker whose core is shared spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
+_OPENMP = {"GOMP_SPINCOUNT": "1000"}
 # Seconds it gets to end after its standard input has ended.
 END_TIMEOUT = 8.0
 
@@ -45,7 +49,11 @@ class SchedulerProcess:
     @classmethod
     async def start(cls, command: Sequence[str], start: SchedulerStart) -> Self:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+            env={**_OPENMP, **os.environ},
         )
         link = cls(process)
         try:
