@@ -35,6 +35,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench_app)
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
@@ -276,6 +278,21 @@ def verify(
         threads=threads,
     )
     raise typer.Exit(run_verify(options, as_json=as_json))
+
+
+@bench_app.command("main")
+def bench_main(
+    model: ModelArgument = "smollm2",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    append_to: Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs.")] = False,
+) -> None:
+    """Throughput and time to first token: colocated, disaggregated and plain transformers. Takes minutes."""
+    from splitserve.bench.figures import BenchOptions, run_bench
+
+    options = BenchOptions(model=model, dtype=dtype, append_to=append_to, as_json=as_json, quick=quick)
+    raise typer.Exit(run_bench(options))
 
 
 @app.command()

@@ -190,7 +190,7 @@ class _Client:
         try:
             response = await self._http.request(method, url, json=body)
         except httpx.HTTPError as error:
-            raise VerifyError(f"{what}{method} {url}: {error or type(error).__name__}") from error
+            raise VerifyError(f"{what}{method} {url}: {str(error) or type(error).__name__}") from error
         if response.status_code != 200:
             raise VerifyError(f"{what}{method} {url}: HTTP {response.status_code}: {response.text[:500]}")
         parsed: dict[str, Any] = response.json()

@@ -1,0 +1,90 @@
+"""How the figures are shown: one table for the terminal and for Markdown, and JSON."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from splitserve.bench.stats import StreamsFigures, TtftFigures
+
+LEGEND = "ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time on an idle system."
+
+
+@dataclass(frozen=True, slots=True)
+class SystemFigures:
+    name: str
+    threads: str
+    streams: Sequence[StreamsFigures]
+    ttft: Sequence[TtftFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    model: str
+    dtype: str
+    # As it can be typed again.
+    command: str
+    # "128 prompt and 128 output tokens".
+    stream_shape: str
+    machine: dict[str, str]
+    # Each measured in the same way, in the same order.
+    systems: Sequence[SystemFigures]
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON. Seconds and tokens/s."""
+        return asdict(self)
+
+    def rows(self) -> list[list[str]]:
+        """A row a figure: its name, then its value in each system."""
+        rows: list[list[str]] = []
+        for i, streams in enumerate(self.systems[0].streams):
+            of = [system.streams[i] for system in self.systems]
+            name = f"{streams.num_streams} stream{'s' if streams.num_streams > 1 else ''}"
+            rows.append([f"{name}: output tokens/s", *(f"{f.output_tokens_per_second:.1f}" for f in of)])
+            itls = (f"{_ms(f.itl_mean)} / {_ms(f.itl_p50)} / {_ms(f.itl_p99)}" for f in of)
+            rows.append([f"{name}: ITL, ms", *itls])
+            rows.append([f"{name}: TPOT, ms", *(_ms(f.tpot_median) for f in of)])
+        for i, ttft in enumerate(self.systems[0].ttft):
+            cells = (system.ttft[i] for system in self.systems)
+            ttfts = (f"{_ms(f.ttft_median)} ({_ms(f.ttft_min)}-{_ms(f.ttft_max)})" for f in cells)
+            rows.append([f"{ttft.num_prompt_tokens:,} tokens: TTFT, ms", *ttfts])
+        rows.append(["CPU threads", *(system.threads for system in self.systems)])
+        return rows
+
+    def table(self) -> Table:
+        names = (system.name for system in self.systems)
+        table = Table("", *names, title=f"{self.model} in {self.dtype}", caption=LEGEND)
+        for row in self.rows():
+            table.add_row(*row)
+        return table
+
+    def markdown(self, date: datetime.date) -> str:
+        """A section to append to a log."""
+        header = ["", *(system.name for system in self.systems)]
+        lines = [_line(header), "|---" * len(header) + "|", *(_line(row) for row in self.rows())]
+        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
+        runs = ", ".join(
+            [f"{f.num_runs} at {f.num_streams} stream(s)" for f in self.systems[0].streams]
+            + [f"{f.num_runs} for TTFT at {f.num_prompt_tokens:,}" for f in self.systems[0].ttft]
+        )
+        return (
+            f"\n## {date.isoformat()} · Throughput and TTFT of {self.model} in {self.dtype}\n\n"
+            f"`{self.command}`\n\n"
+            f"{machine}.\n\n"
+            f"Streams of {self.stream_shape}, all sent at once, prompts of random words (no prefix hits). Served "
+            "systems are measured at an HTTP client of the router; transformers runs `generate` on one batch, without "
+            f"HTTP. One system at a time. Runs: {runs}; medians of them. {LEGEND}\n\n" + "\n".join(lines) + "\n"
+        )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ms(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

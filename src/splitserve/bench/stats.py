@@ -1,0 +1,117 @@
+"""What the figures of a benchmark mean. Pure: times in, numbers out; all times in seconds.
+
+TTFT   from sending a request to its first token.
+ITL    each gap between two arrivals of tokens at the client.
+TPOT   (E2E - TTFT) / (n - 1) of a request with n output tokens.
+output tokens/s   all output tokens of a run, over the time from its first request to its last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """One request as its client saw it. All records of a run are on one clock."""
+
+    sent_at: float
+    # When tokens came, in order.
+    arrived_at: tuple[float, ...]
+    # Tokens that came at arrived_at[i].
+    num_tokens: tuple[int, ...]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+    @property
+    def ttft(self) -> float:
+        return self.arrived_at[0] - self.sent_at
+
+    @property
+    def e2e(self) -> float:
+        return self.arrived_at[-1] - self.sent_at
+
+    @property
+    def itls(self) -> list[float]:
+        """Empty where all tokens came at once."""
+        return [later - earlier for earlier, later in zip(self.arrived_at, self.arrived_at[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        """None with a single token."""
+        n = self.num_output_tokens
+        return None if n < 2 else (self.e2e - self.ttft) / (n - 1)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The smallest of the values that at least q percent of them do not exceed, 0 < q <= 100."""
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    return sorted(values)[max(0, math.ceil(q / 100 * len(values)) - 1)]
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one, or the mean of the two in the middle."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def output_tokens_per_second(run: Sequence[StreamRecord]) -> float:
+    start = min(r.sent_at for r in run)
+    end = max(r.arrived_at[-1] for r in run)
+    return sum(r.num_output_tokens for r in run) / (end - start)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsFigures:
+    """So many streams at once. Medians over runs where a run has one number, else over everything in all runs."""
+
+    num_streams: int
+    num_runs: int
+    output_tokens_per_second: float
+    itl_mean: float
+    itl_p50: float
+    itl_p99: float
+    tpot_median: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> StreamsFigures:
+        """Raises ValueError where a run has fewer than two tokens a stream."""
+        records = [record for run in runs for record in run]
+        itls = [gap for record in records for gap in record.itls]
+        tpots = [record.tpot for record in records if record.tpot is not None]
+        if not itls or len(tpots) != len(records):
+            raise ValueError("streams of at least two tokens are needed")
+        return cls(
+            num_streams=len(runs[0]),
+            num_runs=len(runs),
+            output_tokens_per_second=median([output_tokens_per_second(run) for run in runs]),
+            itl_mean=mean(itls),
+            itl_p50=percentile(itls, 50),
+            itl_p99=percentile(itls, 99),
+            tpot_median=median(tpots),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TtftFigures:
+    """One prompt at a time on an idle system."""
+
+    num_prompt_tokens: int
+    num_runs: int
+    ttft_median: float
+    ttft_min: float
+    ttft_max: float
+
+    @classmethod
+    def of(cls, num_prompt_tokens: int, records: Sequence[StreamRecord]) -> TtftFigures:
+        ttfts = [record.ttft for record in records]
+        return cls(num_prompt_tokens, len(ttfts), median(ttfts), min(ttfts), max(ttfts))

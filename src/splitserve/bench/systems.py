@@ -1,0 +1,146 @@
+"""The systems that are measured, one at a time: each starts, warms up, runs all jobs and stops.
+
+Colocated and disaggregated serving are LocalClusters asked through their router; plain transformers is a process
+that gets the same jobs without HTTP. What the figures mean is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from rich.console import Console
+
+from splitserve.bench.jobs import Job
+from splitserve.bench.load import LoadError, run_streams
+from splitserve.bench.stats import StreamRecord
+from splitserve.launch.local import LocalCluster
+from splitserve.launch.up import wait_ready
+
+_READY_TIMEOUT = 600.0
+# Seconds the baseline may take in all.
+_BASELINE_TIMEOUT = 3600.0
+BASELINE_COMMAND = (sys.executable, "-m", "splitserve.bench.baseline")
+
+
+class System(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def threads(self) -> str:
+        """CPU threads of its models, e.g. "1 + 1" for two workers."""
+        ...
+
+    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
+        """The records of each job. Progress goes to the console. Raises SplitserveError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSystem:
+    """A deployment of ours on this machine: pairs of workers, or one that does both phases."""
+
+    name: str
+    model: str
+    dtype: str
+    num_pairs: int
+    num_colocated: int
+    threads_each: int
+    # Of each worker's KV pool: enough for the largest job.
+    pool_tokens: int
+
+    @property
+    def threads(self) -> str:
+        return " + ".join([str(self.threads_each)] * (2 * self.num_pairs + self.num_colocated))
+
+    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
+        cluster = LocalCluster(
+            self.model,
+            prefill=self.num_pairs,
+            decode=self.num_pairs,
+            null=self.num_colocated,
+            dtype=self.dtype,
+            threads=self.threads_each,
+            worker_args=["--served-model-name", self.model, "--max-total-tokens", str(self.pool_tokens)],
+            log_level="warning",
+        )
+        with cluster:
+            wait_ready(cluster, console, _READY_TIMEOUT)
+            results = []
+            with console.status(f"{self.name}: warming up") as status:
+                for job in warm_up:
+                    self._run_job(cluster.router_url, job)
+                for number, job in enumerate(jobs, start=1):
+                    status.update(f"{self.name}: run {number} of {len(jobs)}")
+                    results.append(self._run_job(cluster.router_url, job))
+            return results
+
+    def _run_job(self, url: str, job: Job) -> list[StreamRecord]:
+        return asyncio.run(run_streams(url, self.model, job.prompts, job.max_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersSystem:
+    """Plain `generate` in a process of its own."""
+
+    name: str
+    model_folder: Path
+    dtype: str
+    num_threads: int
+    command: Sequence[str] = BASELINE_COMMAND
+    timeout: float = _BASELINE_TIMEOUT
+
+    @property
+    def threads(self) -> str:
+        return str(self.num_threads)
+
+    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
+        task = {
+            "model_folder": str(self.model_folder),
+            "dtype": self.dtype,
+            "threads": self.num_threads,
+            "warm_up": warm_up,
+            "jobs": jobs,
+        }
+        results: list[list[StreamRecord]] = []
+        with console.status(f"{self.name}: starting") as status:
+            for line in self._lines(msgspec.json.encode(task)):
+                results.append(msgspec.json.decode(line, type=list[StreamRecord]))
+                status.update(f"{self.name}: {len(results)} of {len(jobs)} runs done")
+        if len(results) != len(jobs):
+            raise LoadError(f"{self.name}: {len(results)} of {len(jobs)} jobs were answered")
+        return results
+
+    def _lines(self, task: bytes) -> Iterator[bytes]:
+        """What the process writes, as it comes. It is killed at the deadline, and when the caller lets go."""
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            deadline = threading.Timer(self.timeout, process.kill)
+            deadline.start()
+            try:
+                # Where it has died already, its exit code says more.
+                with suppress(BrokenPipeError), process.stdin:
+                    process.stdin.write(task)
+                yield from process.stdout
+                code = process.wait()
+            finally:
+                deadline.cancel()
+                process.kill()
+                process.wait()
+                process.stdout.close()
+            if code != 0:
+                log.seek(0)
+                tail = "\n".join(log.read().decode(errors="replace").splitlines()[-10:])
+                raise LoadError(f"{self.name} ended with code {code} (a kill at {self.timeout:g} s gives -9):\n{tail}")

@@ -1,0 +1,98 @@
+"""From records to the table: the plan's order, the forms of the report, and options that are refused at once."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from splitserve.bench.figures import BenchOptions, measure, run_bench
+from splitserve.bench.jobs import Plan
+from splitserve.bench.machine import describe_machine
+from splitserve.bench.report import Report
+from splitserve.bench.stats import StreamRecord
+from splitserve.errors import ConfigError
+
+PLAN = Plan(streams={1: 3, 2: 1}, stream_prompt_tokens=8, stream_output_tokens=4, ttft={16: 3})
+
+
+class FakeSystem:
+    """Takes `step` seconds a token, whatever is asked; the first token three times as long."""
+
+    threads = "1"
+
+    def __init__(self, name, step):
+        self.name = name
+        self.step = step
+
+    def run(self, warm_up, jobs, console):
+        assert warm_up
+        return [[self._record(job)] * len(job.prompts) for job in jobs]
+
+    def _record(self, job):
+        times = tuple(self.step * (3 + i) for i in range(job.max_tokens))
+        return StreamRecord(0.0, times, (1,) * len(times))
+
+
+class Words:
+    def encode(self, text, *, add_special_tokens):
+        return [len(word) for word in text.split()]
+
+
+@pytest.fixture
+def report():
+    systems = [FakeSystem("fast", 0.01), FakeSystem("slow", 0.2)]
+    figures = measure(systems, PLAN, Words(), Console(file=io.StringIO()))
+    return Report("m", "float32", "splitserve bench main m", "8 and 4 tokens", {"CPU": "a | b"}, figures)
+
+
+def test_each_system_is_measured_at_every_point_of_the_plan(report):
+    fast, slow = report.systems
+    assert [f.num_streams for f in fast.streams] == [1, 2]
+    assert [f.output_tokens_per_second for f in fast.streams] == pytest.approx([4 / 0.06, 8 / 0.06])
+    assert [f.itl_p50 for f in slow.streams] == pytest.approx([0.2, 0.2])
+    assert [(f.num_prompt_tokens, f.num_runs) for f in slow.ttft] == [(16, 3)]
+    assert slow.ttft[0].ttft_median == pytest.approx(0.6)
+
+
+def test_the_table_has_a_column_a_system_and_a_row_a_figure(report):
+    rows = {row[0]: row[1:] for row in report.rows()}
+    assert rows["1 stream: output tokens/s"] == ["66.7", "3.3"]
+    assert rows["2 streams: ITL, ms"] == ["10.0 / 10.0 / 10.0", "200 / 200 / 200"]
+    assert rows["16 tokens: TTFT, ms"] == ["30.0 (30.0-30.0)", "600 (600-600)"]
+    out = io.StringIO()
+    Console(file=out, width=120).print(report.table())
+    assert all(name in out.getvalue() for name in rows)
+
+
+def test_the_markdown_section_is_dated_and_says_how_to_repeat_it(report):
+    section = report.markdown(datetime.date(2031, 2, 3))
+    assert section.startswith("\n## 2031-02-03 · ")
+    assert "`splitserve bench main m`" in section
+    assert "3 at 1 stream(s), 1 at 2 stream(s), 3 for TTFT at 16" in section
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+    assert len(table) == 2 + len(report.rows())
+
+
+def test_the_json_form_holds_everything(report):
+    found = json.loads(json.dumps(report.as_object()))
+    assert [s["name"] for s in found["systems"]] == ["fast", "slow"]
+    assert found["systems"][0]["ttft"][0]["num_prompt_tokens"] == 16
+
+
+def test_the_machine_is_named():
+    found = describe_machine()
+    assert "cores usable of" in found["CPU"]
+    assert all(found.values())
+
+
+@pytest.mark.parametrize(("option", "value"), [("dtype", "auto"), ("append_to", "/proc/nothing/log.md")])
+def test_wrong_options_are_refused_before_anything_is_measured(option, value):
+    given = {"dtype": "float32", "append_to": None, option: Path(value) if option == "append_to" else value}
+    with pytest.raises(ConfigError, match=option.replace("_", "-")):
+        run_bench(BenchOptions(model="/no/such/model", as_json=False, quick=True, **given))
