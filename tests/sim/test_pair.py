@@ -8,6 +8,7 @@ from splitserve.config import DisaggregationConfig
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import SamplingParams
 from splitserve.errors import EngineError
+from splitserve.messages import AbortRequest
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.pair import PairWorld
 
@@ -71,6 +72,28 @@ def test_a_room_used_twice_is_a_conflict_and_the_first_goes_on():
     world.run_until_idle()
     assert world.decode.finish("b").status_code == world.prefill.finish("b").status_code == 409
     assert world.decode.tokens("a") == expected_tokens(range(50), GREEDY, 8)
+    world.check_nothing_is_held()
+
+
+def test_a_prompt_given_up_after_its_hand_over_is_remembered_all_the_same():
+    world = PairWorld(7)
+    prompt = list(range(64))
+    world.submit("cold", prompt, GREEDY, room=1)
+    while not world.prefill.scheduler.state().num_prefill_inflight_queue_reqs:
+        world.happen()
+    # Decode has its answer, and its router leaves, before the prefill's scheduler looks at the finished transfer.
+    while world.decode.finish("cold") is None:
+        world.decode.turn()
+        world.prefill.manager.tick()
+        world.decode.manager.tick()
+        world.control.deliver(world.rng)
+        for session in world.data.busy_sessions():
+            world.data.run_one(session)
+    world.prefill.submit(AbortRequest(rid="cold", quiet=True))
+    world.run_until_idle()
+    world.submit("warm", prompt, GREEDY, room=2)
+    world.run_until_idle()
+    assert world.decode.cached("warm") == 48
     world.check_nothing_is_held()
 
 

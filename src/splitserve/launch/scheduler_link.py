@@ -20,8 +20,8 @@ from splitserve.config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 SCHEDULER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.scheduler_process")
-# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's own default
-# a worker whose core is shared spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
+# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default a
+# worker whose core is shared spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
 _OPENMP = {"GOMP_SPINCOUNT": "1000"}
 # Seconds it gets to end after its standard input has ended.
 END_TIMEOUT = 8.0

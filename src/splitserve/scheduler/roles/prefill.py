@@ -136,7 +136,6 @@ class PrefillRole:
         # One token is all this side ever makes, whatever the request asks for in total.
         request.finish = FinishReason(FinishType.LENGTH)
         self._outbox.tell(request, transfer=entry.sender.stats())
-        self._cache.share(request)
         self._free(entry)
 
     def _fail(self, entry: PrefillEntry) -> None:
@@ -145,9 +144,12 @@ class PrefillRole:
         self._leases.hold(entry, entry.sender, len(entry.request.pages))
 
     def _free(self, entry: PrefillEntry) -> None:
-        """The one place where an entry's page, row and slot go back, and its room is forgotten."""
+        """The one place where an entry's pages, row and slot go back, and its room is forgotten.
+
+        What was computed is right whatever became of the hand-over, so it is remembered in any case.
+        """
         if self._cache.holds(entry.request):
-            self._cache.release(entry.request, publish=False)
+            self._cache.release(entry.request, publish=True)
         if entry.metadata_index is not None:
             self._slots.free(entry.metadata_index)
         entry.sender.clear()
