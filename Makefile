@@ -21,6 +21,7 @@ setup: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
 	@touch $@
 
 demo: setup
