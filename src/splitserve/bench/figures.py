@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from splitserve.bench.jobs import FULL, QUICK, Plan
-from splitserve.bench.machine import describe_machine
+from splitserve.bench.machine import OthersWatch, describe_machine
 from splitserve.bench.report import Report, SystemFigures
 from splitserve.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.bench.systems import ServedSystem, System, TransformersSystem
@@ -76,15 +76,22 @@ def measure(systems: Sequence[System], plan: Plan, tokenizer: Tokenizer, console
         return tokenizer.encode(text, add_special_tokens=False)
 
     jobs, warm_up = plan.jobs(encode), plan.warm_up(encode)
-    return [summarize(system, plan, system.run(warm_up, jobs, console)) for system in systems]
+    figures = []
+    for system in systems:
+        others = OthersWatch()
+        results = system.run(warm_up, jobs, console)
+        figures.append(summarize(system, plan, results, others.cores_taken()))
+    return figures
 
 
-def summarize(system: System, plan: Plan, results: Sequence[list[StreamRecord]]) -> SystemFigures:
+def summarize(
+    system: System, plan: Plan, results: Sequence[list[StreamRecord]], cores_taken_by_others: float
+) -> SystemFigures:
     """`results` are in the order of the plan's jobs."""
     remaining = iter(results)
     streams = [StreamsFigures.of([next(remaining) for _ in range(runs)]) for runs in plan.streams.values()]
     ttft = [TtftFigures.of(length, [next(remaining)[0] for _ in range(runs)]) for length, runs in plan.ttft.items()]
-    return SystemFigures(system.name, system.threads, streams, ttft)
+    return SystemFigures(system.name, system.threads, streams, ttft, cores_taken_by_others)
 
 
 def _systems(options: BenchOptions, folder: Path, plan: Plan) -> list[System]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -12,18 +13,39 @@ import psutil  # type: ignore[import-untyped]
 from splitserve import __version__
 from splitserve.launch.local import num_cores
 
+# Fields of the machine's CPU times that are no work, or are counted in another field.
+_NOT_BUSY = frozenset({"idle", "iowait", "guest", "guest_nice"})
+
 
 def describe_machine() -> dict[str, str]:
-    """Name -> value. The load average tells whether others were at work."""
+    """Name -> value."""
     return {
         "CPU": f"{_cpu_model()}, {num_cores()} cores usable of {os.cpu_count()}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "load average before": f"{os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
         "splitserve": __version__,
     }
+
+
+class OthersWatch:
+    """How much of the CPU went to anybody else since construction: on a shared machine, figures need it beside them."""
+
+    def __init__(self) -> None:
+        self._began = _cpu_seconds()
+
+    def cores_taken(self) -> float:
+        """On average. Children count as ours once they have been waited for, so ask when they are gone."""
+        now, (everybody, ours, elapsed) = _cpu_seconds(), self._began
+        return max(0.0, (now[0] - everybody - (now[1] - ours)) / (now[2] - elapsed))
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """Busy time of all cores, what of it was this process's and its ended children's, and the clock."""
+    busy = {name: value for name, value in psutil.cpu_times()._asdict().items() if name not in _NOT_BUSY}
+    ours = os.times()
+    return sum(busy.values()), ours.user + ours.system + ours.children_user + ours.children_system, time.monotonic()
 
 
 def _cpu_model() -> str:

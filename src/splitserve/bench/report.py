@@ -20,6 +20,8 @@ class SystemFigures:
     threads: str
     streams: Sequence[StreamsFigures]
     ttft: Sequence[TtftFigures]
+    # Cores that processes other than the system's and its client's kept busy meanwhile, on average.
+    cores_taken_by_others: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Report:
             ttfts = (f"{_ms(f.ttft_median)} ({_ms(f.ttft_min)}-{_ms(f.ttft_max)})" for f in cells)
             rows.append([f"{ttft.num_prompt_tokens:,} tokens: TTFT, ms", *ttfts])
         rows.append(["CPU threads", *(system.threads for system in self.systems)])
+        rows.append(["cores taken by others", *(f"{system.cores_taken_by_others:.1f}" for system in self.systems)])
         return rows
 
     def table(self) -> Table:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import os
+import subprocess
+import sys
+import time
+from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
 from splitserve.bench.figures import BenchOptions, measure, run_bench
 from splitserve.bench.jobs import Plan
-from splitserve.bench.machine import describe_machine
+from splitserve.bench.machine import OthersWatch, describe_machine
 from splitserve.bench.report import Report
 from splitserve.bench.stats import StreamRecord
 from splitserve.errors import ConfigError
@@ -89,6 +95,29 @@ def test_the_machine_is_named():
     found = describe_machine()
     assert "cores usable of" in found["CPU"]
     assert all(found.values())
+
+
+BusyTimes = namedtuple("BusyTimes", ["user", "idle"])
+
+
+def time_of(times):
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def test_the_cpu_time_of_this_process_and_its_ended_children_is_not_that_of_others(monkeypatch):
+    # All work on this machine is ours, as far as the watch can see.
+    monkeypatch.setattr(psutil, "cpu_times", lambda: BusyTimes(user=time_of(os.times()), idle=1e6))
+    watch = OthersWatch()
+    subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True, timeout=60)
+    assert watch.cores_taken() == pytest.approx(0.0, abs=0.05)
+
+
+def test_the_cpu_time_of_others_is_shown(monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_times", lambda: BusyTimes(user=time.monotonic() * 10, idle=0.0))
+    watch = OthersWatch()
+    subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True, timeout=60)
+    # Ten cores were busy, one or two at most with us.
+    assert 7.0 <= watch.cores_taken() <= 10.0
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", "auto"), ("append_to", "/proc/nothing/log.md")])
