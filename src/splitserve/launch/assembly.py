@@ -12,8 +12,9 @@ from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode, Request
+from splitserve.disaggregation.kit import HandOverKit
 from splitserve.engine.build import BuiltEngine
-from splitserve.launch.hand_over import HandOver, open_hand_over
+from splitserve.launch.hand_over import open_hand_over
 from splitserve.scheduler.inbox import FrontEndPipe
 from splitserve.scheduler.loops import NormalLoop
 from splitserve.scheduler.outbox import Outbox
@@ -39,10 +40,10 @@ def assemble_scheduler(
         max_running=config.scheduler.max_running_requests,
         tokens_at_most=_prompt_only if mode is DisaggregationMode.PREFILL else _to_the_end,
     )
-    hand_over = None
+    kit = None
     if mode is not DisaggregationMode.NULL:
-        hand_over = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
-    role = _role(mode, running, cache, outbox, clock, hand_over)
+        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
+    role = _role(mode, running, cache, outbox, clock, kit)
     limits = Limits(
         max_tokens_per_request=engine.max_total_tokens_per_request,
         max_queued_requests=config.scheduler.max_queued_requests,
@@ -80,9 +81,9 @@ def _role(
     cache: PagedKVCache,
     outbox: Outbox,
     clock: Clock,
-    hand_over: HandOver | None,
+    kit: HandOverKit | None,
 ) -> Role:
-    if hand_over is None:
+    if kit is None:
         return ColocatedRole(running, cache, outbox, clock)
     make = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
-    return make(running, cache, outbox, clock, hand_over.manager, hand_over.metadata, hand_over.slots)
+    return make(running, cache, outbox, clock, kit)

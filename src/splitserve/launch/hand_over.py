@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from splitserve.clock import SystemClock
@@ -12,9 +11,9 @@ from splitserve.config import DisaggregationConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.control import ManagerThread, ZmqChannel
 from splitserve.disaggregation.directory import HttpDirectory, register_rank
+from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.disaggregation.ports import ManagerPort
 from splitserve.disaggregation.transports import create_transport
 from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
@@ -25,22 +24,13 @@ from splitserve.errors import ConfigError
 REGISTER_TIMEOUT = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """What the prefill and decode roles need beyond a colocated one."""
-
-    manager: ManagerPort
-    metadata: MetadataBuffers
-    slots: ReqToMetadataIdxAllocator
-
-
 def open_hand_over(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
     on_change: Callable[[], None],
     closing: ExitStack,
-) -> HandOver:
+) -> HandOverKit:
     """Open the hand-over of a prefill or decode worker; `closing` ends it: first the thread, last the transport.
 
     `on_change` is called from the manager's thread when a room's state changed.
@@ -72,7 +62,7 @@ def open_hand_over(
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url)
-    return HandOver(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
+    return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
 def _kv_args(config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers) -> KVArgs:

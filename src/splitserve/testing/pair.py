@@ -14,6 +14,7 @@ from splitserve.clock import ManualClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import SamplingParams
+from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.disaggregation.peers import BootstrapAddress, Directory, LookupFailure
@@ -120,7 +121,7 @@ class DisaggregatedWorker(SimWorker):
                 directory=directory,
             )
             role = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
-            return role(running, worker.cache, outbox, clock, self.manager, metadata, slots)
+            return role(running, worker.cache, outbox, clock, HandOverKit(self.manager, metadata, slots))
 
         is_prefill = mode is DisaggregationMode.PREFILL
         super().__init__(

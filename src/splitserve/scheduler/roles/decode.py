@@ -19,9 +19,8 @@ from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.decode import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
+from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.lease import LeaseTable
-from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.disaggregation.ports import ManagerPort
 from splitserve.errors import SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
@@ -37,17 +36,15 @@ class DecodeRole:
         cache: PagedKVCache,
         outbox: Outbox,
         clock: Clock,
-        manager: ManagerPort,
-        metadata: MetadataBuffers,
-        slots: ReqToMetadataIdxAllocator,
+        kit: HandOverKit,
     ) -> None:
         self._set = running
         self._cache = cache
         self._outbox = outbox
         self._clock = clock
-        self._slots = slots
-        self._prealloc = DecodePreallocQueue(manager, cache, slots, clock)
-        self._transfer = DecodeTransferQueue(metadata)
+        self._slots = kit.slots
+        self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock)
+        self._transfer = DecodeTransferQueue(kit.metadata)
         # Prebuilt requests: KV and first token are here, a place in the running set is not free yet.
         self._prebuilt: deque[Request] = deque()
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()

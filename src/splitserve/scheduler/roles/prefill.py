@@ -15,9 +15,8 @@ from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType, Request
+from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.lease import LeaseTable
-from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.disaggregation.ports import ManagerPort
 from splitserve.disaggregation.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
 from splitserve.disaggregation.state import KVPoll
 from splitserve.errors import SplitserveError
@@ -35,17 +34,15 @@ class PrefillRole:
         cache: PagedKVCache,
         outbox: Outbox,
         clock: Clock,
-        manager: ManagerPort,
-        metadata: MetadataBuffers,
-        slots: ReqToMetadataIdxAllocator,
+        kit: HandOverKit,
     ) -> None:
         self._set = running
         self._cache = cache
         self._outbox = outbox
         self._clock = clock
-        self._metadata = metadata
-        self._slots = slots
-        self._bootstrap = PrefillBootstrapQueue(manager, slots)
+        self._metadata = kit.metadata
+        self._slots = kit.slots
+        self._bootstrap = PrefillBootstrapQueue(kit.manager, kit.slots)
         # Bootstrapped and not yet fully computed: waiting or running, by rid.
         self._computing: dict[str, PrefillEntry] = {}
         self._inflight = PrefillInflightQueue()
