@@ -7,6 +7,7 @@ that gets the same jobs without HTTP. What the figures mean is not known here.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from splitserve.bench.jobs import Job
 from splitserve.bench.load import LoadError, run_streams
 from splitserve.bench.stats import StreamRecord
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
 from splitserve.launch.up import wait_ready
 
 _READY_TIMEOUT = 600.0
@@ -124,7 +126,9 @@ class TransformersSystem:
     def _lines(self, task: bytes) -> Iterator[bytes]:
         """What the process writes, as it comes. It is killed at the deadline, and when the caller lets go."""
         with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+            # Threads that share cores with others' work fare alike in all systems.
+            env = {**OPENMP_ENVIRONMENT, **os.environ}
+            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env)
             assert process.stdin is not None
             assert process.stdout is not None
             deadline = threading.Timer(self.timeout, process.kill)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 SCHEDULER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.scheduler_process")
 # Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default a
 # worker whose core is shared spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
-_OPENMP = {"GOMP_SPINCOUNT": "1000"}
+OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 # Seconds it gets to end after its standard input has ended.
 END_TIMEOUT = 8.0
 
@@ -53,7 +53,7 @@ class SchedulerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             start_new_session=True,
-            env={**_OPENMP, **os.environ},
+            env={**OPENMP_ENVIRONMENT, **os.environ},
         )
         link = cls(process)
         try:
