@@ -86,7 +86,8 @@ def test_a_prompt_given_up_after_its_hand_over_is_remembered_all_the_same():
         world.decode.turn()
         world.prefill.manager.tick()
         world.decode.manager.tick()
-        world.control.deliver(world.rng)
+        for pair in world.control.busy():
+            world.control.deliver(pair)
         for session in world.data.busy_sessions():
             world.data.run_one(session)
     world.prefill.submit(AbortRequest(rid="cold", quiet=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,12 @@ from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
-from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
 from splitserve.disaggregation.room import Limits
 from splitserve.disaggregation.state import KVPoll
 from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
-from splitserve.disaggregation.wire import KVArgs, PrefillInfo
+from splitserve.disaggregation.wire import KVArgs
+from splitserve.testing.control import Book, Channel, Wires
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -34,67 +33,6 @@ def layout(
     """A small pool's layout."""
     components = tuple(KVComponent(n, layer, dtype, heads, 0, heads, 2) for layer in range(layers) for n in "kv")
     return KVLayout(page_size, num_pages, components)
-
-
-class Wires:
-    """Carries frames between channels: at once, or, in step mode, one by one as the test says."""
-
-    def __init__(self, *, step: bool = False) -> None:
-        self.step = step
-        self.inboxes: dict[str, deque[bytes]] = {}
-        # (from, to) -> frames, in order.
-        self.under_way: dict[tuple[str, str], deque[bytes]] = {}
-
-    def busy(self) -> list[tuple[str, str]]:
-        return [pair for pair, frames in self.under_way.items() if frames]
-
-    def deliver(self, pair: tuple[str, str], *, drop: bool = False) -> None:
-        frame = self.under_way[pair].popleft()
-        inbox = self.inboxes.get(pair[1])
-        if inbox is not None and not drop:
-            inbox.append(frame)
-
-
-class Channel:
-    """ControlChannel over `Wires`."""
-
-    def __init__(self, wires: Wires, address: str) -> None:
-        self.wires = wires
-        self.address = address
-        wires.inboxes[address] = deque()
-
-    def send(self, address: str, frame: bytes) -> None:
-        self.wires.under_way.setdefault((self.address, address), deque()).append(frame)
-        if not self.wires.step:
-            self.wires.deliver((self.address, address))
-
-    def receive(self) -> list[bytes]:
-        inbox = self.wires.inboxes[self.address]
-        frames = list(inbox)
-        inbox.clear()
-        return frames
-
-    def forget(self, address: str) -> None:
-        """There is nothing to free."""
-
-
-class Book:
-    """A directory whose pages the test writes."""
-
-    def __init__(self) -> None:
-        self.entries: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
-        self.requests: list[BootstrapAddress] = []
-        self._waiting: set[BootstrapAddress] = set()
-
-    def request(self, address: BootstrapAddress, timeout: float) -> None:
-        self.requests.append(address)
-        self._waiting.add(address)
-
-    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
-        if address in self._waiting and address in self.entries:
-            self._waiting.discard(address)
-            return self.entries[address]
-        return None
 
 
 class Worker:

@@ -7,7 +7,6 @@ delivered, one copy of one write landing, time passing. Whatever the order, the 
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 from splitserve.clock import ManualClock
@@ -17,72 +16,17 @@ from splitserve.core.sampling import SamplingParams
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.disaggregation.peers import BootstrapAddress, Directory, LookupFailure
+from splitserve.disaggregation.peers import BootstrapAddress, Directory
 from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
-from splitserve.disaggregation.wire import KVArgs, PrefillInfo
+from splitserve.disaggregation.wire import KVArgs
 from splitserve.messages import AbortRequest, GenerateRequest
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
+from splitserve.testing.control import Book, Channel, Wires
 from splitserve.testing.sim import SimWorker
-
-
-class ControlNetwork:
-    """Frames under way between channels: in order between two addresses, delivered when the world says so."""
-
-    def __init__(self) -> None:
-        self.channels: dict[str, SimChannel] = {}
-        self.under_way: dict[tuple[str, str], deque[bytes]] = {}
-
-    def channel(self, address: str) -> SimChannel:
-        self.channels[address] = SimChannel(self, address)
-        return self.channels[address]
-
-    def deliver(self, rng: random.Random) -> bool:
-        """Deliver the oldest frame of one pair; False if nothing is under way."""
-        pairs = sorted(pair for pair, frames in self.under_way.items() if frames)
-        if not pairs:
-            return False
-        pair = rng.choice(pairs)
-        frame = self.under_way[pair].popleft()
-        if (target := self.channels.get(pair[1])) is not None:
-            target.arrived.append(frame)
-        return True
-
-
-class SimChannel:
-    """A ControlChannel on a ControlNetwork."""
-
-    def __init__(self, network: ControlNetwork, address: str) -> None:
-        self._network = network
-        self.address = address
-        self.arrived: list[bytes] = []
-
-    def send(self, address: str, frame: bytes) -> None:
-        self._network.under_way.setdefault((self.address, address), deque()).append(frame)
-
-    def receive(self) -> list[bytes]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def forget(self, address: str) -> None:
-        return None
-
-
-class SimDirectory:
-    """Bootstrap servers that answer at once: address -> manager of the prefill behind it."""
-
-    def __init__(self) -> None:
-        self.managers: dict[BootstrapAddress, KVManager] = {}
-
-    def request(self, address: BootstrapAddress, timeout: float) -> None:
-        return None
-
-    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
-        manager = self.managers.get(address)
-        return manager.prefill_info() if manager else LookupFailure(f"no prefill at {address}", is_definitive=True)
 
 
 class DisaggregatedWorker(SimWorker):
@@ -93,7 +37,7 @@ class DisaggregatedWorker(SimWorker):
         mode: DisaggregationMode,
         clock: ManualClock,
         transport: FakeTransport,
-        channel: SimChannel,
+        channel: Channel,
         directory: Directory | None,
         config: DisaggregationConfig,
         num_slots: int,
@@ -149,26 +93,26 @@ class PairWorld:
     ) -> None:
         self.rng = random.Random(seed)
         self.clock = ManualClock()
-        self.control = ControlNetwork()
+        self.control = Wires(step=True)
         self.data = FakeNetwork(step=True)
         config = config or DisaggregationConfig()
-        directory = SimDirectory()
+        directory = Book()
         self.prefill = DisaggregatedWorker(
             DisaggregationMode.PREFILL,
             self.clock,
             FakeTransport(self.data),
-            self.control.channel("prefill"),
+            Channel(self.control, "prefill"),
             None,
             config,
             num_slots,
             **(prefill_settings or {}),
         )
-        directory.managers[self.ADDRESS] = self.prefill.manager
+        directory.entries[self.ADDRESS] = self.prefill.manager.prefill_info()
         self.decode = DisaggregatedWorker(
             DisaggregationMode.DECODE,
             self.clock,
             FakeTransport(self.data),
-            self.control.channel("decode"),
+            Channel(self.control, "decode"),
             directory,
             config,
             num_slots,
@@ -198,7 +142,8 @@ class PairWorld:
             case 3:
                 self.decode.manager.tick()
             case 4 | 5:
-                self.control.deliver(self.rng)
+                if pairs := self.control.busy():
+                    self.control.deliver(self.rng.choice(sorted(pairs)))
             case 6:
                 if busy := self.data.busy_sessions():
                     self.data.run_one(self.rng.choice(sorted(busy)))
