@@ -79,7 +79,7 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("up", "serve", "router", "demo", "pull", "chat", "doctor"))
+    assert all(name in out for name in ("up", "serve", "router", "demo", "pull", "chat", "doctor", "verify", "bench"))
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

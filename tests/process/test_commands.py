@@ -1,0 +1,41 @@
+"""The commands a user starts with, as a user starts them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+
+def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "splitserve", *args], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_verify_proves_equality_for_scripts(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "The capital of France is"}\n{"input_ids": [19556, 28]}\n"One, two, three,"\n')
+    done = splitserve("verify", "smollm2", "--prompts", str(prompts), "--max-tokens", "4", "--threads", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["equal"], report["prompts"], report["mismatches"]) == (True, 3, [])
+    assert 0 <= report["max_logprob_delta"] < 1e-3
+
+
+def test_verify_names_a_bad_line(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    done = splitserve("verify", "smollm2", "--prompts", str(prompts))
+    assert done.returncode == 2
+    assert "line 2" in done.stderr
+
+
+def test_the_demo_answers_and_ends_with_success():
+    done = splitserve("demo", "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if "equal to colocated" in line)
+    assert "yes" in row
