@@ -10,6 +10,8 @@ from typing import Any
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from splitserve.bench.stats import percentile
+
 
 @dataclass(slots=True)
 class StreamedAnswer:
@@ -28,9 +30,7 @@ class StreamedAnswer:
 
     @property
     def p99_itl(self) -> float:
-        """The gap that 99 of 100 do not exceed."""
-        ordered = sorted(self.gaps)
-        return ordered[max(0, -(-99 * len(ordered) // 100) - 1)] if ordered else 0.0
+        return percentile(self.gaps, 99) if self.gaps else 0.0
 
 
 def open_client(url: str, timeout: float = 600.0) -> OpenAI:

@@ -72,7 +72,7 @@ async def test_a_completion_and_its_stream_have_one_text(api: openai.AsyncOpenAI
 
 
 async def test_errors_raise_the_clients_own_exceptions(api: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens is 0") as bad:
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0") as bad:
         await api.chat.completions.create(model="tiny", messages=HI, max_tokens=0)
     assert bad.value.code == "invalid_request"
     with pytest.raises(openai.NotFoundError, match="serves 'tiny'") as unknown:
