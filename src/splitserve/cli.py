@@ -24,7 +24,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import TransferBackend
+from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
@@ -93,7 +93,7 @@ def up(
 
 @app.command()
 def serve(
-    model: ModelArgument = ModelConfig.model,
+    model: ModelArgument = "smollm2",
     disaggregation_mode: Annotated[DisaggregationMode, typer.Option(help="null: both phases here.")] = (
         DisaggregationMode.NULL
     ),
@@ -132,7 +132,10 @@ def serve(
 ) -> None:
     """Run one worker: colocated, prefill or decode."""
     defaults = DisaggregationConfig()
-    peer_host = host if host not in ("0.0.0.0", "::", "") else defaults.host
+    is_wildcard = host in ("0.0.0.0", "::", "")
+    if is_wildcard and disaggregation_host is None and (router or disaggregation_mode is not DisaggregationMode.NULL):
+        raise ConfigError(f"--host {host!r} is no address that others can reach: give that as --disaggregation-host")
+    peer_host = defaults.host if is_wildcard else host
     config = WorkerConfig(
         model=ModelConfig(model=model, dtype=dtype, device=device, context_length=context_length, threads=threads),
         cache=CacheConfig(
@@ -334,8 +337,8 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _check_backend(backend: str, option: str) -> None:
-    if backend not in list(TransferBackend):
-        raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(TransferBackend)}")
+    if backend not in USER_BACKENDS:
+        raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(USER_BACKENDS)}")
 
 
 def _check_worker(config: WorkerConfig) -> None:
@@ -346,17 +349,24 @@ def _check_worker(config: WorkerConfig) -> None:
         ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
         ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
         ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
-        ("--max-total-tokens", (config.cache.max_total_tokens or 1) >= 1, "must be at least 1"),
+        ("--max-total-tokens", _is_positive(config.cache.max_total_tokens), "must be at least 1"),
         ("--mem-fraction-static", 0.0 < config.cache.mem_fraction <= 1.0, "must be in (0, 1]"),
         ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
         ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
         ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
-        ("--context-length", (config.model.context_length or 1) >= 1, "must be at least 1"),
-        ("--threads", config.model.threads is None or config.model.threads >= 1, "must be at least 1"),
+        ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
+        ("--threads", _is_positive(config.model.threads), "must be at least 1"),
+        ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
+        ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
     )
     for option, ok, rule in checks:
         if not ok:
             raise ConfigError(f"{option} {rule}")
+
+
+def _is_positive(value: int | None) -> bool:
+    """None stands for a default."""
+    return value is None or value >= 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Every error Splitserve raises, each with its HTTP status and a stable reason code.
+"""The errors of serving, each with its HTTP status and a stable reason code.
 
 SplitserveError
 ├── InvalidRequestError          400  the request itself is at fault

@@ -88,3 +88,26 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--help") == 0
+    assert "smollm2]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("up", "--threads", "0"), "--threads"),
+        (("up", "--transfer-backend", "fake"), "tcp"),
+        (("router", "--port", "99999"), "--port"),
+        (("serve", "--max-total-tokens", "0"), "--max-total-tokens"),
+        (("serve", "--bootstrap-timeout", "-1"), "--bootstrap-timeout"),
+        (("serve", "--host", "0.0.0.0", "--router", "http://127.0.0.1:1"), "--disaggregation-host"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    args: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*args) == 2
+    assert named in capsys.readouterr().err

@@ -52,15 +52,15 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequestError naming the first parameter that is out of range."""
         checks = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "must be in [0, max_new_tokens]"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "must be in [0, 100]"),
-            ("top_k", self.top_k >= -1, "must be -1 (off) or at least 1"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be in (0, 10]"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be in [-2, 2]"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be in [-2, 2]"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "it must be at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "it must be in [0, max_new_tokens]"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "it must be in [0, 100]"),
+            ("top_k", self.top_k >= -1, "it must be -1 (off) or at least 1"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "it must be in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "it must be in [0, 1]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "it must be in (0, 10]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "it must be in [-2, 2]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "it must be in [-2, 2]"),
             (
                 "logit_bias",
                 all(0 <= t < vocab_size for t in self.logit_bias),
@@ -79,7 +79,7 @@ class SamplingParams:
         )
         for name, ok, rule in checks:
             if not ok:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}: it {rule}", param=name)
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}: {rule}", param=name)
 
 
 def sample_seed(seed: int, sample: int) -> int:

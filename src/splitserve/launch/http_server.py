@@ -28,9 +28,10 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
         # Clients that come while the process still starts wait in the backlog instead of being refused.
         sock.listen(2048)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port") from None
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port} ({why}): choose another --host or --port") from None
     return sock
 
 

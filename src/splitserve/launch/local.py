@@ -29,6 +29,9 @@ from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.child import POLL_INTERVAL, ChildProcess, wait_until_ended
 from splitserve.launch.http_server import bind, port_of, reachable_host
 
+# Seconds that running requests get when the cluster is told to drain.
+DRAIN_TIMEOUT = 120.0
+
 
 class ClusterError(SplitserveError):
     """A process of the cluster died or was not ready in time."""
@@ -84,7 +87,9 @@ class LocalCluster:
         self._host = host
         self._port = port
         self._log_level = log_level
-        self.threads = threads or max(1, num_cores() // len(self._roles))
+        self.threads = max(1, num_cores() // len(self._roles)) if threads is None else threads
+        if self.threads < 1:
+            raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
         self._folder: Path | None = None
         self._router: ChildProcess | None = None
@@ -98,7 +103,17 @@ class LocalCluster:
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="splitserve-"))
             self.router_url = f"http://{reachable_host(self._host)}:{port_of(sock)}"
-            args = ["router", "--host", self._host, "--fd", str(sock.fileno()), "--log-level", self._log_level]
+            args = [
+                "router",
+                "--drain-timeout",
+                str(DRAIN_TIMEOUT),
+                "--host",
+                self._host,
+                "--fd",
+                str(sock.fileno()),
+                "--log-level",
+                self._log_level,
+            ]
             self._router = ChildProcess("router", args, self._folder, pass_fds=[sock.fileno()])
         finally:
             sock.close()
@@ -110,6 +125,7 @@ class LocalCluster:
     def add_worker(self, role: DisaggregationMode, name: str) -> ChildProcess:
         """Start one more worker."""
         args = ["serve", self._model, "--disaggregation-mode", role.value, "--port", "0", "--host", "127.0.0.1"]
+        args += ["--drain-timeout", str(DRAIN_TIMEOUT)]
         args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
         beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)
         if not beside:
@@ -177,7 +193,7 @@ class LocalCluster:
         self._failed = True
         return ClusterError(f"{message}; the end of its log {child.log_path}:\n{child.log_tail()}")
 
-    def drain(self, timeout: float = 30.0) -> bool:
+    def drain(self, timeout: float = DRAIN_TIMEOUT) -> bool:
         """Let running requests finish: first at the router, then at the workers. Whether all ended in time."""
         deadline = time.monotonic() + timeout
         for group in ([self._router] if self._router is not None else [], [c for _, c in self._workers]):
@@ -186,6 +202,10 @@ class LocalCluster:
             if not wait_until_ended(group, max(0.0, deadline - time.monotonic())):
                 return False
         return True
+
+    def keep_logs(self) -> None:
+        """Something went wrong: `close` leaves the logs where they are."""
+        self._failed = True
 
     def stop_now(self) -> None:
         """Tell every process to stop at once, drained or not. Returns without waiting; `close` waits."""

@@ -19,6 +19,7 @@ import msgspec
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
+from splitserve.launch.logs import setup_logger
 from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
 from splitserve.scheduler.inbox import FrontEndPipe
@@ -33,9 +34,7 @@ def main() -> int:
     # Ctrl-C goes to the whole process group; ending in order is the front end's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
-    logging.basicConfig(
-        level=start.config.server.log_level.upper(), format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s"
-    )
+    setup_logger(start.config.server.log_level)
     pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
     stopping = threading.Event()
     threading.Thread(target=_await_end_of_input, args=(stopping, pipe), daemon=True).start()

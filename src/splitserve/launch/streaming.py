@@ -34,8 +34,8 @@ class StreamedAnswer:
 
 
 def open_client(url: str, timeout: float = 600.0) -> OpenAI:
-    """`url`: of a router or worker, without /v1."""
-    return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
+    """`url`: of a router or worker, with or without /v1."""
+    return OpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key="none", timeout=timeout, max_retries=0)
 
 
 def stream_chat(

@@ -17,8 +17,6 @@ from splitserve.launch.local import ClusterError, LocalCluster
 
 # Seconds between two looks at the processes.
 _WATCH_INTERVAL = 0.5
-# Seconds that running requests get after the first Ctrl-C.
-_DRAIN_TIMEOUT = 120.0
 
 
 def run_up(cluster: LocalCluster, model: str, *, load_timeout: float = 900.0) -> int:
@@ -90,7 +88,11 @@ def _show(cluster: LocalCluster, model: str) -> None:
     console.print(table)
     console.print(f"logs in {cluster.log_folder}", highlight=False)
     console.print(f"ready at {cluster.router_url} (OpenAI API at {cluster.router_url}/v1)", highlight=False)
-    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = {
+        "model": model,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
     command = (
         f"curl {cluster.router_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     )
@@ -99,20 +101,22 @@ def _show(cluster: LocalCluster, model: str) -> None:
 
 
 def _watch(cluster: LocalCluster, console: Console, ended: threading.Event) -> int:
-    """Report every process that ends by itself, until the user ends the rest."""
+    """Report every process that ends by itself, until the user ends the rest. 1 if one did."""
     reported: set[str] = set()
     while not ended.wait(_WATCH_INTERVAL):
         for child in cluster.children:
             if child.exit_code is None or child.name in reported:
                 continue
             reported.add(child.name)
+            cluster.keep_logs()
             console.print(f"[bold red]{child.name} exited with code {child.exit_code}[/]; the end of its log:")
             console.print(child.log_tail(), markup=False, highlight=False, soft_wrap=True)
+            console.print("Nobody restarts it: requests that need it get 503. Ctrl-C, and start again.")
         if len(reported) == len(cluster.children) or "router" in reported:
             raise ClusterError(f"{'the router has' if 'router' in reported else 'all workers have'} ended: start again")
     console.print("draining: running requests finish first; Ctrl-C again stops at once")
     try:
-        cluster.drain(_DRAIN_TIMEOUT)
+        cluster.drain()
     except KeyboardInterrupt:
         cluster.stop_now()
-    return 0
+    return 1 if reported else 0

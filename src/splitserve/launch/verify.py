@@ -22,7 +22,7 @@ import httpx
 from rich.console import Console
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import TransferBackend
+from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.local import LocalCluster
@@ -93,10 +93,8 @@ _ROUNDS = (
 
 def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
     """Returns the exit code: 0 where the output is equal. Raises ConfigError, ClusterError, VerifyError."""
-    if options.transfer_backend not in set(TransferBackend):
-        raise ConfigError(
-            f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(TransferBackend)}"
-        )
+    if options.transfer_backend not in USER_BACKENDS:
+        raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
     prompts = None if options.prompts_file is None else read_prompts(options.prompts_file)
     resolve_model(options.model)
     report = _run(options, prompts, Console(stderr=True))

@@ -15,7 +15,7 @@ from splitserve import __version__
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError
 from splitserve.router.args import LBArgs
-from splitserve.router.balancer import MiniLoadBalancer, logger
+from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
 from splitserve.router.client_stream import ExchangeResponse
 from splitserve.router.failure import UpstreamError, body_of
 from splitserve.router.register import PDRegistryRequest
@@ -124,7 +124,10 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", await request.body()))
+        body = parse_body(await request.body())
+        if not isinstance(body.get("rid"), str) and body.get("abort_all") is not True:
+            raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
+        return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
 
     @app.get("/server_info")
     @app.get("/get_server_info")

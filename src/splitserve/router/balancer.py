@@ -124,7 +124,7 @@ def parse_body(raw: bytes) -> Body:
     """Raises InvalidRequestError where it is not a JSON object."""
     try:
         body = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")

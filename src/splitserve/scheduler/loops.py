@@ -1,4 +1,4 @@
-"""When a scheduler does what. One loop for all roles; the overlapped and the pipelined ones stand beside it."""
+"""When a scheduler does what. One loop for all roles."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import FinishReason, FinishType
-from splitserve.errors import SplitserveError
+from splitserve.errors import InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.messages import TokenOutput, TransferStats
 from splitserve.server.detokenizer import Detokenizer
 from splitserve.server.fanout import Sample
@@ -111,4 +111,7 @@ class AbortedAnswerError(SplitserveError):
         super().__init__(finish.message or f"request {rid} was aborted (stage: generation): send it again")
         self.http_status = finish.status_code or 499
         self.reason = finish.reason or "aborted"
-        self.openai_type = "invalid_request_error" if 400 <= self.http_status < 499 else "server_error"
+        if self.http_status == RequestAbortedError.http_status:
+            self.openai_type = RequestAbortedError.openai_type
+        elif 400 <= self.http_status < 500:
+            self.openai_type = InvalidRequestError.openai_type

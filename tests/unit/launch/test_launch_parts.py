@@ -24,7 +24,7 @@ def test_a_ready_file_is_read_as_it_was_written_and_replaced_whole(tmp_path: Pat
 
 
 def test_a_taken_port_says_what_to_do() -> None:
-    with bind("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match="choose another --port"):
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match="choose another --host or --port"):
         bind("127.0.0.1", port_of(sock))
 
 

@@ -15,6 +15,10 @@ class TransferBackend(enum.StrEnum):
     TCP = "tcp"
 
 
+# What workers can be started with: the fake one reaches nobody outside its process.
+USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
+
+
 def create_transport(backend: str, *, host: str, on_progress: ProgressCallback = ignore_progress) -> Transport:
     """The transport named `backend`, reached by peers on `host`. Raises ConfigError for an unknown name."""
     match backend:
