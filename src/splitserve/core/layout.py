@@ -54,14 +54,7 @@ class Region:
 
     address: int
     length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy `length` bytes from one place of our regions to one place of the peer's. Regions by index."""
-
-    src_region: int
-    src_offset: int
-    dst_region: int
-    dst_offset: int
-    length: int
+    # Where the memory lies in a file that processes on the same host may map too (`core/arena.py`); -1: it is private.
+    # The file descriptor belongs to the arena.
+    fd: int = -1
+    fd_offset: int = 0

@@ -46,6 +46,8 @@ class DecodeSide:
         self._directory = directory
         self._rooms: dict[RoomKey, KVReceiver] = {}
         self._peers: dict[tuple[str, int], PrefillPeer] = {}
+        # Drained sessions of which a write may still be under way, and the rooms that must keep their pages until then.
+        self._fencing: dict[str, list[KVReceiver]] = {}
         # From a random start, so that two decodes never use the same number.
         self._attempts = itertools.count(context.mailbox.epoch >> 1)
 
@@ -160,6 +162,8 @@ class DecodeSide:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
+        for session_id in list(self._fencing):
+            self._settle_if_fenced(session_id)
         for peer in list(self._peers.values()):
             if peer.state is PeerState.RESOLVING:
                 self._look_up(peer)
@@ -248,7 +252,6 @@ class DecodeSide:
         """The two sides do not fit: fail its rooms for good. The next room looks again; it may have been replaced."""
         self._fence(peer)
         for receiver in self._rooms_of(peer):
-            receiver.settled = True
             self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
         self._forget(peer)
 
@@ -258,7 +261,7 @@ class DecodeSide:
             self._post(peer, Unregistered(session_id=peer.session.session_id, why=why))
         self._fence(peer)
         for receiver in self._rooms_of(peer):
-            receiver.settled, receiver.abort_again_at = True, None
+            receiver.abort_again_at = None
             if receiver.poll() is not KVPoll.BOOTSTRAPPING:
                 receiver.fail(PeerLostError(receiver.key.room, f"{peer} was lost: {why}"))
         self._forget(peer)
@@ -266,10 +269,19 @@ class DecodeSide:
         self._context.changed = True
 
     def _fence(self, peer: PrefillPeer) -> None:
-        """When this returns, the prefill can write nothing any more. Only then may its rooms be called settled."""
+        """Keep the prefill out. Its rooms settle when that is proven: at once, or a write that is under way later."""
         self._peers.pop(peer.address, None)
         if peer.session is not None:
-            self._context.transport.drain(peer.session.session_id)
+            session_id = peer.session.session_id
+            self._context.transport.drain(session_id)
+            self._fencing[session_id] = self._rooms_of(peer)
+            self._settle_if_fenced(session_id)
+
+    def _settle_if_fenced(self, session_id: str) -> None:
+        if self._context.transport.is_fenced(session_id):
+            for receiver in self._fencing.pop(session_id):
+                receiver.settled = True
+            self._context.changed = True
 
     def _forget(self, peer: PrefillPeer) -> None:
         if peer.info is not None:

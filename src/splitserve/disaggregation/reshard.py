@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitserve.core.layout import Copy, KVLayout
+import numpy as np
+
+from splitserve.core.layout import KVLayout
+from splitserve.disaggregation.copies import COPY, Copies, coalesce
 
 
 def check_compatible(src: KVLayout, dst: KVLayout) -> str | None:
@@ -23,21 +26,8 @@ def check_compatible(src: KVLayout, dst: KVLayout) -> str | None:
     return None
 
 
-def page_runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Maximal runs (first source page, first target page, number of pages) contiguous on both sides, in order."""
-    runs: list[tuple[int, int, int]] = []
-    for src, dst in zip(src_pages, dst_pages, strict=True):
-        if runs:
-            first_src, first_dst, n = runs[-1]
-            if src == first_src + n and dst == first_dst + n:
-                runs[-1] = (first_src, first_dst, n + 1)
-                continue
-        runs.append((src, dst, 1))
-    return runs
-
-
-def plan_copies(src: KVLayout, dst: KVLayout, src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Copy]:
-    """Copies that put page src_pages[i] of every component into dst_pages[i].
+def plan_copies(src: KVLayout, dst: KVLayout, src_pages: Sequence[int], dst_pages: Sequence[int]) -> Copies:
+    """Copies that put page src_pages[i] of every component into dst_pages[i], in order of components and pages.
 
     Raises ValueError for incompatible layouts, lists of different lengths, and pages outside either pool.
     """
@@ -48,9 +38,10 @@ def plan_copies(src: KVLayout, dst: KVLayout, src_pages: Sequence[int], dst_page
     for side, pages, layout in (("source", src_pages, src), ("target", dst_pages, dst)):
         if pages and (min(pages) < 0 or max(pages) >= layout.num_pages):
             raise ValueError(f"{side} pages reach outside the pool of {layout.num_pages} pages")
-    runs = page_runs(src_pages, dst_pages)
-    copies = []
-    for region, component in enumerate(src.components):
-        size = component.page_bytes(src.page_size)
-        copies += [Copy(region, a * size, region, b * size, n * size) for a, b, n in runs]
-    return copies
+    table = np.empty((len(src.components), len(src_pages)), dtype=COPY)
+    sizes = np.array([c.page_bytes(src.page_size) for c in src.components], dtype=np.uint64)[:, None]
+    table["src_region"] = table["dst_region"] = np.arange(len(src.components))[:, None]
+    table["src_offset"] = np.array(src_pages, dtype=np.uint64)[None, :] * sizes
+    table["dst_offset"] = np.array(dst_pages, dtype=np.uint64)[None, :] * sizes
+    table["length"] = sizes
+    return coalesce(table.reshape(-1))

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from splitserve.core.layout import Copy, KVLayout
+from splitserve.core.layout import KVLayout
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
 from splitserve.disaggregation.reshard import plan_copies
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
@@ -69,7 +70,7 @@ class KVSender(Room):
         self._num_pages_sent = 0
         self._last_sent = False
         self._chunks: deque[_Chunk] = deque()
-        self._writes: deque[list[Copy]] = deque()
+        self._writes: deque[Copies] = deque()
         self._tickets: list[Ticket] = []
         self._num_bytes = 0
         self._first_send_at = self._last_send_at = 0.0
@@ -141,7 +142,7 @@ class KVSender(Room):
                 # The transport's queue is full; the next ticket that becomes final wakes us.
                 return
             self._tickets.append(ticket)
-            self._num_bytes += sum(copy.length for copy in self._writes.popleft())
+            self._num_bytes += num_bytes(self._writes.popleft())
 
     def poll_tickets(self) -> tuple[WriteState, str] | None:
         """Forget final tickets. The worst of what went wrong, and why; None where nothing did."""
@@ -175,7 +176,7 @@ class KVSender(Room):
             return f"prefill has {sent} pages for room {self.key}, decode announced {announced}: the prompts differ"
         return None
 
-    def _plan(self, chunk: _Chunk, target: KVLayout) -> list[list[Copy]]:
+    def _plan(self, chunk: _Chunk, target: KVLayout) -> list[Copies]:
         """The writes of a chunk: its pages, then the metadata row."""
         assert self.info is not None
         assert self.peer is not None
@@ -186,6 +187,6 @@ class KVSender(Room):
             if not 0 <= self.info.metadata_index < self.peer.args.num_metadata_rows:
                 raise ValueError(f"decode announced metadata row {self.info.metadata_index}, which it does not have")
             region, size = len(source.layout.components), source.metadata_row_bytes
-            row = Copy(region, chunk.metadata_index * size, region, self.info.metadata_index * size, size)
-            writes.append([row])
-        return [write for write in writes if write]
+            row = (region, chunk.metadata_index * size, region, self.info.metadata_index * size, size)
+            writes.append(copy_table([row]))
+        return [write for write in writes if len(write)]

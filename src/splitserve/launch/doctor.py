@@ -13,6 +13,7 @@ from rich.table import Table
 
 from splitserve import __version__
 from splitserve.disaggregation.transports import TransferBackend, create_transport
+from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.engine.sources import cache_dir
 from splitserve.errors import SplitserveError
 from splitserve.launch.local import num_cores
@@ -66,7 +67,7 @@ def _devices() -> tuple[str, bool]:
 def _transport_problem(backend: TransferBackend) -> str | None:
     """Why a transport cannot be opened here; None if it can."""
     try:
-        create_transport(backend, host="127.0.0.1").close()
+        create_transport(backend, TransportOptions()).close()
     except (SplitserveError, OSError, ImportError) as error:
         return f"absent: {error}"
     return None

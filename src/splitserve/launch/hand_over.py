@@ -15,6 +15,7 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.disaggregation.transports import create_transport
+from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
 from splitserve.engine.build import BuiltEngine
@@ -38,7 +39,8 @@ def open_hand_over(
     metadata = MetadataBuffers(config.num_metadata_slots)
     waker = Waker()
     closing.callback(waker.close)
-    transport = create_transport(config.transfer_backend, host=config.host, on_progress=waker.wake)
+    options = TransportOptions(host=config.host, on_progress=waker.wake)
+    transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
     transport.register([*engine.regions, metadata.region()])
     directory = None

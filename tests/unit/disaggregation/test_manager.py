@@ -3,6 +3,7 @@
 import pytest
 
 from splitserve.config import DisaggregationConfig
+from splitserve.core.layout import Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.disaggregation.manager import KVManager
@@ -10,6 +11,7 @@ from splitserve.disaggregation.metadata import MetadataRow
 from splitserve.disaggregation.peers import LookupFailure
 from splitserve.disaggregation.room import Limits
 from splitserve.disaggregation.state import IllegalTransition, KVPoll
+from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.wire import ParallelRank
 from splitserve.errors import (
     CapacityError,
@@ -621,9 +623,11 @@ def test_a_refused_write_fails_its_room_alone():
     world = World(step=True)
     (a, ra), (b, rb) = world.paired(1, (5,)), world.paired(2, (6,))
     a.info = a.info.__class__(**{f: getattr(a.info, f) for f in a.info.__struct_fields__} | {"pages": [5]})
-    world.decode.transport._regions = tuple(
-        r.__class__(r.address, 6 * world.decode.pages[0].shape[1]) if i < len(world.decode.pages) else r
-        for i, r in enumerate(world.decode.transport._regions)
+    world.decode.transport.memory = Memory(
+        [
+            Region(r.address, 6 * world.decode.pages[0].shape[1]) if i < len(world.decode.pages) else r
+            for i, r in enumerate(world.decode.transport.memory.regions)
+        ]
     )
     world.set_row(1)
     a.send([1], is_last=True, metadata_index=0)

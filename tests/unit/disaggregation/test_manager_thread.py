@@ -17,6 +17,7 @@ from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
 from splitserve.disaggregation.state import KVPoll
 from splitserve.disaggregation.transports import create_transport
+from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
 from splitserve.testing.kv_world import layout
@@ -33,7 +34,7 @@ class Worker:
         self.changed = threading.Event()
         self.waker = Waker()
         self.channel = ZmqChannel("127.0.0.1")
-        self.transport = create_transport("tcp", host="127.0.0.1", on_progress=self.waker.wake)
+        self.transport = create_transport("tcp", TransportOptions(on_progress=self.waker.wake))
         self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
         self.directory = HttpDirectory(self.waker.wake)
         self.kv = KVManager(

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.disaggregation.copies import num_bytes
 from splitserve.disaggregation.reshard import check_compatible, plan_copies
 from splitserve.testing.kv_world import layout
 
@@ -34,17 +35,17 @@ def test_copies_do_what_copying_page_by_page_does(pages, layers, heads):
         for a, b in zip(src_pages, dst_pages, strict=True):
             naive[region][b * size : (b + 1) * size] = src[region][a * size : (a + 1) * size]
     copies = plan_copies(source, target, src_pages, dst_pages)
-    for c in copies:
-        planned[c.dst_region][c.dst_offset : c.dst_offset + c.length] = src[c.src_region][c.src_offset :][: c.length]
+    for a, a_offset, b, b_offset, length in copies.tolist():
+        planned[b][b_offset : b_offset + length] = src[a][a_offset:][:length]
     assert planned == naive
-    assert sum(c.length for c in copies) == len(src_pages) * source.bytes_per_page
+    assert num_bytes(copies) == len(src_pages) * source.bytes_per_page
 
 
 def test_runs_contiguous_on_both_sides_are_one_copy():
     source = layout(layers=1)
     copies = plan_copies(source, source, [1, 2, 3, 7, 8], [11, 12, 13, 14, 16])
     size = source.components[0].page_bytes(source.page_size)
-    assert [c.length // size for c in copies] == [3, 1, 1] * 2
+    assert (copies["length"] // size).tolist() == [3, 1, 1] * 2
 
 
 @pytest.mark.parametrize(

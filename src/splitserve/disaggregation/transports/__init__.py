@@ -1,10 +1,17 @@
-"""The ways bytes travel between two pools. `TransferBackend` names them; each loads only when it is chosen."""
+"""The ways bytes travel between two pools. `TransferBackend` names them; each loads only when it is chosen.
+
+Adding one: a file with a factory that takes TransportOptions, and a line here.
+"""
 
 from __future__ import annotations
 
 import enum
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from splitserve.disaggregation.transports.base import ProgressCallback, Transport, ignore_progress
+from splitserve.disaggregation.transports.base import Transport, TransportOptions
 from splitserve.errors import ConfigError
 
 
@@ -13,23 +20,62 @@ class TransferBackend(enum.StrEnum):
     FAKE = "fake"
     # Plain sockets: works everywhere.
     TCP = "tcp"
+    # One host: straight into the peer's memory.
+    SHM = "shm"
+    # torch.distributed between CPUs, and between GPUs.
+    GLOO = "gloo"
+    NCCL = "nccl"
+    # Libraries for RDMA fabrics.
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
 
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    module: str
+    factory: str
+    # Module that must be there, and how it comes there; "" where nothing beyond our own requirements is needed.
+    needs: str = ""
+    hint: str = ""
+
+
+_HERE = "splitserve.disaggregation.transports"
+_ENTRIES = {
+    TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
+    TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
+    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport"),
+    TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
+    TransferBackend.NCCL: _Entry(f"{_HERE}.process_group", "nccl_transport"),
+    TransferBackend.MOONCAKE: _Entry(
+        f"{_HERE}.mooncake", "mooncake_transport", "mooncake", "pip install 'splitserve[mooncake]'"
+    ),
+    TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl", "pip install 'splitserve[nixl]'"),
+}
 
 # What workers can be started with: the fake one reaches nobody outside its process.
 USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
 
 
-def create_transport(backend: str, *, host: str, on_progress: ProgressCallback = ignore_progress) -> Transport:
-    """The transport named `backend`, reached by peers on `host`. Raises ConfigError for an unknown name."""
-    match backend:
-        case TransferBackend.FAKE:
-            from splitserve.disaggregation.transports.fake import FakeTransport
+def missing(backend: str) -> str | None:
+    """Why this backend cannot be used on this machine and what to do; None where it can, as far as we see."""
+    if backend not in _ENTRIES:
+        return f"unknown transfer backend {backend!r}: choose one of {', '.join(TransferBackend)}"
+    entry = _ENTRIES[TransferBackend(backend)]
+    if importlib.util.find_spec(entry.module) is None:
+        return f"the transfer backend {backend!r} is not part of this release"
+    if entry.needs and importlib.util.find_spec(entry.needs) is None:
+        return f"the transfer backend {backend!r} needs the Python package {entry.needs!r}: {entry.hint}"
+    return None
 
-            return FakeTransport(on_progress=on_progress)
-        case TransferBackend.TCP:
-            from splitserve.disaggregation.transports.tcp import TcpTransport
 
-            return TcpTransport(host, on_progress=on_progress)
-        case _:
-            known = ", ".join(TransferBackend)
-            raise ConfigError(f"unknown transfer backend {backend!r}: choose one of {known}")
+def create_transport(backend: str, options: TransportOptions) -> Transport:
+    """The transport named `backend`. Raises ConfigError for an unknown one, and for one whose library is missing."""
+    if problem := missing(backend):
+        raise ConfigError(problem)
+    entry = _ENTRIES[TransferBackend(backend)]
+    try:
+        factory: Callable[[TransportOptions], Transport] = getattr(importlib.import_module(entry.module), entry.factory)
+    except ImportError as error:
+        # Installed, but a system library it links to is not.
+        raise ConfigError(f"the transfer backend {backend!r} cannot be loaded: {error}. {entry.hint}") from error
+    return factory(options)

@@ -2,9 +2,9 @@
 
 Life of a write:
 1. The receiving side opens a session for one peer and hands it over in its own handshake.
-2. The sending side writes to that session; copies of one session land in order.
+2. The sending side writes to that session; writes of one session land in order.
 3. The ticket becomes DONE (proven), FAILED (proven that nothing lands any more) or LOST (no proof either way).
-4. A session ends when either side drains it. On the receiving side that is the fence: no byte lands afterwards.
+4. A session ends when either side drains it. On the receiving side that is the fence: once `is_fenced`, no byte lands.
 
 `tests/contract/test_transports.py` runs against every implementation.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from splitserve.core.layout import Copy, Region
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class WriteState(enum.IntEnum):
     DONE = 1
     # Nothing of this write will touch the peer's memory any more.
     FAILED = 2
-    # It failed half-way and nobody vouches for the rest: bytes under way may land until the peer drains the session.
+    # It failed half-way and nobody vouches for the rest: bytes under way may land until the peer has fenced it.
     LOST = 3
 
 
@@ -61,7 +62,7 @@ class Transport(Protocol):
     def register(self, regions: Sequence[Region]) -> None:
         """Make these regions known; copies name them by their index in registration order. Call before anything else.
 
-        The memory must stay valid until `close` has returned.
+        The memory must stay valid until `close` has returned. Raises ConfigError for memory the backend cannot use.
         """
         ...
 
@@ -69,7 +70,7 @@ class Transport(Protocol):
         """A fresh address for one peer to write to us through. It ends with `drain(session_id)`."""
         ...
 
-    def write(self, peer: PeerAddress, copies: Sequence[Copy]) -> Ticket:
+    def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         """Begin to copy from our regions into the peer's. Never blocks on the peer.
 
         Writes to one session land in order. The source bytes must not change until the ticket is final.
@@ -83,9 +84,17 @@ class Transport(Protocol):
         ...
 
     def drain(self, session_id: str) -> None:
-        """End a session, ours or a peer's: when this returns, no write of it touches our memory or can begin.
+        """End a session, ours or a peer's: its pending tickets become final, later writes to it fail.
 
-        Its pending tickets become final, later writes to it fail, and incoming writes through it are refused.
+        A session of ours lets no write begin any more; whether the last one is over, `is_fenced` tells.
+        """
+        ...
+
+    def is_fenced(self, session_id: str) -> bool:
+        """Whether nothing can be written any more through a drained session of ours.
+
+        True at once for most backends. False only while a process on this host may be inside a write to shared memory
+        (stopped in the middle of it, say): then it turns true when that write, or that process, ends.
         """
         ...
 
@@ -100,3 +109,19 @@ ProgressCallback = Callable[[], None]
 
 def ignore_progress() -> None:
     """For pollers that do not wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
+    """What every backend is told. Each takes what concerns it."""
+
+    # Where peers reach us: an address of this machine, no name.
+    host: str = "127.0.0.1"
+    # Both ends of every connection prove that they hold it; empty: whoever reaches the port.
+    token: bytes = field(default=b"", repr=False)
+    on_progress: ProgressCallback = ignore_progress
+    # Deadlines in seconds: of one write from its turn to its proof, and of a connection.
+    write_timeout: float = 60.0
+    connect_timeout: float = 5.0
+    # Backend's own settings, as "name=value" (mooncake: protocol, device).
+    extra: dict[str, str] = field(default_factory=dict)

@@ -14,15 +14,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from splitserve.core.layout import Copy, Region
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.base import (
     PeerAddress,
     ProgressCallback,
     Ticket,
+    TransportOptions,
     WriteState,
     WriteStatus,
     ignore_progress,
 )
+from splitserve.disaggregation.transports.memory import Memory
 from splitserve.errors import CapacityError
 
 MAX_PENDING_WRITES = 1024
@@ -32,7 +35,7 @@ MAX_PENDING_WRITES = 1024
 class _Write:
     source: FakeTransport
     ticket: Ticket
-    copies: Sequence[Copy]
+    copies: Copies
     next_copy: int = 0
 
 
@@ -64,9 +67,9 @@ class FakeNetwork:
         with self.lock:
             session = self.sessions[session_id]
             write = session.orphan or session.queue[0]
-            error = session.owner.refusal(write.copies) if write.next_copy == 0 else None
-            if error is None and write.copies:
-                session.owner.land(write.source, write.copies[write.next_copy])
+            error = session.owner.memory.target_error(write.copies) if write.next_copy == 0 else None
+            if error is None and len(write.copies):
+                session.owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
             write.next_copy += 1
             if error is None and write.next_copy < len(write.copies):
                 return
@@ -97,14 +100,14 @@ class FakeTransport:
     def __init__(self, network: FakeNetwork | None = None, *, on_progress: ProgressCallback = ignore_progress) -> None:
         self._network = network or SHARED_NETWORK
         self._on_progress = on_progress
-        self._regions: tuple[Region, ...] = ()
+        self.memory = Memory()
         self._statuses: dict[Ticket, WriteStatus] = {}
         # Peers' sessions that we drained: we write to them no more.
         self._drained: set[str] = set()
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
-        self._regions = (*self._regions, *regions)
+        self.memory.add(regions)
 
     def open_session(self) -> PeerAddress:
         with self._network.lock:
@@ -112,10 +115,8 @@ class FakeTransport:
             self._network.sessions[session_id] = _Session(self)
             return PeerAddress(session_id, "in-process")
 
-    def write(self, peer: PeerAddress, copies: Sequence[Copy]) -> Ticket:
-        for copy in copies:
-            if error := self._out_of_bounds(copy.src_region, copy.src_offset, copy.length):
-                raise ValueError(f"source of {copy}: {error}")
+    def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
+        self.memory.check_sources(copies)
         with self._network.lock:
             ticket = Ticket(self._network.new_id())
             session = self._network.sessions.get(peer.session_id)
@@ -158,20 +159,13 @@ class FakeTransport:
                 if session.owner is self:
                     self.drain(session_id)
 
-    def refusal(self, copies: Sequence[Copy]) -> str | None:
-        """Why these copies may not land in our memory; None where they may."""
-        for copy in copies:
-            if error := self._out_of_bounds(copy.dst_region, copy.dst_offset, copy.length):
-                return f"target of {copy}: {error}"
-        return None
+    def is_fenced(self, session_id: str) -> bool:
+        with self._network.lock:
+            return session_id not in self._network.sessions
 
-    def land(self, source: FakeTransport, copy: Copy) -> None:
-        """Carry one copy from `source` into our memory."""
-        ctypes.memmove(
-            self._regions[copy.dst_region].address + copy.dst_offset,
-            source._regions[copy.src_region].address + copy.src_offset,
-            copy.length,
-        )
+    def land(self, source: FakeTransport, copy: Copies) -> None:
+        """Carry one copy, a table of one row, from `source` into our memory."""
+        ctypes.memmove(int(self.memory.targets(copy)[0]), int(source.memory.sources(copy)[0]), int(copy["length"][0]))
 
     def finish(self, ticket: Ticket, status: WriteStatus) -> None:
         self._statuses[ticket] = status
@@ -188,9 +182,6 @@ class FakeTransport:
                 state = WriteState.LOST if i == 0 else WriteState.FAILED
                 write.source.finish(write.ticket, WriteStatus(state, f"session {session_id} was drained"))
 
-    def _out_of_bounds(self, region: int, offset: int, length: int) -> str | None:
-        if not 0 <= region < len(self._regions):
-            return f"region {region} is not registered ({len(self._regions)} are)"
-        if offset < 0 or length < 0 or offset + length > self._regions[region].length:
-            return f"[{offset}, {offset + length}) is outside region {region} of {self._regions[region].length} bytes"
-        return None
+
+def fake_transport(options: TransportOptions) -> FakeTransport:
+    return FakeTransport(on_progress=options.on_progress)

@@ -1,0 +1,42 @@
+"""Memory in one piece: private, or backed by a file that another process on this host can map as well.
+
+Nothing has a name in the file system, so nothing is left behind when a process is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from splitserve.core.layout import Region
+
+
+class Arena:
+    """`num_bytes` zeroed bytes. The system hands out real memory page by page, on first write.
+
+    `shareable` memory (Linux) lies in an anonymous file: its regions name it, and `shm` lets peers map it. The memory
+    goes when the last view of it does. Raises OSError where the system refuses.
+    """
+
+    def __init__(self, num_bytes: int, *, shareable: bool = False) -> None:
+        self.num_bytes = num_bytes
+        self._fd = -1
+        size = max(num_bytes, 1)
+        if not shareable:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._fd = os.memfd_create("splitserve-arena", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, size)
+            self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
+        self.buffer = memoryview(self._memory)[:num_bytes]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def region(self, offset: int = 0, length: int | None = None) -> Region:
+        """A part of it, for transports."""
+        length = self.num_bytes - offset if length is None else length
+        return Region(self.address + offset, length, self._fd, offset)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)

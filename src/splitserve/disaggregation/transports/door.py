@@ -1,0 +1,218 @@
+"""The door: how one worker's transport lets another's in. The same for every backend.
+
+  hello      magic, version, nonce, length of the session id | session id             sender -> receiver
+  challenge  magic, version, nonce, proof                                              receiver -> sender
+  answer     proof                                                                     sender -> receiver
+  welcome    length of a refusal, length of what the sender must know | both           receiver -> sender
+
+A proof is an HMAC-SHA256 under the cluster token over both nonces, the session and the side that says it: each end
+shows the other that it holds the token without showing the token. What comes after the welcome is the backend's own.
+All integers are little-endian. Magic and version never move, so that a mismatch of versions can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from splitserve.disaggregation.transports.sockets import (
+    Deadline,
+    connect,
+    receive_exactly,
+    set_receive_timeout,
+    set_send_timeout,
+    shut,
+    tune,
+)
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"SSKV"
+VERSION = 2
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+MAX_SESSION_BYTES = 256
+MAX_WELCOME_BYTES = 16 << 20
+# A peer that has connected must have shown who it is within so many seconds.
+GRACE_SECONDS = 10.0
+
+_HELLO = struct.Struct(f"<4sH{NONCE_BYTES}sH")
+_CHALLENGE = struct.Struct(f"<4sH{NONCE_BYTES}s{PROOF_BYTES}s")
+_WELCOME = struct.Struct("<II")
+
+
+class ProtocolError(Exception):
+    """The other end does not speak our protocol, breaks it, or may not come in."""
+
+
+class Host(Protocol):
+    """Who lives behind the door: decides about sessions and serves those let in."""
+
+    def enter(self, guest: Guest, session_id: str) -> bytes:
+        """What the sender must know; the guest is registered under the session. Raises ProtocolError to refuse."""
+        ...
+
+    def serve(self, guest: Guest, session_id: str) -> None:
+        """Runs in the guest's own thread until the connection ends."""
+        ...
+
+
+def knock(
+    endpoint: str, session_id: str, token: bytes, deadline: Deadline, is_cancelled: Callable[[], bool]
+) -> tuple[socket.socket, bytes]:
+    """Connect to a session: a blocking socket, and what its receiver lets us know. Raises OSError, ProtocolError."""
+    sock = connect(endpoint, deadline, is_cancelled)
+    try:
+        set_send_timeout(sock, deadline.remaining())
+        set_receive_timeout(sock, deadline.remaining())
+        return sock, _introduce(sock, session_id, token)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _introduce(sock: socket.socket, session_id: str, token: bytes) -> bytes:
+    name, ours = session_id.encode(), secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(_HELLO.pack(MAGIC, VERSION, ours, len(name)) + name)
+    magic, version, theirs, proof = _CHALLENGE.unpack(receive_exactly(sock, _CHALLENGE.size))
+    if magic != MAGIC:
+        raise ProtocolError("the other side is no Splitserve transport")
+    if version != VERSION:
+        raise ProtocolError(f"{_version_difference(VERSION, version)}")
+    if not hmac.compare_digest(proof, _proof(token, b"receiver", ours, theirs, name)):
+        raise ProtocolError("the cluster tokens differ: start all workers with the same --cluster-token-file")
+    sock.sendall(_proof(token, b"sender", ours, theirs, name))
+    refusal_bytes, welcome_bytes = _WELCOME.unpack(receive_exactly(sock, _WELCOME.size))
+    if max(refusal_bytes, welcome_bytes) > MAX_WELCOME_BYTES:
+        raise ProtocolError("malformed welcome")
+    refusal = receive_exactly(sock, refusal_bytes).decode(errors="replace")
+    if refusal:
+        raise ProtocolError(refusal)
+    return receive_exactly(sock, welcome_bytes)
+
+
+class Door:
+    """Listens on a free port of `host` and lets in who holds the token."""
+
+    def __init__(self, host: str, token: bytes, inhabitant: Host) -> None:
+        self.token = token
+        self.inhabitant = inhabitant
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        name = f"[{host}]" if ":" in host else host
+        self.endpoint = f"{name}:{self._socket.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._guests: set[Guest] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-accept", daemon=True)
+        self._thread.start()
+
+    def leave(self, guest: Guest) -> None:
+        with self._lock:
+            self._guests.discard(guest)
+
+    def close(self) -> None:
+        """Nobody comes in any more, and who is in is thrown out. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        shut(self._socket)
+        self._thread.join()
+        self._socket.close()
+        with self._lock:
+            guests = list(self._guests)
+        for guest in guests:
+            guest.stop()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("cannot take a data connection: %s", error)
+                continue
+            guest = Guest(self, sock)
+            with self._lock:
+                self._guests.add(guest)
+            guest.start()
+
+
+class Guest:
+    """One connection from a sender, and its thread."""
+
+    def __init__(self, door: Door, sock: socket.socket) -> None:
+        self._door = door
+        self.socket = sock
+        self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """When this returns, the connection's thread has ended."""
+        shut(self.socket)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            session_id = self._let_in()
+            self._door.inhabitant.serve(self, session_id)
+        except (OSError, ProtocolError) as error:
+            logger.info("data connection ended: %s", error)
+        finally:
+            self._door.leave(self)
+            self.socket.close()
+
+    def _let_in(self) -> str:
+        sock = self.socket
+        tune(sock)
+        set_send_timeout(sock, GRACE_SECONDS)
+        set_receive_timeout(sock, GRACE_SECONDS)
+        magic, version, theirs, length = _HELLO.unpack(receive_exactly(sock, _HELLO.size))
+        if magic != MAGIC or length > MAX_SESSION_BYTES:
+            raise ProtocolError(f"not a hello: {magic!r}")
+        ours = secrets.token_bytes(NONCE_BYTES)
+        if version != VERSION:
+            # The other side reads our version from it and gives up.
+            sock.sendall(_CHALLENGE.pack(MAGIC, VERSION, ours, bytes(PROOF_BYTES)))
+            raise ProtocolError(_version_difference(VERSION, version))
+        name = receive_exactly(sock, length)
+        token = self._door.token
+        sock.sendall(_CHALLENGE.pack(MAGIC, VERSION, ours, _proof(token, b"receiver", theirs, ours, name)))
+        answer = receive_exactly(sock, PROOF_BYTES)
+        if not hmac.compare_digest(answer, _proof(token, b"sender", theirs, ours, name)):
+            raise ProtocolError("a sender without the cluster token was turned away")
+        session_id = name.decode(errors="replace")
+        try:
+            welcome = self._door.inhabitant.enter(self, session_id)
+        except ProtocolError as refusal:
+            text = str(refusal).encode()
+            sock.sendall(_WELCOME.pack(len(text), 0) + text)
+            raise
+        sock.sendall(_WELCOME.pack(0, len(welcome)) + welcome)
+        # From here on the sender's deadlines count: a connection may be idle for long.
+        set_receive_timeout(sock, 0)
+        return session_id
+
+
+def _proof(token: bytes, side: bytes, sender_nonce: bytes, receiver_nonce: bytes, session: bytes) -> bytes:
+    said = b"\0".join((b"splitserve data", side, sender_nonce, receiver_nonce, session))
+    return hmac.digest(token, said, hashlib.sha256)
+
+
+def _version_difference(ours: int, theirs: int) -> str:
+    return f"data protocol version {ours} against {theirs}: run the same Splitserve release on both sides"

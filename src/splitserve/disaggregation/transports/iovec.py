@@ -1,0 +1,92 @@
+"""Scatter-gather over a socket without a Python object per piece: the kernel's own iovec table is built by numpy.
+
+`send_all` and `receive_all` call sendmsg(2) and recvmsg(2) with tables of up to 1,024 pieces. ctypes lets Python's lock
+go for the time of the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+# struct iovec on 64-bit systems: base, length.
+IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
+# Pieces handed to one system call: what Linux and macOS take.
+MAX_PIECES_PER_CALL = 1024
+
+_IS_LINUX = sys.platform == "linux"
+
+
+class _MsgHdr(ctypes.Structure):
+    """struct msghdr of sys/socket.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("namelen", ctypes.c_uint32),
+        ("iov", ctypes.c_void_p),
+        ("iovlen", ctypes.c_size_t if _IS_LINUX else ctypes.c_int),
+        ("control", ctypes.c_void_p),
+        ("controllen", ctypes.c_size_t if _IS_LINUX else ctypes.c_uint32),
+        ("flags", ctypes.c_int),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.sendmsg, _libc.recvmsg):
+    _call.argtypes = (ctypes.c_int, ctypes.POINTER(_MsgHdr), ctypes.c_int)
+    _call.restype = ctypes.c_ssize_t
+
+
+def iovec_table(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.void]:
+    """A table of the pieces; empty ones are left out."""
+    table = np.empty(len(addresses), dtype=IOVEC)
+    table["base"], table["length"] = addresses, lengths
+    return table[table["length"] > 0]
+
+
+def send_all(sock: socket.socket, table: NDArray[np.void]) -> None:
+    """Send all pieces in order. Raises OSError; TimeoutError at the socket's send timeout. Spoils `table`."""
+    _move_all(_libc.sendmsg, sock, table, socket.MSG_NOSIGNAL if _IS_LINUX else 0)
+
+
+def receive_all(sock: socket.socket, table: NDArray[np.void]) -> None:
+    """Fill all pieces in order. Raises OSError, ConnectionError where the connection ends before. Spoils `table`."""
+    # The kernel returns when the pieces of a call are full, or the connection ends.
+    _move_all(_libc.recvmsg, sock, table, socket.MSG_WAITALL)
+
+
+def _move_all(call: ctypes._NamedFuncPointer, sock: socket.socket, table: NDArray[np.void], flags: int) -> None:
+    ends = np.cumsum(table["length"])
+    first, moved = 0, 0
+    header = _MsgHdr()
+    while first < len(table):
+        header.iov = table.ctypes.data + first * IOVEC.itemsize
+        header.iovlen = min(len(table) - first, MAX_PIECES_PER_CALL)
+        n = call(sock.fileno(), ctypes.byref(header), flags)
+        if n < 0:
+            _raise(ctypes.get_errno())
+            continue
+        if n == 0:
+            raise ConnectionError("connection closed inside a write")
+        moved += n
+        first = int(np.searchsorted(ends, moved, side="right"))
+        if first < len(table):
+            # Cut off what is done of the first piece that is not.
+            left = int(ends[first]) - moved
+            table["base"][first] += table["length"][first] - np.uint64(left)
+            table["length"][first] = left
+
+
+def _raise(code: int) -> None:
+    """Returns only for EINTR: try again."""
+    if code == errno.EINTR:
+        return
+    if code in (errno.EAGAIN, errno.EWOULDBLOCK):
+        raise TimeoutError("the peer did not keep up")
+    raise OSError(code, os.strerror(code))

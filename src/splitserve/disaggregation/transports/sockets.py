@@ -1,0 +1,117 @@
+"""Blocking sockets with deadlines: what the transports' connections have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+SOCKET_BUFFER_BYTES = 4 << 20
+
+
+class Deadline:
+    """A wait's end on the system's clock: sockets know no other."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Raises TimeoutError when nothing remains."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"over {self.seconds:g} s")
+        return left
+
+
+def connect(endpoint: str, deadline: Deadline, is_cancelled: Callable[[], bool]) -> socket.socket:
+    """A blocking socket to `endpoint` ("host:port" or "[host6]:port"), unless cancelled on the way. Raises OSError."""
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        sock.setblocking(False)
+        sock.connect_ex((host, int(port)))
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT)
+        while not poller.poll(min(50.0, deadline.remaining() * 1000)):
+            if is_cancelled():
+                raise ConnectionAbortedError("cancelled")
+        if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(code, f"{endpoint} does not take connections (error {code})")
+        sock.setblocking(True)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for the short frames, room for the long ones."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+
+
+def shut(sock: socket.socket) -> None:
+    """Wake whoever is blocked on the socket. Its owner closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def is_broken(sock: socket.socket) -> bool:
+    """Whether the peer has closed an idle connection (or says something unasked, which is as bad)."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def wait_until_closed(sock: socket.socket) -> None:
+    """Block until the peer, or `shut` here, ends a connection on which nothing is said."""
+    with contextlib.suppress(OSError):
+        while sock.recv(1):
+            pass
+
+
+def receive_exactly(sock: socket.socket, length: int) -> bytes:
+    """Raises ConnectionError where the connection ends before, TimeoutError at the receive timeout."""
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        with timeouts_by_name():
+            n = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+        if n == 0:
+            raise ConnectionError("connection closed by the other side")
+        view = view[n:]
+    return bytes(data)
+
+
+def set_send_timeout(sock: socket.socket, seconds: float) -> None:
+    _set_timeout(sock, socket.SO_SNDTIMEO, seconds)
+
+
+def set_receive_timeout(sock: socket.socket, seconds: float) -> None:
+    """0: none."""
+    _set_timeout(sock, socket.SO_RCVTIMEO, seconds)
+
+
+def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    """The kernel's own timeout, which leaves the socket blocking."""
+    whole = int(seconds)
+    micros = int((seconds - whole) * 1_000_000)
+    if seconds > 0 and whole == micros == 0:
+        micros = 1
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micros))
+
+
+@contextlib.contextmanager
+def timeouts_by_name() -> Iterator[None]:
+    """The kernel reports SO_SNDTIMEO and SO_RCVTIMEO as EAGAIN."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise TimeoutError("the peer did not keep up") from error

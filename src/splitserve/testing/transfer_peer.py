@@ -1,0 +1,167 @@
+"""The other end of a transport as a process of its own, for tests and benchmarks: it can be stopped and killed.
+
+`PeerProcess` starts `python -m splitserve.testing.transfer_peer SPEC`, which opens a transport over memory of its own
+and obeys one JSON line after another: `open`, `drain`, `is_fenced`, `fill`, `digest`, `write` (waits for its end),
+`begin` (does not), `quit`. Each is answered by one JSON line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import numpy as np
+
+from splitserve.core.arena import Arena
+from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.transports import create_transport
+from splitserve.disaggregation.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
+
+# Seconds a test waits for an answer.
+ANSWER_TIMEOUT = 60.0
+
+
+class End:
+    """A transport over memory of its own, one region for each of `lengths`."""
+
+    def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
+        self.progress = threading.Event()
+        self.arenas = [Arena(n, shareable=backend == "shm") for n in lengths]
+        self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
+        self.transport: Transport = create_transport(
+            backend, TransportOptions(on_progress=self.progress.set, **options)
+        )
+        self.transport.register([a.region() for a in self.arenas])
+
+    def outcome(self, ticket: Ticket, timeout: float = ANSWER_TIMEOUT) -> WriteStatus:
+        """The ticket's final status. Raises AssertionError where it has none in time."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            self.progress.clear()
+            status = self.transport.poll(ticket)
+            if status.is_final:
+                return status
+            self.progress.wait(end - time.monotonic())
+        raise AssertionError("the write did not end")
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class PeerProcess:
+    """An `End` in a process of its own. Use as a context manager."""
+
+    def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
+        spec = json.dumps({"backend": backend, "lengths": list(lengths), "options": options})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "splitserve.testing.transfer_peer", spec],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.kill()
+
+    def ask(self, what: str, **more: Any) -> Any:
+        """One command, and its answer. Raises AssertionError where the process is gone."""
+        self.tell(what, **more)
+        return self.answer()
+
+    def tell(self, what: str, **more: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"what": what, **more}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            # Libraries write to standard output too.
+            if line.startswith(_ANSWER):
+                return json.loads(line[len(_ANSWER) :])
+        raise AssertionError(f"the peer process ended with code {self._process.wait(10)}")
+
+    def open_session(self) -> PeerAddress:
+        return PeerAddress(*self.ask("open"))
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone. Idempotent."""
+        self._process.kill()
+        self._process.wait(30)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+_ANSWER = "ANSWER "
+
+
+def _obey(end: End, command: dict[str, Any]) -> Any:
+    match command:
+        case {"what": "open"}:
+            peer = end.transport.open_session()
+            return [peer.session_id, peer.endpoint]
+        case {"what": "drain", "session": session}:
+            return end.transport.drain(session)
+        case {"what": "is_fenced", "session": session}:
+            return end.transport.is_fenced(session)
+        case {"what": "fill", "region": region, "seed": seed}:
+            memory = end.memory[region]
+            memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, dtype=np.uint8)
+            return None
+        case {"what": "set", "region": region, "value": value}:
+            end.memory[region][:] = value
+            return None
+        case {"what": "digest", "region": region}:
+            return digest(end.memory[region])
+        case {"what": "begin", "peer": peer, "copies": copies}:
+            return end.transport.write(PeerAddress(*peer), copy_table(tuple(c) for c in copies)).id
+        case {"what": "write", "peer": peer, "copies": copies}:
+            status = end.outcome(end.transport.write(PeerAddress(*peer), copy_table(tuple(c) for c in copies)))
+            return [status.state.name, status.error]
+        case {"what": "write_for_ever", "peer": peer, "copies": copies}:
+            table = copy_table(tuple(c) for c in copies)
+            _say(None)
+            while end.outcome(end.transport.write(PeerAddress(*peer), table)).error is None:
+                pass
+            return None
+    raise ValueError(f"unknown command {command}")
+
+
+def digest(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    return hashlib.blake2b(memory.data, digest_size=16).hexdigest()
+
+
+def _say(answer: Any) -> None:
+    sys.stdout.write(_ANSWER + json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main(spec: str, commands: TextIO) -> None:
+    told = json.loads(spec)
+    options = told["options"]
+    if "token" in options:
+        options["token"] = options["token"].encode()
+    end = End(told["backend"], told["lengths"], **options)
+    try:
+        for line in commands:
+            _say(_obey(end, json.loads(line)))
+    finally:
+        end.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.stdin)
