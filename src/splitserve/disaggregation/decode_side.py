@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 
 from splitserve.core.request import BootstrapInfo, RoomKey
-from splitserve.disaggregation.peers import Directory, LookupFailure, PeerState, PrefillPeer
+from splitserve.disaggregation.backoff import Backoff
+from splitserve.disaggregation.peers import BootstrapAddress, Directory, LookupFailure, PeerState, PrefillPeer
 from splitserve.disaggregation.receiver import KVReceiver
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.state import KVEvent, KVPoll
@@ -46,6 +47,7 @@ class DecodeSide:
         self._directory = directory
         self._rooms: dict[RoomKey, KVReceiver] = {}
         self._peers: dict[tuple[str, int], PrefillPeer] = {}
+        self._backoff: Backoff[BootstrapAddress] = Backoff()
         # Drained sessions of which a write may still be under way, and the rooms that must keep their pages until then.
         self._fencing: dict[str, list[KVReceiver]] = {}
         # From a random start, so that two decodes never use the same number.
@@ -107,7 +109,7 @@ class DecodeSide:
         peers = [p for p in self._peers.values() if p.info and p.info.control_address == mail.sender]
         for peer in peers:
             if peer.info and peer.info.epoch != mail.epoch:
-                self._lose(peer, "it was restarted")
+                self._lose(peer, "it was restarted", is_replaced=True)
             else:
                 peer.speaks()
                 self._pair_rooms(peer)
@@ -165,7 +167,9 @@ class DecodeSide:
         for session_id in list(self._fencing):
             self._settle_if_fenced(session_id)
         for peer in list(self._peers.values()):
-            if peer.state is PeerState.RESOLVING:
+            if peer.state is PeerState.WAITING:
+                self._ask_if_due(peer)
+            elif peer.state is PeerState.RESOLVING:
                 self._look_up(peer)
             else:
                 self._heartbeat(peer, now)
@@ -178,6 +182,11 @@ class DecodeSide:
     def close(self, why: str) -> None:
         for peer in list(self._peers.values()):
             self._lose(peer, why)
+
+    def _ask_if_due(self, peer: PrefillPeer) -> None:
+        if self._context.clock.now() >= peer.retry_at:
+            peer.state = PeerState.RESOLVING
+            self._directory.request(peer.address, self._context.config.bootstrap_timeout)
 
     def _look_up(self, peer: PrefillPeer) -> None:
         match self._directory.result(peer.address):
@@ -224,8 +233,9 @@ class DecodeSide:
         if peer is None:
             if len(self._peers) >= self._context.limits.max_peers:
                 raise CapacityError(f"{len(self._peers)} prefill workers are known, and there is no room for another")
-            peer = self._peers[host, port] = PrefillPeer((host, port))
-            self._directory.request(peer.address, self._context.config.bootstrap_timeout)
+            retry_at = self._backoff.retry_at((host, port), self._context.clock.now())
+            peer = self._peers[host, port] = PrefillPeer((host, port), retry_at=retry_at)
+            self._ask_if_due(peer)
         return peer
 
     def _resolved(self, peer: PrefillPeer, info: PrefillInfo) -> None:
@@ -255,10 +265,12 @@ class DecodeSide:
             self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
         self._forget(peer)
 
-    def _lose(self, peer: PrefillPeer, why: str, *, tell: bool = True) -> None:
-        """Fence a prefill out. Announced rooms fail, the others look for its successor."""
+    def _lose(self, peer: PrefillPeer, why: str, *, tell: bool = True, is_replaced: bool = False) -> None:
+        """Fence a prefill out. Announced rooms fail, the others look for its successor: at once where there is one."""
         if tell and peer.session is not None:
             self._post(peer, Unregistered(session_id=peer.session.session_id, why=why))
+        if not is_replaced:
+            self._backoff.lost(peer.address, self._context.clock.now())
         self._fence(peer)
         for receiver in self._rooms_of(peer):
             receiver.abort_again_at = None
@@ -274,7 +286,8 @@ class DecodeSide:
         if peer.session is not None:
             session_id = peer.session.session_id
             self._context.transport.drain(session_id)
-            self._fencing[session_id] = self._rooms_of(peer)
+            # Not rooms that had not announced anything: they go on with a successor, and owe their quiescence to that.
+            self._fencing[session_id] = [r for r in self._rooms_of(peer) if r.announced_at is not None]
             self._settle_if_fenced(session_id)
 
     def _settle_if_fenced(self, session_id: str) -> None:

@@ -1,5 +1,6 @@
 """A prefill as decode knows it, from the first room that names its bootstrap server to its loss.
 
+  WAITING      it was lost a short while ago: left alone until `retry_at`
   RESOLVING    asking the bootstrap server who is there
   REGISTERING  telling it about our memory, until it answers
   READY        rooms may be announced; pinged at every heartbeat interval
@@ -43,6 +44,7 @@ class Directory(Protocol):
 
 
 class PeerState(enum.StrEnum):
+    WAITING = "waiting"
     RESOLVING = "resolving"
     REGISTERING = "registering"
     READY = "ready"
@@ -51,7 +53,9 @@ class PeerState(enum.StrEnum):
 @dataclass(slots=True, eq=False)
 class PrefillPeer:
     address: BootstrapAddress
-    state: PeerState = PeerState.RESOLVING
+    state: PeerState = PeerState.WAITING
+    # Clock time from which on it may be asked for.
+    retry_at: float = 0.0
     # Both set once resolved.
     info: PrefillInfo | None = None
     session: PeerAddress | None = None

@@ -1,5 +1,7 @@
 """Two managers hand a KV cache over, and every way in which that can end."""
 
+import itertools
+
 import pytest
 
 from splitserve.config import DisaggregationConfig
@@ -559,6 +561,45 @@ def test_a_room_that_knew_only_the_predecessor_finds_the_successor():
     receiver.init([4], 0, num_tokens=4)
     world.tick()
     assert sender.poll() is KVPoll.WAITING_FOR_INPUT
+
+
+def test_a_room_that_goes_on_with_a_successor_keeps_its_pages_until_the_successor_lets_go():
+    world = World(step=True)
+    sender, receiver = world.sender(1), world.receiver(1)
+    world.decode.manager.tick()
+    assert receiver.poll() is KVPoll.BOOTSTRAPPING
+    world.replace_prefill(epoch=33)
+    world.tick(8)
+    sender = world.sender(1)
+    receiver.init([4, 5], 0, num_tokens=2 * PAGE_SIZE)
+    world.tick()
+    sender.send([1], is_last=False)
+    world.prefill.manager.tick()
+    receiver.abort("the client left")
+    assert not receiver.quiescent()
+    world.land()
+    world.tick()
+    assert receiver.quiescent()
+
+
+def test_a_prefill_that_never_answers_is_looked_up_less_and_less_often():
+    world = World()
+    asked_at = []
+    for room in range(1, 40):
+        world.receiver(room)
+        while len(world.book.requests) > len(asked_at):
+            asked_at.append(world.clock.now())
+        for _ in range(40):
+            world.clock.advance(0.125)
+            world.decode.manager.tick()
+            while len(world.book.requests) > len(asked_at):
+                asked_at.append(world.clock.now())
+    # Each time it costs two heartbeats to see that it is silent; what comes on top is the pause.
+    silence = CONFIG.heartbeat_interval * CONFIG.heartbeat_misses
+    pauses = [b - a - silence for a, b in itertools.pairwise(asked_at)]
+    assert pauses[0] < 1.0
+    assert pauses[-1] > pauses[0] + 1.0
+    assert pauses[:4] == sorted(pauses[:4])
 
 
 def test_a_message_for_the_predecessor_is_answered_and_fences_it():
