@@ -1,8 +1,8 @@
 """How long to leave a peer alone after it was lost: longer with each loss, and forgotten again as time goes by.
 
-A first loss costs nothing: most are a single broken connection. Each further one raises the peer's level by one, and the
-pause about doubles with it. The level halves with every `half_life` seconds, so one bad minute is no verdict: nobody is
-ever excluded for good. Pure: knows addresses and times.
+A first loss costs nothing: most are a single broken connection. Each further one raises the peer's level by one, and
+the pause about doubles with it. The level halves with every `half_life` seconds, so one bad minute is no verdict:
+nobody is ever excluded for good. Pure: knows addresses and times.
 """
 
 from __future__ import annotations

@@ -26,6 +26,18 @@ class Wires:
         if inbox is not None and not drop:
             inbox.append(frame)
 
+    def duplicate(self, pair: tuple[str, str], place: int) -> None:
+        """Have the next frame arrive once more, behind `place` others."""
+        frames = self.under_way[pair]
+        frames.insert(1 + place % len(frames), frames[0])
+
+    def overtake(self, pair: tuple[str, str], place: int) -> None:
+        """Let a later frame become the next."""
+        frames = self.under_way[pair]
+        frame = frames[place % len(frames)]
+        del frames[place % len(frames)]
+        frames.appendleft(frame)
+
 
 class Channel:
     """ControlChannel over `Wires`."""

@@ -96,10 +96,15 @@ class Worker:
 
 class World:
     def __init__(
-        self, *, step: bool = False, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+        self,
+        *,
+        step: bool = False,
+        late_fences: bool = False,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
     ) -> None:
         self.clock = ManualClock(100.0)
-        self.network = FakeNetwork(step=step)
+        self.network = FakeNetwork(step=step, late_fences=late_fences)
         self.wires = Wires(step=step)
         self.book = Book()
         self.prefill = Worker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
@@ -112,6 +117,11 @@ class World:
         self.prefill = Worker(self, DisaggregationMode.PREFILL, address, epoch=epoch, **args)
         self.book.entries[BOOTSTRAP] = self.prefill.manager.prefill_info()
         return old
+
+    def replace_decode(self, *, epoch: int) -> None:
+        """As if the decode process was killed and started again at the same address."""
+        self.decode.transport.close()
+        self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
 
     def sender(self, room: int = 1, sample: int = 0) -> SenderPort:
         return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP, RoomKey(room, sample)))

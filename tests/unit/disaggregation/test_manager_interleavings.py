@@ -1,6 +1,9 @@
 """Random orders of everything that can happen between two managers; what must hold in all of them.
 
-Decode keeps a pool with a canary in every free page: a byte that lands in a page after its release kills the canary.
+Messages are lost, doubled and overtaken, connections break, requests are aborted, either worker is killed and
+replaced, fences take their time. Decode keeps a canary in every free page: a byte that lands in a page after its
+release kills it. Prefill spoils its pages as soon as it may: a byte read after that arrives wrong. `make soak` makes
+10,000 runs.
 """
 
 import random
@@ -14,18 +17,35 @@ from splitserve.testing.kv_world import BOOTSTRAP, NUM_PAGES, NUM_ROWS, PAGE_SIZ
 
 CANARY = 0xAB
 NUM_ROOMS = 10
+# What can happen, and how often.
+EVENTS = {
+    "open": 8,
+    "announce": 10,
+    "send": 10,
+    "tick": 25,
+    "frame": 25,
+    "bytes": 40,
+    "time": 4,
+    "abort": 1,
+    "drop": 0.3,
+    "double": 1,
+    "overtake": 1,
+    "break": 0.3,
+    "new prefill": 0.15,
+    "new decode": 0.1,
+}
 
 
 class DecodeQueue:
     """Decode's pool and its rooms: pages are taken, announced, and given back only through the lease table."""
 
-    def __init__(self, world):
+    def __init__(self, world, ended=None):
         self.world = world
         self.free = list(range(NUM_PAGES))
         self.free_rows = list(range(NUM_ROWS))
         self.leases = LeaseTable()
         self.rooms = {}
-        self.ended = {}
+        self.ended = {} if ended is None else ended
         for component in world.decode.pages:
             component[:] = CANARY
 
@@ -65,7 +85,7 @@ class DecodeQueue:
 class Chaos:
     def __init__(self, seed):
         self.rng = random.Random(seed)
-        self.world = World(step=True)
+        self.world = World(step=True, late_fences=self.rng.random() < 0.5)
         self.queue = DecodeQueue(self.world)
         self.senders = {}
         self.closed_senders = {}
@@ -73,6 +93,7 @@ class Chaos:
         self.sizes = {room: self.rng.randint(1, 6) for room in range(1, NUM_ROOMS + 1)}
         self.unsent = {"prefill": list(self.sizes), "decode": list(self.sizes)}
         self.graveyard = []
+        self.ended_with_decode = set()
         self.epochs = iter(range(1000, 2000))
 
     def open_one(self):
@@ -115,6 +136,21 @@ class Chaos:
                 self.closed_senders[room] = sender.poll()
                 sender.clear()
                 del self.senders[room]
+                self.spoil(room)
+
+    def spoil(self, room):
+        """Nobody may read the room's pages and row on prefill any more."""
+        first = (room - 1) * 6
+        for component in self.world.prefill.pages:
+            component[first : first + self.sizes[room]] = 0xEE
+        self.world.set_row(0, index=room, token=0)
+
+    def replace_decode(self):
+        """Its rooms die with it; those that had not come yet go to its successor."""
+        for room in self.queue.rooms:
+            self.ended_with_decode.add(room)
+        self.world.replace_decode(epoch=next(self.epochs))
+        self.queue = DecodeQueue(self.world, self.queue.ended)
 
     def replace_prefill(self):
         for room in self.senders:
@@ -125,8 +161,8 @@ class Chaos:
     def step(self):
         world, rng = self.world, self.rng
         match rng.choices(
-            ["open", "announce", "send", "tick", "frame", "bytes", "time", "abort", "drop", "break", "replace"],
-            weights=[8, 10, 10, 25, 25, 40, 4, 1, 0.3, 0.3, 0.15],
+            [*EVENTS],
+            weights=[*EVENTS.values()],
         )[0]:
             case "open":
                 self.open_one()
@@ -139,6 +175,10 @@ class Chaos:
                 rng.choice([world.prefill, world.decode]).manager.tick()
             case ("frame" | "drop") as what if busy := world.wires.busy():
                 world.wires.deliver(rng.choice(busy), drop=what == "drop")
+            case "double" if busy := world.wires.busy():
+                world.wires.duplicate(rng.choice(busy), rng.randrange(4))
+            case "overtake" if busy := world.wires.busy():
+                world.wires.overtake(rng.choice(busy), rng.randrange(4))
             case "bytes" if busy := world.network.busy_sessions():
                 world.network.run_one(rng.choice(busy))
             case "time":
@@ -147,8 +187,10 @@ class Chaos:
                 self.abort_one()
             case "break" if busy := world.network.busy_sessions():
                 world.network.break_session(rng.choice(busy))
-            case "replace":
+            case "new prefill":
                 self.replace_prefill()
+            case "new decode":
+                self.replace_decode()
         self.clear_senders()
         self.queue.reap()
         self.queue.check_canaries()
@@ -168,8 +210,18 @@ class Chaos:
 
 @pytest.mark.parametrize("block", range(10))
 def test_in_any_order_every_room_ends_and_no_byte_lands_in_a_released_page(block):
+    check_runs(range(block * 30, block * 30 + 30))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block", range(20))
+def test_ten_thousand_runs(block):
+    check_runs(range(block * 500, block * 500 + 500))
+
+
+def check_runs(seeds):
     outcomes = set()
-    for seed in range(block * 30, block * 30 + 30):
+    for seed in seeds:
         chaos = Chaos(seed)
         for _ in range(500):
             chaos.step()
@@ -183,7 +235,8 @@ def test_in_any_order_every_room_ends_and_no_byte_lands_in_a_released_page(block
         assert chaos.world.decode.manager.num_rooms == chaos.world.prefill.manager.num_rooms == 0
         for room, state in queue.ended.items():
             outcomes.add(state)
-            if state is KVPoll.SUCCESS and room in chaos.closed_senders and not chaos.graveyard:
+            lived_on = not chaos.graveyard and room not in chaos.ended_with_decode
+            if state is KVPoll.SUCCESS and room in chaos.closed_senders and lived_on:
                 assert chaos.closed_senders[room] is KVPoll.SUCCESS, f"seed {seed}: room {room} succeeded on one side"
     assert outcomes == {KVPoll.SUCCESS, KVPoll.FAILED}
 
@@ -191,7 +244,8 @@ def test_in_any_order_every_room_ends_and_no_byte_lands_in_a_released_page(block
 def test_without_disturbances_every_room_succeeds_in_any_order():
     for seed in range(40):
         chaos = Chaos(seed)
-        chaos.abort_one = chaos.replace_prefill = lambda: None
+        chaos.abort_one = chaos.replace_prefill = chaos.replace_decode = lambda: None
+        chaos.world.wires.duplicate = chaos.world.wires.overtake = lambda pair, place: None
         chaos.world.network.break_session = lambda session: None
         chaos.world.wires.deliver = lambda pair, drop=False, deliver=chaos.world.wires.deliver: deliver(pair)
         chaos.world.clock.advance = lambda seconds, turn=chaos.world.clock.advance: turn(min(seconds, 0.01))

@@ -45,13 +45,20 @@ class _Session:
     queue: deque[_Write] = field(default_factory=deque)
     # A write whose sender has given up, but whose bytes are still on their way.
     orphan: _Write | None = None
+    # Not drained by its owner.
+    is_open: bool = True
 
 
 class FakeNetwork:
-    """All sessions of all fake transports that can reach each other."""
+    """All sessions of all fake transports that can reach each other.
 
-    def __init__(self, *, step: bool = False) -> None:
+    With `late_fences` a receiver's drain does not stop the write under way, as where senders write into shared memory
+    by themselves: the session is fenced when that write has ended.
+    """
+
+    def __init__(self, *, step: bool = False, late_fences: bool = False) -> None:
         self.step = step
+        self.late_fences = late_fences
         self.lock = threading.RLock()
         self.sessions: dict[str, _Session] = {}
         self._ids = itertools.count()
@@ -75,6 +82,8 @@ class FakeNetwork:
                 return
             if write is session.orphan:
                 session.orphan = None
+                if not session.is_open:
+                    del self.sessions[session_id]
                 return
             session.queue.popleft()
             state = WriteState.DONE if error is None else WriteState.FAILED
@@ -120,7 +129,7 @@ class FakeTransport:
         with self._network.lock:
             ticket = Ticket(self._network.new_id())
             session = self._network.sessions.get(peer.session_id)
-            if session is None or self._closed or peer.session_id in self._drained:
+            if session is None or not session.is_open or self._closed or peer.session_id in self._drained:
                 self.finish(ticket, WriteStatus(WriteState.FAILED, f"session {peer.session_id} is unknown or drained"))
                 return ticket
             if len(session.queue) >= MAX_PENDING_WRITES:
@@ -146,7 +155,9 @@ class FakeTransport:
                 return
             if session.owner is self:
                 self._fail_pending(session_id, lambda write: True)
-                del self._network.sessions[session_id]
+                session.is_open = False
+                if session.orphan is None or not self._network.late_fences:
+                    del self._network.sessions[session_id]
             else:
                 self._drained.add(session_id)
                 self._fail_pending(session_id, lambda write: write.source is self)
