@@ -107,6 +107,7 @@ class World:
         self.network = FakeNetwork(step=step, late_fences=late_fences)
         self.wires = Wires(step=step)
         self.book = Book()
+        self._graveyard: list[Worker] = []
         self.prefill = Worker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
         self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=22, **(decode or {}))
         self.book.entries[BOOTSTRAP] = self.prefill.manager.prefill_info()
@@ -121,6 +122,8 @@ class World:
     def replace_decode(self, *, epoch: int) -> None:
         """As if the decode process was killed and started again at the same address."""
         self.decode.transport.close()
+        # Late bytes may still land in its memory.
+        self._graveyard.append(self.decode)
         self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
 
     def sender(self, room: int = 1, sample: int = 0) -> SenderPort:
