@@ -23,6 +23,8 @@ from splitserve.errors import CapacityError, ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
 
 DEADLINE = 20.0
+# Senders write into the peer's memory by themselves: a stopped peer is no obstacle.
+ONE_SIDED = {"shm", "nixl"}
 TOKEN = b"a token of the cluster"
 
 # nccl has GPU memory only: tests/gpu.
@@ -374,6 +376,24 @@ def test_a_sender_stopped_in_the_middle_cannot_write_after_the_fence(pair):
     # The sender's loop ends by itself: its writes fail.
     there.answer()
     assert not here.memory[0].any()
+
+
+def test_a_stopped_peer_delays_no_other_and_writes_end_out_of_order(pair):
+    here, stopped = pair
+    backend = here.backend
+    with PeerProcess(backend, [N], token=TOKEN.decode()) as healthy:
+        first, second = stopped.open_session(), healthy.open_session()
+        for session in (first, second):
+            assert here.outcome(write(here, session, WHOLE)).state is WriteState.DONE
+        stopped.signal(signal.SIGSTOP)
+        early = [write(here, first, WHOLE) for _ in range(4)]
+        late = [write(here, second, WHOLE) for _ in range(4)]
+        assert all(here.outcome(t).state is WriteState.DONE for t in reversed(late))
+        still_pending = [here.transport.poll(t).state is WriteState.PENDING for t in early[-1:]]
+        stopped.signal(signal.SIGCONT)
+        # Shared memory takes writes of a stopped process as well; everything else waits for it.
+        assert still_pending == [True] or backend in ONE_SIDED
+        stopped.kill()
 
 
 def until(is_true):

@@ -31,6 +31,7 @@ class End:
     """A transport over memory of its own, one region for each of `lengths`."""
 
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
+        self.backend = backend
         self.progress = threading.Event()
         self.arenas = [Arena(n, shareable=backend == "shm") for n in lengths]
         self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]

@@ -1,0 +1,208 @@
+"""One pool of KV pages that several workers of a host compute in: a page changes owner, and no byte moves.
+
+The pool is a file in memory that every worker maps: a table that says who owns which page, and behind it the pages.
+The file is sparse; memory is taken by pages that were written to.
+
+1. A worker joins: it takes a free place and owns the pages of that place, those of a dead predecessor included.
+2. A prefill worker computes a prompt in pages of its own. `exchange` swaps them for the pages that decode announced:
+   each side owns as many as before.
+3. Each side asks `settle` which pages it has now in place of those it held.
+4. A worker that leaves or dies frees its place: the kernel lets go of its lock.
+
+The exchange is a journal of two steps, so that it is either done or not, wherever its process is killed. It knows pages
+by number, and nothing of requests or models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from splitserve.errors import ConfigError, WorkerUnavailableError
+
+# Workers of one pool at a time.
+MAX_WORKERS = 16
+_NOBODY = np.uint32(0xFFFFFFFF)
+_MAGIC = b"SSPP\0\0\0\1"
+# magic, pool id, pages of a worker, bytes of a page; then the generation of each place.
+_HEADER = struct.Struct("<8s16sQQ")
+_GENERATIONS_AT = 64
+# The lock byte of place i is at this offset plus i.
+_LOCKS_AT = 1024
+_TABLE_AT = 4096
+# Seconds. It is held for microseconds.
+_LOCK_TIMEOUT = 10.0
+# struct flock on 64-bit Linux: type, whence, start, length, pid.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class SharedPages:
+    """A worker's view of the pool's table. Close it when the worker is done: its place is free then.
+
+    `pages_per_worker` and `bytes_per_page` must be the same for all; whoever comes first lays the pool out. Raises
+    ConfigError where they differ from the pool's, where no place is free, and where the file cannot be used.
+    """
+
+    def __init__(self, file: Path, *, pages_per_worker: int, bytes_per_page: int) -> None:
+        try:
+            self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
+            ) from None
+        # The lock belongs to the open file, which all our threads share.
+        self._threads = threading.Lock()
+        self.pages_per_worker = pages_per_worker
+        # Of all workers that may ever join: page numbers are smaller than this.
+        self.num_pages = pages_per_worker * MAX_WORKERS
+        self.arena_offset = _round_up(_TABLE_AT + self.num_pages * 6 + 8, mmap.PAGESIZE)
+        try:
+            with self._locked(fcntl.LOCK_EX):
+                self._lay_out(file, bytes_per_page)
+                self._map()
+                self.place = self._take_place(file)
+                self._generations[self.place] += 1
+                # What a predecessor had offered and not settled.
+                self._partners[self._owners == self.place] = _NOBODY
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.generation = int(self._generations[self.place])
+
+    @property
+    def fd(self) -> int:
+        """The file behind the pages, for mapping them. Stays ours."""
+        return self._fd
+
+    @property
+    def identity(self) -> str:
+        """Equal for all workers of one pool."""
+        return self._pool_id.hex()
+
+    def owned(self) -> list[int]:
+        """Our pages, in order."""
+        return [int(p) for p in np.flatnonzero(self._owners == self.place)]
+
+    def exchange(self, ours: Sequence[int], theirs: Sequence[int], *, generation: int) -> bool:
+        """Give our pages for as many of another worker's, whose `generation` the handshake named.
+
+        False, changing nothing, where that worker is gone: its successor may use the pages for something else already.
+        Raises ValueError for pages that are not ours to give, or not as many as asked for.
+        """
+        if len(ours) != len(theirs):
+            raise ValueError(f"{len(ours)} pages cannot be exchanged for {len(theirs)}")
+        if not ours:
+            return True
+        a, b = np.asarray(ours, dtype=np.int64), np.asarray(theirs, dtype=np.int64)
+        with self._locked(fcntl.LOCK_SH):
+            receiver = int(self._owners[b[0]])
+            if not (self._owners[b] == receiver).all() or int(self._generations[receiver]) != generation:
+                return False
+            if not (self._owners[a] == self.place).all():
+                raise ValueError("a page is given away that is not ours")
+            self._partners[a], self._givers[b], self._partners[b] = _NOBODY, self.place, a
+            # From here on the exchange counts: where we are killed, `settle` on the other side goes on.
+            self._owners[a] = receiver
+            self._owners[b] = self.place
+        return True
+
+    def settle(self, pages: Sequence[int]) -> list[int]:
+        """What we own in place of pages that we had offered. Call once, when nobody can exchange them any more."""
+        held = np.asarray(pages, dtype=np.int64)
+        partners = self._partners[held]
+        given = partners != _NOBODY
+        given[given] = self._owners[partners[given]] == self.place
+        # Killed between the two steps: the page goes to the other's place, for whoever takes that next.
+        self._owners[held[given]] = self._givers[held[given]]
+        self._partners[held] = _NOBODY
+        return [int(p) for p in np.where(given, partners, held)]
+
+    def close(self) -> None:
+        """Free our place. Idempotent."""
+        if self._fd >= 0:
+            # By hand: the mapping keeps the file open, and with it the lock, while someone looks at the memory.
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, self.place))
+            os.close(self._fd)
+            self._fd = -1
+
+    def _lay_out(self, file: Path, bytes_per_page: int) -> None:
+        size = self.arena_offset + self.num_pages * bytes_per_page
+        head = os.pread(self._fd, _HEADER.size, 0)
+        if head.strip(b"\0") == b"":
+            os.ftruncate(self._fd, size)
+            self._pool_id = secrets.token_bytes(16)
+            owners = np.repeat(np.arange(MAX_WORKERS, dtype=np.uint8), self.pages_per_worker)
+            os.pwrite(self._fd, owners.tobytes(), _TABLE_AT)
+            os.pwrite(self._fd, b"\xff" * (4 * self.num_pages), self._partners_at)
+            os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, bytes_per_page), 0)
+            return
+        magic, self._pool_id, pages, page_bytes = _HEADER.unpack(head)
+        if magic != _MAGIC:
+            raise ConfigError(f"{file} is no shared pool of this release: give the workers a new file")
+        if (pages, page_bytes) != (self.pages_per_worker, bytes_per_page):
+            raise ConfigError(
+                f"the shared pool {file} has {pages} pages of {page_bytes} bytes a worker, this one wants "
+                f"{self.pages_per_worker} of {bytes_per_page}: give all workers the same model, dtype, page size and "
+                "--max-total-tokens"
+            )
+
+    @property
+    def _partners_at(self) -> int:
+        return _round_up(_TABLE_AT + self.num_pages, 8)
+
+    def _map(self) -> None:
+        memory = mmap.mmap(self._fd, self.arena_offset, flags=mmap.MAP_SHARED)
+        self._generations = np.frombuffer(memory, np.uint64, MAX_WORKERS, _GENERATIONS_AT)
+        self._owners = np.frombuffer(memory, np.uint8, self.num_pages, _TABLE_AT)
+        # Of a page that was offered: what was given for it, and by whom; _NOBODY: nothing.
+        self._partners = np.frombuffer(memory, np.uint32, self.num_pages, self._partners_at)
+        self._givers = np.frombuffer(memory, np.uint8, self.num_pages, self._partners_at + 4 * self.num_pages)
+
+    def _take_place(self, file: Path) -> int:
+        for place in range(MAX_WORKERS):
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_WRLCK, place))
+                return place
+        raise ConfigError(f"{MAX_WORKERS} workers share the pool {file} already: start this one with a pool of its own")
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """Exchanges share the lock; joining excludes them, so that none goes on with a place that changes hands.
+
+        Raises WorkerUnavailableError where another process does not let go of it: it is stopped, or hangs.
+        """
+        with self._threads:
+            deadline = time.monotonic() + _LOCK_TIMEOUT
+            while True:
+                try:
+                    fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise WorkerUnavailableError(
+                            f"a worker of the shared pool holds its lock for over {_LOCK_TIMEOUT:g} s: "
+                            "end the one that is stopped"
+                        ) from None
+                    time.sleep(0.001)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _lock_of(kind: int, place: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, _LOCKS_AT + place, 1, 0)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
