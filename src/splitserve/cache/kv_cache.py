@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import PrefixCache, PrefixHandle
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.core.request import Request
 
@@ -37,11 +38,20 @@ class Holding:
 
 
 class PagedKVCache:
-    def __init__(self, pages: PageAllocator, rows: ReqToTokenPool, prefix: PrefixCache, page_size: int) -> None:
+    def __init__(
+        self,
+        pages: PageAllocator,
+        rows: ReqToTokenPool,
+        prefix: PrefixCache,
+        page_size: int,
+        shared: SharedPages | None = None,
+    ) -> None:
         self.pages = pages
         self.rows = rows
         self.prefix = prefix
         self.page_size = page_size
+        # Where our pages are part of a pool of several workers; then there must be no prefix cache to hold them too.
+        self._shared = shared
         self._holdings: dict[str, Holding] = {}
         # Pages still to come to admitted requests: the sum of pages_at_most - len(request.pages).
         self._reserved = 0
@@ -118,6 +128,19 @@ class PagedKVCache:
         self.rows.free(row)
         request.pages = []
         request.row = None
+
+    def offer(self, request: Request) -> None:
+        """The request's pages are about to be announced: another worker of a shared pool may exchange them."""
+        if self._shared is not None:
+            self._shared.offer(request.pages)
+
+    def settle(self, request: Request) -> None:
+        """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
+        if self._shared is None or not request.pages:
+            return
+        _, row = self._held(request)
+        request.pages = self._shared.settle(request.pages)
+        self.rows.write(row, 0, request.pages)
 
     def holds(self, request: Request) -> bool:
         return request.rid in self._holdings

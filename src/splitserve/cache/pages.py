@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PageAllocator:
-    """Hands out page numbers [0, num_pages). Neighbours are handed out together where it costs nothing."""
+    """Hands out page numbers: [0, num_pages), or those `owned` of a larger pool that is shared with other workers.
 
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"a pool needs at least one page, got {num_pages}")
-        self.num_pages = num_pages
+    A held page may be exchanged for another worker's, which then comes back in its place. Neighbours are handed out
+    together where it costs nothing.
+    """
+
+    def __init__(self, num_pages: int, owned: Sequence[int] | None = None) -> None:
+        pages = range(num_pages) if owned is None else owned
+        if not pages:
+            raise ValueError(f"a pool needs at least one page, got {len(pages)}")
+        self.num_pages = len(pages)
         # A stack: the end is taken first, so a fresh pool hands out 0, 1, 2, ... and transfers find long runs.
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._is_free = bytearray(b"\x01" * num_pages)
+        self._free = list(reversed(pages))
+        self._is_free = bytearray(num_pages)
+        for page in pages:
+            self._is_free[page] = 1
 
     def available(self) -> int:
         return len(self._free)

@@ -4,8 +4,8 @@ The pool is a file in memory that every worker maps: a table that says who owns 
 The file is sparse; memory is taken by pages that were written to.
 
 1. A worker joins: it takes a free place and owns the pages of that place, those of a dead predecessor included.
-2. A prefill worker computes a prompt in pages of its own. `exchange` swaps them for the pages that decode announced:
-   each side owns as many as before.
+2. A decode worker offers pages of its own and announces them. A prefill worker computes the prompt in pages of its own
+   and swaps them for those (`exchange`): each side owns as many as before.
 3. Each side asks `settle` which pages it has now in place of those it held.
 4. A worker that leaves or dies frees its place: the kernel lets go of its lock.
 
@@ -60,6 +60,9 @@ class SharedPages:
             raise ConfigError(
                 f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
             ) from None
+        # What we got for pages we gave, and pages we offered to others; until we settle.
+        self._received: dict[int, int] = {}
+        self._offered: set[int] = set()
         # The lock belongs to the open file, which all our threads share.
         self._threads = threading.Lock()
         self.pages_per_worker = pages_per_worker
@@ -114,10 +117,21 @@ class SharedPages:
             # From here on the exchange counts: where we are killed, `settle` on the other side goes on.
             self._owners[a] = receiver
             self._owners[b] = self.place
+            self._received.update(zip(ours, theirs, strict=True))
         return True
 
+    def offer(self, pages: Sequence[int]) -> None:
+        """Before they are announced: others may exchange these pages for theirs until we settle."""
+        self._partners[np.asarray(pages, dtype=np.int64)] = _NOBODY
+        self._offered.update(pages)
+
     def settle(self, pages: Sequence[int]) -> list[int]:
-        """What we own in place of pages that we had offered. Call once, when nobody can exchange them any more."""
+        """What we own in place of pages that we gave or offered: call it when nobody can exchange them any more."""
+        if all(page in self._received for page in pages):
+            return [self._received.pop(page) for page in pages]
+        if not self._offered.issuperset(pages):
+            return list(pages)
+        self._offered.difference_update(pages)
         held = np.asarray(pages, dtype=np.int64)
         partners = self._partners[held]
         given = partners != _NOBODY

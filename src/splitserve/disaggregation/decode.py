@@ -95,6 +95,7 @@ class DecodePreallocQueue:
         self._cache.extend(request, request.num_prompt_tokens)
         entry.metadata_index = self._slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
+        self._cache.offer(request)
         entry.receiver.init(request.pages, entry.metadata_index, num_tokens=request.num_prompt_tokens)
         return True
 
@@ -102,8 +103,9 @@ class DecodePreallocQueue:
 class DecodeTransferQueue:
     """Requests whose KV is on its way into pages they hold."""
 
-    def __init__(self, metadata: MetadataBuffers) -> None:
+    def __init__(self, metadata: MetadataBuffers, cache: PagedKVCache) -> None:
         self._metadata = metadata
+        self._cache = cache
         self._entries: dict[str, DecodeEntry] = {}
 
     def __len__(self) -> int:
@@ -132,6 +134,7 @@ class DecodeTransferQueue:
         """Make the request what it would be had its prompt been computed here."""
         assert entry.metadata_index is not None
         request = entry.request
+        self._cache.settle(request)
         try:
             row = self._metadata.get_buf(entry.metadata_index, entry.key)
         except KVTransferError as error:

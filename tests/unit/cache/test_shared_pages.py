@@ -22,6 +22,11 @@ def file():
     os.close(fd)
 
 
+def offered(worker, pages):
+    worker.offer(pages)
+    return pages
+
+
 def join(file, pages=PAGES, page_bytes=4096):
     return SharedPages(file, pages_per_worker=pages, bytes_per_page=page_bytes)
 
@@ -35,9 +40,10 @@ def test_workers_own_different_pages_of_one_pool(file):
 
 def test_an_exchange_swaps_owners_and_both_sides_learn_of_it(file):
     prefill, decode = join(file), join(file)
-    ours, theirs = prefill.owned()[:3], decode.owned()[4:7]
+    ours, theirs = prefill.owned()[:3], offered(decode, decode.owned()[4:7])
     assert prefill.exchange(ours, theirs, generation=decode.generation)
     assert decode.settle(theirs) == ours
+    assert prefill.settle(ours) == theirs
     assert set(theirs) < set(prefill.owned())
     assert set(ours) < set(decode.owned())
     assert len(prefill.owned()) == len(decode.owned()) == PAGES
@@ -45,18 +51,30 @@ def test_an_exchange_swaps_owners_and_both_sides_learn_of_it(file):
 
 def test_pages_that_were_not_exchanged_stay(file):
     decode = join(file)
-    pages = decode.owned()[:4]
+    pages = offered(decode, decode.owned()[:4])
     assert decode.settle(pages) == pages
+
+
+def test_what_an_earlier_owner_left_in_the_journal_does_not_count(file):
+    prefill, decode = join(file), join(file)
+    ours, theirs = prefill.owned()[:1], offered(decode, decode.owned()[:1])
+    prefill.exchange(ours, theirs, generation=decode.generation)
+    # Decode never settles. What it gave comes to serve on this side, is offered, and nothing comes of it.
+    prefill.settle(ours)
+    assert prefill.settle(offered(prefill, theirs)) == theirs
+    assert prefill.settle(theirs) == theirs
 
 
 def test_a_second_round_with_the_same_pages_is_not_confused_by_the_first(file):
     prefill, decode = join(file), join(file)
-    ours, theirs = prefill.owned()[:2], decode.owned()[:2]
+    ours, theirs = prefill.owned()[:2], offered(decode, decode.owned()[:2])
     prefill.exchange(ours, theirs, generation=decode.generation)
     now = decode.settle(theirs)
     # Announced again, and this time nothing comes of it.
+    decode.offer(now)
     assert decode.settle(now) == now
     # And back.
+    decode.offer(now)
     prefill.exchange(theirs, now, generation=decode.generation)
     assert decode.settle(now) == theirs
 
@@ -131,9 +149,10 @@ def test_whatever_is_exchanged_each_page_has_one_owner_and_each_worker_as_many_a
         for giver, taker, count, restarts in steps:
             if giver == taker:
                 continue
-            ours, theirs = held[giver][:count], held[taker][-count:]
+            ours, theirs = held[giver][:count], offered(workers[taker], held[taker][-count:])
             assert workers[giver].exchange(ours, theirs, generation=workers[taker].generation)
             held[giver] = held[giver][count:] + theirs
+            workers[giver].settle(ours)
             held[taker] = held[taker][:-count] + workers[taker].settle(theirs)
             if restarts:
                 workers[taker].close()

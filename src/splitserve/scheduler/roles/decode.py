@@ -44,7 +44,7 @@ class DecodeRole:
         self._clock = clock
         self._slots = kit.slots
         self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock)
-        self._transfer = DecodeTransferQueue(kit.metadata)
+        self._transfer = DecodeTransferQueue(kit.metadata, cache)
         # Prebuilt requests: KV and first token are here, a place in the running set is not free yet.
         self._prebuilt: deque[Request] = deque()
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()
@@ -140,6 +140,7 @@ class DecodeRole:
     def _free(self, entry: DecodeEntry) -> None:
         """Give back what a hand-over that came to nothing held."""
         if self._cache.holds(entry.request):
+            self._cache.settle(entry.request)
             self._cache.release(entry.request, publish=False)
         self._close_room(entry)
 

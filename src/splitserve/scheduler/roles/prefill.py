@@ -146,6 +146,7 @@ class PrefillRole:
         What was computed is right whatever became of the hand-over, so it is remembered in any case.
         """
         if self._cache.holds(entry.request):
+            self._cache.settle(entry.request)
             self._cache.release(entry.request, publish=True)
         if entry.metadata_index is not None:
             self._slots.free(entry.metadata_index)
