@@ -103,6 +103,18 @@ class Transport(Protocol):
         ...
 
 
+class LocalTransport(Transport, Protocol):
+    """A transport to peers on this host whose memory this process can write to by itself."""
+
+    def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
+        """Run `action` in its turn among the writes to this session, and never once the session is fenced.
+
+        The ticket is DONE when it has returned, FAILED where it raised or was never run. Raises CapacityError as `write`
+        does.
+        """
+        ...
+
+
 # A transport calls this, from any thread, when a ticket became final, so that a waiting poller wakes up.
 ProgressCallback = Callable[[], None]
 

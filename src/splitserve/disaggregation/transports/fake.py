@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, copy_table
 from splitserve.disaggregation.transports.base import (
     PeerAddress,
     ProgressCallback,
@@ -37,6 +37,18 @@ class _Write:
     ticket: Ticket
     copies: Copies
     next_copy: int = 0
+    # To be called instead of copying anything.
+    action: Callable[[], None] | None = None
+
+    def run_action(self) -> str | None:
+        """Why it failed; None where it did not, or where there is none."""
+        if self.action is None:
+            return None
+        try:
+            self.action()
+        except Exception as error:
+            return str(error)
+        return None
 
 
 @dataclass(slots=True)
@@ -47,6 +59,10 @@ class _Session:
     orphan: _Write | None = None
     # Not drained by its owner.
     is_open: bool = True
+
+    def leave_behind(self, write: _Write) -> None:
+        """Let the rest of a write go on without its sender. An action runs in its sender or not at all."""
+        self.orphan = None if write.action else write
 
 
 class FakeNetwork:
@@ -75,6 +91,7 @@ class FakeNetwork:
             session = self.sessions[session_id]
             write = session.orphan or session.queue[0]
             error = session.owner.memory.target_error(write.copies) if write.next_copy == 0 else None
+            error = error or write.run_action()
             if error is None and len(write.copies):
                 session.owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
             write.next_copy += 1
@@ -97,7 +114,7 @@ class FakeNetwork:
                 state = WriteState.LOST if i == 0 else WriteState.FAILED
                 write.source.finish(write.ticket, WriteStatus(state, f"connection to {session_id} broke"))
             if session.queue:
-                session.orphan = session.queue.popleft()
+                session.leave_behind(session.queue[0])
             session.queue.clear()
 
 
@@ -126,6 +143,12 @@ class FakeTransport:
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         self.memory.check_sources(copies)
+        return self._begin(peer, copies)
+
+    def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
+        return self._begin(peer, copy_table([]), action)
+
+    def _begin(self, peer: PeerAddress, copies: Copies, action: Callable[[], None] | None = None) -> Ticket:
         with self._network.lock:
             ticket = Ticket(self._network.new_id())
             session = self._network.sessions.get(peer.session_id)
@@ -136,7 +159,7 @@ class FakeTransport:
                 raise CapacityError(f"{MAX_PENDING_WRITES} writes to session {peer.session_id} are pending")
             session.orphan = None
             self._statuses[ticket] = WriteStatus(WriteState.PENDING)
-            session.queue.append(_Write(self, ticket, copies))
+            session.queue.append(_Write(self, ticket, copies, action=action))
             while session.queue and not self._network.step:
                 self._network.run_one(peer.session_id)
             return ticket
@@ -189,7 +212,7 @@ class FakeTransport:
             if mine(write):
                 session.queue.remove(write)
                 if i == 0:
-                    session.orphan = write
+                    session.leave_behind(write)
                 state = WriteState.LOST if i == 0 else WriteState.FAILED
                 write.source.finish(write.ticket, WriteStatus(state, f"session {session_id} was drained"))
 

@@ -15,12 +15,12 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, num_bytes
+from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
 from splitserve.disaggregation.transports.door import Door, Guest, ProtocolError, knock
 from splitserve.disaggregation.transports.memory import Memory
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_WRITES = 1024
 # Sessions we remember to have drained. They are drawn at random and never come back, so this is only hygiene.
 MAX_REMEMBERED_DRAINS = 4096
+
+_NOTHING = copy_table([])
 
 
 class WriteRefused(Exception):
@@ -59,6 +61,14 @@ class Outgoing(Protocol):
 
     def close(self) -> None:
         """When this returns, our memory is not read any more. The socket is closed by the caller."""
+        ...
+
+
+class LocalOutgoing(Outgoing, Protocol):
+    """The sending end of a LocalTransport."""
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` while the receiver cannot be fenced. Raises WriteRefused where it is, or the action failed."""
         ...
 
 
@@ -127,19 +137,11 @@ class SessionTransport:
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         self._memory.check_sources(copies)
-        ticket = Ticket(next(self._ids))
-        with self._lock:
-            if self._closed or peer.session_id in self._drained:
-                self._statuses[ticket] = WriteStatus(WriteState.FAILED, f"session {peer.session_id} was drained")
-                return ticket
-            sender = self._senders.get(peer.session_id)
-            if sender is None:
-                sender = self._senders[peer.session_id] = _Sender(self, peer)
-            self._statuses[ticket] = WriteStatus(WriteState.PENDING)
-            if not sender.offer(_Write(ticket, copies)):
-                del self._statuses[ticket]
-                raise CapacityError(f"{MAX_PENDING_WRITES} writes to {peer.endpoint} are pending")
-        return ticket
+        return self._enqueue(peer, _Write(Ticket(next(self._ids)), copies))
+
+    def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
+        """See LocalTransport; only where the backend's sending end is a LocalOutgoing."""
+        return self._enqueue(peer, _Write(Ticket(next(self._ids)), _NOTHING, action))
 
     def poll(self, ticket: Ticket) -> WriteStatus:
         with self._lock:
@@ -179,11 +181,34 @@ class SessionTransport:
             self._statuses[ticket] = status
         self.options.on_progress()
 
+    def _enqueue(self, peer: PeerAddress, write: _Write) -> Ticket:
+        ticket = write.ticket
+        with self._lock:
+            if self._closed or peer.session_id in self._drained:
+                self._statuses[ticket] = WriteStatus(WriteState.FAILED, f"session {peer.session_id} was drained")
+                return ticket
+            sender = self._senders.get(peer.session_id)
+            if sender is None:
+                sender = self._senders[peer.session_id] = _Sender(self, peer)
+            self._statuses[ticket] = WriteStatus(WriteState.PENDING)
+            if not sender.offer(write):
+                del self._statuses[ticket]
+                raise CapacityError(f"{MAX_PENDING_WRITES} writes to {peer.endpoint} are pending")
+        return ticket
+
 
 @dataclass(frozen=True, slots=True)
 class _Write:
     ticket: Ticket
     copies: Copies
+    # To be called instead of copying anything.
+    action: Callable[[], None] | None = None
+
+    def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> None:
+        if self.action is None:
+            outgoing.write(self.ticket.id, self.copies, deadline)
+        else:
+            cast(LocalOutgoing, outgoing).call(self.action)
 
 
 class _Sender:
@@ -243,7 +268,7 @@ class _Sender:
             # Not a byte of this write was sent.
             return WriteStatus(WriteState.FAILED, self._stopped or f"cannot connect to {where}: {_text(error)}")
         try:
-            outgoing.write(write.ticket.id, write.copies, deadline)
+            write.carry_out(outgoing, deadline)
         except WriteRefused as refusal:
             return WriteStatus(WriteState.FAILED, self._stopped or f"{where} refused the write: {refusal}")
         except TimeoutError:
