@@ -109,8 +109,8 @@ class LocalTransport(Transport, Protocol):
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         """Run `action` in its turn among the writes to this session, and never once the session is fenced.
 
-        The ticket is DONE when it has returned, FAILED where it raised or was never run. Raises CapacityError as `write`
-        does.
+        The ticket is DONE when it has returned, FAILED where it raised or was never run. Raises CapacityError as
+        `write` does.
         """
         ...
 
