@@ -235,8 +235,8 @@ class DecodeSide:
         peer.unsent_aborts.clear()
         if info.version != PROTOCOL_VERSION:
             self._reject(peer, version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
-        elif difference := self._context.args.difference(info.args):
-            self._reject(peer, f"decode and prefill differ: {difference}")
+        elif difference := info.args.difference(self._context.args):
+            self._reject(peer, f"prefill and decode differ: {difference}")
         else:
             peer.session = self._context.transport.open_session()
             peer.state = PeerState.REGISTERING

@@ -25,6 +25,7 @@ from splitserve.disaggregation.peers import Directory
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
 from splitserve.disaggregation.prefill_side import PrefillSide
 from splitserve.disaggregation.room import Context, Limits
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports.base import Transport
 from splitserve.disaggregation.wire import (
     KVArgs,
@@ -42,7 +43,10 @@ def _nobody_to_wake() -> None:
 
 
 class KVManager:
-    """Implements ManagerPort. `metadata` is the transport's last region; `directory` is decode's."""
+    """Implements ManagerPort. `directory` is decode's; `staging` prefill's, where KV can be converted on the way.
+
+    The transport's regions are those of the layout, the metadata's, and then the staging memory's.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class KVManager:
         metadata: MetadataBuffers,
         config: DisaggregationConfig,
         directory: Directory | None = None,
+        staging: Staging | None = None,
         limits: Limits | None = None,
         epoch: int | None = None,
         wake: Callable[[], None] = _nobody_to_wake,
@@ -69,6 +74,7 @@ class KVManager:
             transport=transport,
             args=args,
             config=config,
+            staging=staging,
             limits=limits or Limits(),
             lock=self.lock,
             wake=wake,

@@ -13,6 +13,7 @@ from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import RoomKey
 from splitserve.disaggregation.mail import Mailbox
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.state import KVEvent, KVPoll, advance
 from splitserve.disaggregation.transports.base import Transport
 from splitserve.disaggregation.wire import KVArgs
@@ -42,6 +43,8 @@ class Context:
     transport: Transport
     args: KVArgs
     config: DisaggregationConfig
+    # Prefill: where KV is converted and packed; None: it cannot be.
+    staging: Staging | None
     limits: Limits
     # Guards the manager and all its rooms.
     lock: contextlib.AbstractContextManager[object]

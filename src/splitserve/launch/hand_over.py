@@ -14,6 +14,7 @@ from splitserve.disaggregation.directory import HttpDirectory, register_rank
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports import create_transport
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
@@ -42,7 +43,9 @@ def open_hand_over(
     options = TransportOptions(host=config.host, on_progress=waker.wake)
     transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
-    transport.register([*engine.regions, metadata.region()])
+    staging = _staging(config, engine)
+    extra = [staging.region()] if staging else []
+    transport.register([*engine.regions, metadata.region(), *extra])
     directory = None
     if config.mode is DisaggregationMode.DECODE:
         directory = HttpDirectory(waker.wake)
@@ -53,10 +56,11 @@ def open_hand_over(
         clock=SystemClock(),
         channel=channel,
         transport=transport,
-        args=_kv_args(config, engine, metadata),
+        args=_kv_args(config, engine, metadata, can_convert=staging is not None),
         metadata=metadata,
         config=config,
         directory=directory,
+        staging=staging,
         wake=waker.wake,
     )
     thread = ManagerThread(manager, channel, waker, on_change)
@@ -67,13 +71,23 @@ def open_hand_over(
     return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
-def _kv_args(config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers) -> KVArgs:
+def _staging(config: DisaggregationConfig, engine: BuiltEngine) -> Staging | None:
+    """Where a prefill packs and converts KV: only what the CPU can read."""
+    if config.mode is not DisaggregationMode.PREFILL or engine.pool.device.type != "cpu":
+        return None
+    return Staging(engine.regions, len(engine.regions) + 1)
+
+
+def _kv_args(
+    config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers, *, can_convert: bool
+) -> KVArgs:
     return KVArgs(
         backend=config.transfer_backend,
         model=engine.fingerprint,
         layout=engine.layout,
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
+        can_convert=can_convert,
     )
 
 
