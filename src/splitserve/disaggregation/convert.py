@@ -4,14 +4,15 @@ A row is head_dim elements of one token and one head (`core/layout.py`). The lif
 1. `split` cuts it into parts that fit the memory they are packed in.
 2. `pack` gathers a part's rows from our pool, casts them, and lays them side by side in the target's order.
 3. `writes` says where the packed rows belong: as few copies as the target's pages allow.
-Where the target's pool has another dtype than the one that travels, the rows are written in the layout of `on_wire`
-instead, beside the target's pool, and the target's own plan from there into its pages is carried out by `unpack`.
+Where KV travels in a narrower dtype than the target's pool, a page's rows are written, close together, to the beginning
+of the page that they belong in. When all have arrived the target's own plan widens them there: `unpack`.
 
 Pure functions on byte arrays. Knows neither who owns the memory nor how the bytes travel.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.core.layout import DTYPE_BYTES, KVLayout
+from splitserve.core.layout import DTYPE_BYTES, Region
 from splitserve.disaggregation.copies import COPY, Copies, coalesce, over_regions
 
 # The memory of a region.
@@ -41,6 +42,13 @@ def is_convertible(src_dtype: str, dst_dtype: str) -> bool:
     """Not between bfloat16 and float16, of which neither holds the other's values."""
     known = src_dtype in _NUMPY and dst_dtype in _NUMPY
     return src_dtype == dst_dtype or (known and {src_dtype, dst_dtype} != {"bfloat16", "float16"})
+
+
+def travels_as(dst_dtype: str, wire_dtype: str | None) -> str:
+    """The dtype on the way into a pool: the wire's where that is narrower, so that it fits into the pool's pages."""
+    if wire_dtype is None or DTYPE_BYTES[wire_dtype] >= DTYPE_BYTES[dst_dtype]:
+        return dst_dtype
+    return wire_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,16 +110,21 @@ def pack(plan: CastPlan, regions: Sequence[Bytes], out: Bytes) -> None:
         packed[i] = _gathered(plan, regions[source])
 
 
-def unpack(plan: CastPlan, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
-    """Carry the plan out inside this process: the rows of `sources`, cast, into their places in `targets`."""
+def unpack(plan: CastPlan, pool: Sequence[Bytes]) -> None:
+    """Carry the plan out inside one pool: its rows, cast, into their places.
+
+    A region's rows are read before one is written, and cleared: no slot is left holding bytes of a narrower dtype,
+    which might read as NaN.
+    """
     for source, target in plan.regions.tolist():
-        _rows(targets[target], plan.row, plan.dst_dtype)[plan.dst_rows] = _gathered(plan, sources[source])
+        values = _gathered(plan, pool[source])
+        _rows(pool[source], plan.row, plan.src_dtype)[plan.src_rows] = 0
+        _rows(pool[target], plan.row, plan.dst_dtype)[plan.dst_rows] = values
 
 
-def on_wire(target: KVLayout, dtype: str, num_tokens: int) -> KVLayout:
-    """How a room travels as `dtype` where the target's differs: one page for each component, token by token."""
-    components = tuple(replace(c, dtype=dtype, axes="NHD") for c in target.components)
-    return KVLayout(page_size=num_tokens, num_pages=1, components=components)
+def memory_of(region: Region) -> Bytes:
+    """A view of memory that this process's CPU can read. It stays its owner's."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * region.length).from_address(region.address))
 
 
 def _gathered(plan: CastPlan, region: Bytes) -> NDArray[Any]:

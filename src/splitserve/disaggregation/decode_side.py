@@ -144,12 +144,13 @@ class DecodeSide:
         self._pair_rooms(peer)
 
     def _on_status(self, receiver: KVReceiver, status: TransferStatus) -> None:
-        receiver.settled, receiver.abort_again_at = True, None
+        receiver.abort_again_at = None
         self._context.changed = True
         if status.failure is not None:
             receiver.fail(status.failure.to_error(receiver.key))
         elif receiver.poll() is KVPoll.TRANSFERRING:
-            receiver.advance(KVEvent.COMPLETED)
+            receiver.complete()
+        receiver.settled = True
 
     def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> KVReceiver | None:
         """The announced room a prefill speaks of, if it is still that attempt and that prefill."""

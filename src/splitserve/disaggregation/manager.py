@@ -17,6 +17,7 @@ from collections.abc import Callable
 from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.decode_side import DecodeSide
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVReceiver, FakeKVSender
 from splitserve.disaggregation.mail import ControlChannel, Mailbox
@@ -43,8 +44,9 @@ def _nobody_to_wake() -> None:
 
 
 class KVManager:
-    """Implements ManagerPort. `directory` is decode's; `staging` prefill's, where KV can be converted on the way.
+    """Implements ManagerPort. `directory` is decode's.
 
+    `staging` is prefill's, where it can convert KV; `arrivals` decode's, where KV travels in a narrower dtype.
     The transport's regions are those of the layout, the metadata's, and then the staging memory's.
     """
 
@@ -60,6 +62,7 @@ class KVManager:
         config: DisaggregationConfig,
         directory: Directory | None = None,
         staging: Staging | None = None,
+        arrivals: Arrivals | None = None,
         limits: Limits | None = None,
         epoch: int | None = None,
         wake: Callable[[], None] = _nobody_to_wake,
@@ -75,6 +78,7 @@ class KVManager:
             args=args,
             config=config,
             staging=staging,
+            arrivals=arrivals,
             limits=limits or Limits(),
             lock=self.lock,
             wake=wake,

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.disaggregation.convert import CastPlan, Rows
+from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout
+from splitserve.disaggregation.convert import CastPlan, Rows, travels_as
 from splitserve.disaggregation.copies import COPY, Copies, coalesce, over_regions
 from splitserve.disaggregation.pairing import Pair, overlap
 
@@ -38,6 +38,8 @@ class _Side(NamedTuple):
     # Rows of a token in the component, and how many of them lie before the pair's first.
     num_heads: int
     skipped: int
+    # Rows from the beginning of a page to that of the next.
+    stride: int
     dtype: str
 
     def rows(self, pages: Rows, page_size: int, tokens: Rows, num_heads: int) -> Rows:
@@ -45,9 +47,9 @@ class _Side(NamedTuple):
         page, slot = pages[tokens // page_size][:, None], (tokens % page_size)[:, None]
         head = self.skipped + np.arange(num_heads)
         if self.axes == "NHD":
-            rows: Rows = (page * page_size + slot) * self.num_heads + head
+            rows: Rows = page * self.stride + slot * self.num_heads + head
         else:
-            rows = (page * self.num_heads + head) * page_size + slot
+            rows = page * self.stride + head * page_size + slot
         return rows
 
 
@@ -61,6 +63,11 @@ class _Geometry(NamedTuple):
     row: int
     window: int | None
 
+    def tokens(self, chunk: range, num_tokens: int) -> Rows:
+        """Those of `chunk` that decode will read. The first token that it computes is at position `num_tokens`."""
+        start = chunk.start if self.window is None else max(chunk.start, num_tokens - self.window + 1)
+        return np.arange(start, chunk.stop)
+
 
 def plan(
     src: KVLayout,
@@ -71,14 +78,16 @@ def plan(
     num_tokens: int,
     pairs: Sequence[Pair] | None = None,
     *,
+    wire_dtype: str | None = None,
     pack_below: int = 0,
 ) -> Plan:
     """What carries `tokens` of a room of `num_tokens` prompt tokens from `src_pages` into `dst_pages`.
 
     Both lists hold the room's pages in token order from token 0, as far as `tokens` reach. Region i is component i.
     `pairs` is this source's part in the target (`sources_of`); None: all that it holds of it. Of a sliding-window layer
-    go only the tokens that decode will read. Copies of less than `pack_below` bytes each become a CastPlan where that
-    makes them far fewer. Raises ValueError for layouts that differ and pages that are missing or outside either pool.
+    go only the tokens that decode will read. Where `wire_dtype` is narrower than the target's, rows travel as that, and
+    `plan_unpack` is to follow. Copies of less than `pack_below` bytes on average become a CastPlan where that makes
+    them far fewer. Raises ValueError for layouts that differ and pages that are missing or outside either pool.
     """
     if not 0 <= tokens.start <= tokens.stop <= num_tokens or tokens.step != 1:
         raise ValueError(f"tokens {tokens} are not a range of the room's {num_tokens}")
@@ -86,20 +95,28 @@ def plan(
     theirs = _checked("target", dst_pages, dst, tokens.stop)
     groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
     for pair in overlap(src, dst) if pairs is None else pairs:
-        groups[_geometry(src.components[pair.src], dst.components[pair.dst], pair)].append((pair.src, pair.dst))
+        groups[_geometry(src, dst, pair, wire_dtype)].append((pair.src, pair.dst))
     copies, casts = [np.empty(0, dtype=COPY)], []
     for geometry, found in groups.items():
-        start = tokens.start
-        if geometry.window is not None:
-            # The first token that decode computes is at position num_tokens.
-            start = max(start, num_tokens - geometry.window + 1)
-        cast = _cast_plan(geometry, found, src, dst, ours, theirs, np.arange(start, tokens.stop))
+        cast = _cast_plan(geometry, found, (src, ours), (dst, theirs), geometry.tokens(tokens, num_tokens))
         direct = _direct(cast)
         if direct is None or _is_worth_packing(cast, direct, pack_below):
             casts.append(cast)
         else:
             copies.append(over_regions(direct, cast.regions[:, 0], cast.regions[:, 1]))
     return Plan(np.concatenate(copies), [cast for cast in casts if cast.num_bytes])
+
+
+def plan_unpack(dst: KVLayout, dst_pages: Sequence[int], num_tokens: int, wire_dtype: str) -> list[CastPlan]:
+    """What widens a room that travelled as `wire_dtype`, inside the target's own pages, once all of it has arrived."""
+    pages, tokens = _checked("target", dst_pages, dst, num_tokens), range(num_tokens)
+    groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
+    for i, c in enumerate(dst.components):
+        if (narrow := travels_as(c.dtype, wire_dtype)) != c.dtype:
+            sides = [_side(c, dst.page_size, c.first_head, dtype) for dtype in (narrow, c.dtype)]
+            groups[_between(sides[0], sides[1], c.num_heads, c)].append((i, i))
+    side = (dst, pages)
+    return [_cast_plan(g, found, side, side, g.tokens(tokens, num_tokens)) for g, found in groups.items()]
 
 
 def plan_copies(
@@ -127,27 +144,42 @@ def _checked(side: str, pages: Sequence[int], layout: KVLayout, num_tokens: int)
     return array
 
 
-def _geometry(a: KVComponent, b: KVComponent, pair: Pair) -> _Geometry:
-    if not (set(a.heads) >= set(heads := range(pair.first_head, pair.first_head + pair.num_heads)) <= set(b.heads)):
+def _geometry(src: KVLayout, dst: KVLayout, pair: Pair, wire_dtype: str | None) -> _Geometry:
+    a, b = src.components[pair.src], dst.components[pair.dst]
+    heads = range(pair.first_head, pair.first_head + pair.num_heads)
+    if not set(heads) <= set(a.heads) & set(b.heads):
         raise ValueError(f"heads {heads} of layer {b.layer} ({b.name}) are not in both {a.heads} and {b.heads}")
-    if a.axes == b.axes == "NHD" and pair.num_heads == a.num_heads == b.num_heads:
-        # A token's heads lie side by side on both sides: one wide row.
-        side = _Side("NHD", 1, 0, a.dtype)
-        return _Geometry(side, side._replace(dtype=b.dtype), 1, a.head_dim * a.num_heads, b.window)
-    src = _Side(a.axes, a.num_heads, pair.first_head - a.first_head, a.dtype)
-    dst = _Side(b.axes, b.num_heads, pair.first_head - b.first_head, b.dtype)
-    return _Geometry(src, dst, pair.num_heads, a.head_dim, b.window)
+    return _between(
+        _side(a, src.page_size, pair.first_head, a.dtype),
+        _side(b, dst.page_size, pair.first_head, travels_as(b.dtype, wire_dtype)),
+        pair.num_heads,
+        b,
+    )
+
+
+def _side(component: KVComponent, page_size: int, first_head: int, dtype: str) -> _Side:
+    # Of a narrower dtype more rows go into a page.
+    rows_per_row = DTYPE_BYTES[component.dtype] // DTYPE_BYTES[dtype]
+    stride = page_size * component.num_heads * rows_per_row
+    return _Side(component.axes, component.num_heads, first_head - component.first_head, stride, dtype)
+
+
+def _between(src: _Side, dst: _Side, num_heads: int, component: KVComponent) -> _Geometry:
+    if src.axes == dst.axes == "NHD" and num_heads == src.num_heads == dst.num_heads:
+        # A token's heads lie side by side in both: one wide row.
+        src, dst = (side._replace(num_heads=1, stride=side.stride // num_heads) for side in (src, dst))
+        return _Geometry(src, dst, 1, component.head_dim * num_heads, component.window)
+    return _Geometry(src, dst, num_heads, component.head_dim, component.window)
 
 
 def _cast_plan(
     geometry: _Geometry,
     regions: list[tuple[int, int]],
-    src: KVLayout,
-    dst: KVLayout,
-    src_pages: Rows,
-    dst_pages: Rows,
+    source: tuple[KVLayout, Rows],
+    target: tuple[KVLayout, Rows],
     tokens: Rows,
 ) -> CastPlan:
+    (src, src_pages), (dst, dst_pages) = source, target
     src_rows = geometry.src.rows(src_pages, src.page_size, tokens, geometry.num_heads).reshape(-1)
     dst_rows = geometry.dst.rows(dst_pages, dst.page_size, tokens, geometry.num_heads).reshape(-1)
     if geometry.dst.axes == "HND" and geometry.num_heads > 1:

@@ -188,6 +188,7 @@ class KVSender(Room):
             info.pages,
             range(start, stop),
             info.num_tokens,
+            wire_dtype=theirs.transfer_dtype,
             pack_below=PACK_BELOW if self.context.staging else 0,
         )
         if chunk.metadata_index is not None:

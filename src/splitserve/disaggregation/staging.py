@@ -11,14 +11,13 @@ the CPU can read. Used under the manager's lock.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
-from splitserve.disaggregation.convert import Bytes, CastPlan, pack
+from splitserve.disaggregation.convert import CastPlan, memory_of, pack
 from splitserve.disaggregation.copies import Copies
 
 NUM_SLOTS = 16
@@ -36,7 +35,7 @@ class Staging:
         self.index = index
         self._slot_bytes = slot_bytes
         self._slots_at_most = max(1, num_slots // _SHARE)
-        self._pool = [_memory_of(region) for region in pool]
+        self._pool = [memory_of(region) for region in pool]
         self._arena = Arena(num_slots * slot_bytes)
         self._memory = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._free = list(range(num_slots))
@@ -68,8 +67,3 @@ class Staging:
         """Raises KeyError for a slot that is not taken."""
         del self._taken[slot]
         self._free.append(slot)
-
-
-def _memory_of(region: Region) -> Bytes:
-    """A view; the memory stays its owner's."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * region.length).from_address(region.address))

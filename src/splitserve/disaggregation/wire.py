@@ -23,6 +23,7 @@ import msgspec
 
 from splitserve.core.layout import KVLayout
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.convert import is_convertible, travels_as
 from splitserve.disaggregation.pairing import sources_of
 from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import KVTransferError, SplitserveError
@@ -67,6 +68,8 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     rank: ParallelRank = ParallelRank()
     # Prefill: it has memory to convert KV in, on the way to another dtype.
     can_convert: bool = False
+    # Decode: KV is to travel as this where that is narrower than its pool; None: as its pool's dtype.
+    transfer_dtype: str | None = None
 
     def difference(self, target: KVArgs) -> str | None:
         """Why this prefill rank cannot hand over to the decode rank `target`, naming both values; None where it can.
@@ -87,9 +90,10 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             return str(error)
         for pair in pairs:
-            a, b = self.layout.components[pair.src].dtype, target.layout.components[pair.dst].dtype
-            if a != b and not self.can_convert:
-                return f"KV dtype {a} against {b}, and this prefill cannot convert: give both the same --dtype"
+            a = self.layout.components[pair.src].dtype
+            b = travels_as(target.layout.components[pair.dst].dtype, target.transfer_dtype)
+            if a != b and not (self.can_convert and is_convertible(a, b)):
+                return f"KV dtype {a} against {b}, which this prefill cannot convert to: give both the same --dtype"
         return None
 
 

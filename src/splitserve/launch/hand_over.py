@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from splitserve.clock import SystemClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.control import ManagerThread, ZmqChannel
 from splitserve.disaggregation.directory import HttpDirectory, register_rank
 from splitserve.disaggregation.kit import HandOverKit
@@ -43,7 +44,7 @@ def open_hand_over(
     options = TransportOptions(host=config.host, on_progress=waker.wake)
     transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
-    staging = _staging(config, engine)
+    staging, arrivals = _staging(config, engine), _arrivals(config, engine)
     extra = [staging.region()] if staging else []
     transport.register([*engine.regions, metadata.region(), *extra])
     directory = None
@@ -61,6 +62,7 @@ def open_hand_over(
         config=config,
         directory=directory,
         staging=staging,
+        arrivals=arrivals,
         wake=waker.wake,
     )
     thread = ManagerThread(manager, channel, waker, on_change)
@@ -78,6 +80,18 @@ def _staging(config: DisaggregationConfig, engine: BuiltEngine) -> Staging | Non
     return Staging(engine.regions, len(engine.regions) + 1)
 
 
+def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | None:
+    """What widens the KV cache at its end of the way. Raises ConfigError where the CPU cannot read the pool."""
+    if config.mode is not DisaggregationMode.DECODE or config.transfer_dtype == "auto":
+        return None
+    if engine.pool.device.type != "cpu":
+        raise ConfigError(
+            f"--transfer-dtype {config.transfer_dtype} needs a KV pool on the CPU, and this one is on "
+            f"{engine.pool.device}: leave it at auto"
+        )
+    return Arrivals(engine.layout, engine.regions, config.transfer_dtype)
+
+
 def _kv_args(
     config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers, *, can_convert: bool
 ) -> KVArgs:
@@ -88,6 +102,7 @@ def _kv_args(
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
         can_convert=can_convert,
+        transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
     )
 
 

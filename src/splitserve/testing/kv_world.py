@@ -11,6 +11,7 @@ from splitserve.clock import ManualClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
@@ -49,6 +50,7 @@ class Worker:
         pool: KVLayout | None = None,
         limits: Limits | None = None,
         staging_slot_bytes: int | None = None,
+        transfer_dtype: str | None = None,
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -78,6 +80,7 @@ class Worker:
                     "metadata_row_bytes": self.metadata.row_bytes,
                     "num_metadata_rows": NUM_ROWS,
                     "can_convert": self.staging is not None,
+                    "transfer_dtype": transfer_dtype,
                     **args,
                 }
             ),
@@ -85,6 +88,7 @@ class Worker:
             config=CONFIG,
             directory=world.book if role is DisaggregationMode.DECODE else None,
             staging=self.staging,
+            arrivals=Arrivals(self.layout, pool_regions, transfer_dtype) if transfer_dtype else None,
             limits=limits,
             epoch=epoch,
         )

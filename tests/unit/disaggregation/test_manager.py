@@ -427,7 +427,7 @@ def test_a_role_does_only_its_own_part():
         ({"backend": "tcp"}, "transfer backend tcp against fake"),
         ({"pool": layout(heads=2)}, "KV heads in all of layer 0 (k) 2 against 1"),
         ({"pool": layout(layers=1)}, "head 0 of layer 1 (k) is held by no source"),
-        ({"pool": layout(dtype="bfloat16")}, "KV dtype bfloat16 against float32, and this prefill cannot convert"),
+        ({"pool": layout(dtype="bfloat16")}, "KV dtype bfloat16 against float32, which this prefill cannot convert to"),
         ({"metadata_row_bytes": 64}, "metadata row bytes 64 against"),
         ({"rank": ParallelRank(tp_size=2)}, "tensor parallel size 2 against 1"),
         ({"rank": ParallelRank(pp_size=2)}, "pipeline parallel size 2 against 1"),
