@@ -16,6 +16,7 @@ import typer
 from splitserve import __version__
 from splitserve.config import (
     DTYPES,
+    TRANSFER_DTYPES,
     CacheConfig,
     DisaggregationConfig,
     ModelConfig,
@@ -110,6 +111,9 @@ def serve(
         ),
     ] = 8998,
     disaggregation_transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    transfer_dtype: Annotated[
+        str, typer.Option(help=f"Decode: dtype of the KV cache on its way here: auto, {', '.join(TRANSFER_DTYPES)}.")
+    ] = "auto",
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     dtype: DtypeOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
@@ -152,6 +156,7 @@ def serve(
         disaggregation=DisaggregationConfig(
             mode=disaggregation_mode,
             transfer_backend=disaggregation_transfer_backend,
+            transfer_dtype=transfer_dtype,
             host=disaggregation_host or peer_host,
             bootstrap_port=disaggregation_bootstrap_port,
             bootstrap_timeout=bootstrap_timeout,
@@ -331,9 +336,9 @@ def join_prefill_ports(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _check_dtype(dtype: str) -> None:
-    if dtype not in ("auto", *DTYPES):
-        raise ConfigError(f"--dtype {dtype!r}: choose one of auto, {', '.join(DTYPES)}")
+def _check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = DTYPES) -> None:
+    if dtype not in ("auto", *choices):
+        raise ConfigError(f"{option} {dtype!r}: choose one of auto, {', '.join(choices)}")
 
 
 def _check_backend(backend: str, option: str) -> None:
@@ -345,6 +350,7 @@ def _check_worker(config: WorkerConfig) -> None:
     """Raises ConfigError naming the first option that is out of range."""
     _check_dtype(config.model.dtype)
     _check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
+    _check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
     checks = (
         ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
         ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),

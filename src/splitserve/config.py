@@ -7,6 +7,7 @@ import msgspec
 from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
+TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: DisaggregationMode = DisaggregationMode.NULL
     transfer_backend: str = "tcp"
+    # Decode: dtype of the KV cache on its way here, where it is narrower than the pool's; "auto": the pool's.
+    transfer_dtype: str = "auto"
     # Where this worker's bootstrap server (prefill) and its data and control sockets are reached by peers.
     host: str = "127.0.0.1"
     # Prefill: port of the bootstrap server, 0: any free one.

@@ -58,6 +58,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
 
     # Bytes written into the decode side's memory, pages and metadata.
     num_bytes: int
+    # Pieces that they went in.
+    num_writes: int = 0
     # From the first write's submission to the last write's proof of completion, seconds.
     seconds: float
     # Of these, seconds after the prompt's last forward pass: what compute did not hide.

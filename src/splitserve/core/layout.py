@@ -1,21 +1,23 @@
 """The KV cache's layout in memory, as data. Two of these and a token range are all that resharding needs.
 
 A pool is a list of components, one memory region each: the keys of layer 0, the values of layer 0, and so on. Inside a
-component page p lies at byte offset p x page_bytes, and a page holds [page_size, num_heads, head_dim] elements.
+component page p lies at byte offset p x page_bytes. A page is made of rows, head_dim elements of one token of one
+head: [page_size, num_heads] of them where the axes are NHD, [num_heads, page_size] where they are HND.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class KVComponent:
-    """One region of the pool: one kind of tensor of one layer."""
+    """One region of the pool: one kind of tensor of one layer. (name, layer) is unique in a pool."""
 
-    # "k" or "v" ("latent" for MLA).
+    # "k" or "v"; "latent" for MLA, of one head, which every rank holds.
     name: str
     # Global layer number.
     layer: int
@@ -25,6 +27,15 @@ class KVComponent:
     first_head: int
     total_heads: int
     head_dim: int
+    # Order inside a page: tokens then heads, or heads then tokens.
+    axes: Literal["NHD", "HND"] = "NHD"
+    # Sliding window: the token at position p attends to positions > p - window. None: to all before it.
+    window: int | None = None
+
+    @property
+    def heads(self) -> range:
+        """Global numbers of the heads held."""
+        return range(self.first_head, self.first_head + self.num_heads)
 
     def page_bytes(self, page_size: int) -> int:
         return page_size * self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]

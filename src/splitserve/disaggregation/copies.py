@@ -46,3 +46,11 @@ def coalesce(copies: Copies) -> Copies:
     joined = copies[firsts].copy()
     joined["length"] = np.add.reduceat(copies["length"], firsts)
     return joined
+
+
+def over_regions(runs: Copies, src_regions: NDArray[np.int64], dst_regions: NDArray[np.int64]) -> Copies:
+    """The same runs once for each (source region, target region), region by region."""
+    copies: Copies = np.tile(runs, len(src_regions))
+    copies["src_region"] = np.repeat(src_regions, len(runs))
+    copies["dst_region"] = np.repeat(dst_regions, len(runs))
+    return copies

@@ -146,12 +146,13 @@ class DecodeSide:
         self._pair_rooms(peer)
 
     def _on_status(self, receiver: KVReceiver, status: TransferStatus) -> None:
-        receiver.settled, receiver.abort_again_at = True, None
+        receiver.abort_again_at = None
         self._context.changed = True
         if status.failure is not None:
             receiver.fail(status.failure.to_error(receiver.key))
         elif receiver.poll() is KVPoll.TRANSFERRING:
-            receiver.advance(KVEvent.COMPLETED)
+            receiver.complete()
+        receiver.settled = True
 
     def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> KVReceiver | None:
         """The announced room a prefill speaks of, if it is still that attempt and that prefill."""
@@ -245,8 +246,8 @@ class DecodeSide:
         peer.unsent_aborts.clear()
         if info.version != PROTOCOL_VERSION:
             self._reject(peer, version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
-        elif difference := self._context.args.difference(info.args):
-            self._reject(peer, f"decode and prefill differ: {difference}")
+        elif difference := info.args.difference(self._context.args):
+            self._reject(peer, f"prefill and decode differ: {difference}")
         else:
             peer.session = self._context.transport.open_session()
             peer.state = PeerState.REGISTERING

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.decode_side import DecodeSide
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVReceiver, FakeKVSender
 from splitserve.disaggregation.mail import ControlChannel, Mailbox
@@ -25,6 +26,7 @@ from splitserve.disaggregation.peers import Directory
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
 from splitserve.disaggregation.prefill_side import PrefillSide
 from splitserve.disaggregation.room import Context, Limits
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports.base import Transport
 from splitserve.disaggregation.wire import (
     KVArgs,
@@ -42,7 +44,11 @@ def _nobody_to_wake() -> None:
 
 
 class KVManager:
-    """Implements ManagerPort. `metadata` is the transport's last region; `directory` is decode's."""
+    """Implements ManagerPort. `directory` is decode's.
+
+    `staging` is prefill's, where it can convert KV; `arrivals` decode's, where KV travels in a narrower dtype.
+    The transport's regions are those of the layout, the metadata's, and then the staging memory's.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class KVManager:
         metadata: MetadataBuffers,
         config: DisaggregationConfig,
         directory: Directory | None = None,
+        staging: Staging | None = None,
+        arrivals: Arrivals | None = None,
         limits: Limits | None = None,
         epoch: int | None = None,
         wake: Callable[[], None] = _nobody_to_wake,
@@ -69,6 +77,8 @@ class KVManager:
             transport=transport,
             args=args,
             config=config,
+            staging=staging,
+            arrivals=arrivals,
             limits=limits or Limits(),
             lock=self.lock,
             wake=wake,

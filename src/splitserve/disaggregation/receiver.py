@@ -43,6 +43,9 @@ class KVReceiver(Room):
         self.abort_again_at: float | None = None
         # Prefill said its last word on this room, or is fenced out.
         self.settled = False
+        # What was announced.
+        self._pages: list[int] = []
+        self._num_tokens = 0
 
     def init(self, pages: Sequence[int], metadata_index: int, *, num_tokens: int) -> None:
         with self.context.lock:
@@ -51,8 +54,15 @@ class KVReceiver(Room):
             # Raises where the room is not WaitingForInput, before anything is announced.
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
-            self._host.announce(self, list(pages), metadata_index, num_tokens)
+            self._pages, self._num_tokens = list(pages), num_tokens
+            self._host.announce(self, self._pages, metadata_index, num_tokens)
         self.context.wake()
+
+    def complete(self) -> None:
+        """All bytes are in place, and nobody writes any more. For DecodeSide, under the lock."""
+        if self.context.arrivals is not None:
+            self.context.arrivals.widen(self._pages, self._num_tokens)
+        self.advance(KVEvent.COMPLETED)
 
     def abort(self, reason: str, *, status_code: int = 499) -> None:
         with self.context.lock:

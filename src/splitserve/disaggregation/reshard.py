@@ -1,47 +1,208 @@
-"""From two layouts and two page lists to the copies that carry one into the other. Pure arithmetic, property-tested.
+"""From two layouts and two page lists to what carries one into the other. Pure arithmetic, property-tested.
 
-Today both pools must be cut the same way (same page size, layers, heads and dtype; the number of pages is free), and a
-page is one contiguous piece of each component. Nothing outside this file relies on that.
+1. Pairs say which heads of which components go from this source to this target (`pairing.py`).
+2. For each chunk, `plan` turns a range of tokens into rows (head_dim elements of one token and one head) on both sides.
+   Rows that follow each other on both sides become one copy.
+3. Where the dtypes differ, or the copies would be small and packing makes them large, it yields a CastPlan instead.
+
+Component pairs of equal geometry (all layers of most models) are planned once. No Python loop runs over pages or
+tokens. Knows layouts only: who the ranks are and how bytes travel is not decided here.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from splitserve.core.layout import KVLayout
-from splitserve.disaggregation.copies import COPY, Copies, coalesce
+from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout
+from splitserve.disaggregation.convert import CastPlan, Rows, travels_as
+from splitserve.disaggregation.copies import COPY, Copies, coalesce, over_regions
+from splitserve.disaggregation.pairing import Pair, overlap
+
+# Packing is worth a pass over the bytes only where it saves this many times the writes.
+_PACKING_GAIN = 4
 
 
-def check_compatible(src: KVLayout, dst: KVLayout) -> str | None:
-    """Why pages of `src` cannot be copied into `dst`, naming both values; None where they can."""
-    if src.page_size != dst.page_size:
-        return f"page size {src.page_size} against {dst.page_size}"
-    if len(src.components) != len(dst.components):
-        return f"{len(src.components)} KV components against {len(dst.components)}"
-    for a, b in zip(src.components, dst.components, strict=True):
-        if a != b:
-            return f"KV component {a} against {b}"
-    return None
+class Plan(NamedTuple):
+    copies: Copies
+    casts: list[CastPlan]
 
 
-def plan_copies(src: KVLayout, dst: KVLayout, src_pages: Sequence[int], dst_pages: Sequence[int]) -> Copies:
-    """Copies that put page src_pages[i] of every component into dst_pages[i], in order of components and pages.
+class _Side(NamedTuple):
+    """Where the rows of a pair lie in one of its two components."""
 
-    Raises ValueError for incompatible layouts, lists of different lengths, and pages outside either pool.
+    axes: str
+    # Rows of a token in the component, and how many of them lie before the pair's first.
+    num_heads: int
+    skipped: int
+    # Rows from the beginning of a page to that of the next.
+    stride: int
+    dtype: str
+
+    def rows(self, pages: Rows, page_size: int, tokens: Rows, num_heads: int) -> Rows:
+        """Row numbers in the component's region, [num_tokens, num_heads]."""
+        page, slot = pages[tokens // page_size][:, None], (tokens % page_size)[:, None]
+        head = self.skipped + np.arange(num_heads)
+        if self.axes == "NHD":
+            rows: Rows = page * self.stride + slot * self.num_heads + head
+        else:
+            rows = page * self.stride + head * page_size + slot
+        return rows
+
+
+class _Geometry(NamedTuple):
+    """All that a pair's rows depend on, beside the regions."""
+
+    src: _Side
+    dst: _Side
+    num_heads: int
+    # Elements of a row.
+    row: int
+    window: int | None
+
+    def tokens(self, chunk: range, num_tokens: int) -> Rows:
+        """Those of `chunk` that decode will read. The first token that it computes is at position `num_tokens`."""
+        start = chunk.start if self.window is None else max(chunk.start, num_tokens - self.window + 1)
+        return np.arange(start, chunk.stop)
+
+
+def plan(
+    src: KVLayout,
+    dst: KVLayout,
+    src_pages: Sequence[int],
+    dst_pages: Sequence[int],
+    tokens: range,
+    num_tokens: int,
+    pairs: Sequence[Pair] | None = None,
+    *,
+    wire_dtype: str | None = None,
+    pack_below: int = 0,
+) -> Plan:
+    """What carries `tokens` of a room of `num_tokens` prompt tokens from `src_pages` into `dst_pages`.
+
+    Both lists hold the room's pages in token order from token 0, as far as `tokens` reach. Region i is component i.
+    `pairs` is this source's part in the target (`sources_of`); None: all that it holds of it. Of a sliding-window layer
+    go only the tokens that decode will read. Where `wire_dtype` is narrower than the target's, rows travel as that, and
+    `plan_unpack` is to follow. Copies of less than `pack_below` bytes on average become a CastPlan where that makes
+    them far fewer. Raises ValueError for layouts that differ and pages that are missing or outside either pool.
     """
-    if difference := check_compatible(src, dst):
-        raise ValueError(f"layouts differ: {difference}")
-    if len(src_pages) != len(dst_pages):
-        raise ValueError(f"{len(src_pages)} source pages for {len(dst_pages)} target pages")
-    for side, pages, layout in (("source", src_pages, src), ("target", dst_pages, dst)):
-        if pages and (min(pages) < 0 or max(pages) >= layout.num_pages):
-            raise ValueError(f"{side} pages reach outside the pool of {layout.num_pages} pages")
-    table = np.empty((len(src.components), len(src_pages)), dtype=COPY)
-    sizes = np.array([c.page_bytes(src.page_size) for c in src.components], dtype=np.uint64)[:, None]
-    table["src_region"] = table["dst_region"] = np.arange(len(src.components))[:, None]
-    table["src_offset"] = np.array(src_pages, dtype=np.uint64)[None, :] * sizes
-    table["dst_offset"] = np.array(dst_pages, dtype=np.uint64)[None, :] * sizes
-    table["length"] = sizes
-    return coalesce(table.reshape(-1))
+    if not 0 <= tokens.start <= tokens.stop <= num_tokens or tokens.step != 1:
+        raise ValueError(f"tokens {tokens} are not a range of the room's {num_tokens}")
+    ours = _checked("source", src_pages, src, tokens.stop)
+    theirs = _checked("target", dst_pages, dst, tokens.stop)
+    groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
+    for pair in overlap(src, dst) if pairs is None else pairs:
+        groups[_geometry(src, dst, pair, wire_dtype)].append((pair.src, pair.dst))
+    copies, casts = [np.empty(0, dtype=COPY)], []
+    for geometry, found in groups.items():
+        cast = _cast_plan(geometry, found, (src, ours), (dst, theirs), geometry.tokens(tokens, num_tokens))
+        direct = _direct(cast)
+        if direct is None or _is_worth_packing(cast, direct, pack_below):
+            casts.append(cast)
+        else:
+            copies.append(over_regions(direct, cast.regions[:, 0], cast.regions[:, 1]))
+    return Plan(np.concatenate(copies), [cast for cast in casts if cast.num_bytes])
+
+
+def plan_unpack(dst: KVLayout, dst_pages: Sequence[int], num_tokens: int, wire_dtype: str) -> list[CastPlan]:
+    """What widens a room that travelled as `wire_dtype`, inside the target's own pages, once all of it has arrived."""
+    pages, tokens = _checked("target", dst_pages, dst, num_tokens), range(num_tokens)
+    groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
+    for i, c in enumerate(dst.components):
+        if (narrow := travels_as(c.dtype, wire_dtype)) != c.dtype:
+            sides = [_side(c, dst.page_size, c.first_head, dtype) for dtype in (narrow, c.dtype)]
+            groups[_between(sides[0], sides[1], c.num_heads, c)].append((i, i))
+    side = (dst, pages)
+    return [_cast_plan(g, found, side, side, g.tokens(tokens, num_tokens)) for g, found in groups.items()]
+
+
+def plan_copies(
+    src: KVLayout,
+    dst: KVLayout,
+    src_pages: Sequence[int],
+    dst_pages: Sequence[int],
+    tokens: range,
+    num_tokens: int,
+    pairs: Sequence[Pair] | None = None,
+) -> Copies:
+    """`plan` for layouts of one dtype: copies alone, coalesced. Raises ValueError where a dtype would change."""
+    copies, casts = plan(src, dst, src_pages, dst_pages, tokens, num_tokens, pairs)
+    if casts:
+        raise ValueError(f"{casts[0].src_dtype} cannot be copied into {casts[0].dst_dtype} without conversion")
+    return copies
+
+
+def _checked(side: str, pages: Sequence[int], layout: KVLayout, num_tokens: int) -> Rows:
+    array = np.asarray(pages, dtype=np.int64)
+    if len(array) * layout.page_size < num_tokens:
+        raise ValueError(f"{len(array)} {side} pages of {layout.page_size} tokens do not hold {num_tokens} tokens")
+    if len(array) and (array.min() < 0 or array.max() >= layout.num_pages):
+        raise ValueError(f"{side} pages reach outside the pool of {layout.num_pages} pages")
+    return array
+
+
+def _geometry(src: KVLayout, dst: KVLayout, pair: Pair, wire_dtype: str | None) -> _Geometry:
+    a, b = src.components[pair.src], dst.components[pair.dst]
+    heads = range(pair.first_head, pair.first_head + pair.num_heads)
+    if not set(heads) <= set(a.heads) & set(b.heads):
+        raise ValueError(f"heads {heads} of layer {b.layer} ({b.name}) are not in both {a.heads} and {b.heads}")
+    return _between(
+        _side(a, src.page_size, pair.first_head, a.dtype),
+        _side(b, dst.page_size, pair.first_head, travels_as(b.dtype, wire_dtype)),
+        pair.num_heads,
+        b,
+    )
+
+
+def _side(component: KVComponent, page_size: int, first_head: int, dtype: str) -> _Side:
+    # Of a narrower dtype more rows go into a page.
+    rows_per_row = DTYPE_BYTES[component.dtype] // DTYPE_BYTES[dtype]
+    stride = page_size * component.num_heads * rows_per_row
+    return _Side(component.axes, component.num_heads, first_head - component.first_head, stride, dtype)
+
+
+def _between(src: _Side, dst: _Side, num_heads: int, component: KVComponent) -> _Geometry:
+    if src.axes == dst.axes == "NHD" and num_heads == src.num_heads == dst.num_heads:
+        # A token's heads lie side by side in both: one wide row.
+        src, dst = (side._replace(num_heads=1, stride=side.stride // num_heads) for side in (src, dst))
+        return _Geometry(src, dst, 1, component.head_dim * num_heads, component.window)
+    return _Geometry(src, dst, num_heads, component.head_dim, component.window)
+
+
+def _cast_plan(
+    geometry: _Geometry,
+    regions: list[tuple[int, int]],
+    source: tuple[KVLayout, Rows],
+    target: tuple[KVLayout, Rows],
+    tokens: Rows,
+) -> CastPlan:
+    (src, src_pages), (dst, dst_pages) = source, target
+    src_rows = geometry.src.rows(src_pages, src.page_size, tokens, geometry.num_heads).reshape(-1)
+    dst_rows = geometry.dst.rows(dst_pages, dst.page_size, tokens, geometry.num_heads).reshape(-1)
+    if geometry.dst.axes == "HND" and geometry.num_heads > 1:
+        # As the target's pages have them: by page, then head, then token.
+        unpermuted = np.arange(len(dst_pages), dtype=np.int64)
+        order = np.argsort(geometry.dst.rows(unpermuted, dst.page_size, tokens, geometry.num_heads), axis=None)
+        src_rows, dst_rows = src_rows[order], dst_rows[order]
+    pairs = np.array(regions, dtype=np.int64)
+    return CastPlan(pairs, src_rows, dst_rows, geometry.row, geometry.src.dtype, geometry.dst.dtype)
+
+
+def _direct(cast: CastPlan) -> Copies | None:
+    """The rows of one region as copies, coalesced; None where they must be converted."""
+    if cast.src_dtype != cast.dst_dtype:
+        return None
+    size = cast.packed_row_bytes
+    runs = np.zeros(len(cast.src_rows), dtype=COPY)
+    runs["src_offset"], runs["dst_offset"], runs["length"] = cast.src_rows * size, cast.dst_rows * size, size
+    return coalesce(runs)
+
+
+def _is_worth_packing(cast: CastPlan, direct: Copies, pack_below: int) -> bool:
+    if not len(direct) or len(cast.src_rows) * cast.packed_row_bytes >= pack_below * len(direct):
+        return False
+    num_packed = 1 + int((np.diff(cast.dst_rows) != 1).sum())
+    return num_packed * _PACKING_GAIN <= len(direct)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.mail import Mailbox
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.state import KVEvent, KVPoll, advance
 from splitserve.disaggregation.transports.base import Transport
 from splitserve.disaggregation.wire import KVArgs
@@ -42,6 +44,10 @@ class Context:
     transport: Transport
     args: KVArgs
     config: DisaggregationConfig
+    # Prefill: where KV is converted and packed; None: it cannot be.
+    staging: Staging | None
+    # Decode: widens what travelled in a narrower dtype; None: nothing does.
+    arrivals: Arrivals | None
     limits: Limits
     # Guards the manager and all its rooms.
     lock: contextlib.AbstractContextManager[object]

@@ -1,7 +1,8 @@
 """KVSender: the prefill end of one room.
 
 1. Bootstrapping until decode's TransferInfo pairs it; that may have come before the request did.
-2. `send` queues chunks of pages; the manager's thread plans their copies and hands them to the transport in order.
+2. `send` queues chunks of pages; the manager's thread turns them into ranges of tokens, plans what carries those into
+   decode's pages, and hands it to the transport in order.
 3. The last chunk is followed by the metadata row. When every ticket is DONE: Success, and decode is told at once.
 4. A failure stops new writes. The room is settled, which proves quiescence to decode, when its last ticket is final.
 
@@ -11,20 +12,23 @@ Knows the transport and its room. Who the peers are, and what is said to them, i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from splitserve.core.layout import KVLayout
 from splitserve.core.request import RoomKey
-from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
-from splitserve.disaggregation.reshard import plan_copies
+from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.outgoing import Outgoing
+from splitserve.disaggregation.reshard import Plan, plan
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
-from splitserve.disaggregation.transports.base import PeerAddress, Ticket, WriteState
+from splitserve.disaggregation.transports.base import PeerAddress, WriteState
 from splitserve.disaggregation.wire import KVArgs, TransferInfo
-from splitserve.errors import CapacityError, KVTransferError, SplitserveError
+from splitserve.errors import KVTransferError, SplitserveError
 from splitserve.messages import TransferStats
+
+# Writes smaller than this on average, bytes, are packed where that makes them few.
+PACK_BELOW = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +53,9 @@ class SenderHost(Protocol):
 
 @dataclass(slots=True)
 class _Chunk:
-    pages: list[int]
-    # Position of the first of them among all pages of the room.
-    start: int
+    # Pages [first, stop) of the room.
+    first: int
+    stop: int
     # Our metadata row, after the pages; None unless it is the last chunk.
     metadata_index: int | None
 
@@ -67,12 +71,11 @@ class KVSender(Room):
         self.paired_at = 0.0
         # The last word on this room has been said to decode, or there is nobody to say it to.
         self.told = False
-        self._num_pages_sent = 0
+        # All pages sent so far: those of the room from token 0 on.
+        self._pages: list[int] = []
         self._last_sent = False
         self._chunks: deque[_Chunk] = deque()
-        self._writes: deque[Copies] = deque()
-        self._tickets: list[Ticket] = []
-        self._num_bytes = 0
+        self._outgoing = Outgoing(context.transport, context.staging)
         self._first_send_at = self._last_send_at = 0.0
         self._stats: TransferStats | None = None
 
@@ -91,8 +94,9 @@ class KVSender(Room):
             if self.poll() is KVPoll.WAITING_FOR_INPUT:
                 self.advance(KVEvent.STARTED)
                 self._first_send_at = now
-            self._chunks.append(_Chunk(list(pages), self._num_pages_sent, metadata_index))
-            self._num_pages_sent += len(pages)
+            first = len(self._pages)
+            self._pages += pages
+            self._chunks.append(_Chunk(first, len(self._pages), metadata_index))
             self._last_sent, self._last_send_at = is_last, now
         self.context.wake()
 
@@ -118,7 +122,7 @@ class KVSender(Room):
     @property
     def settled(self) -> bool:
         """No write of this room is under way or waits to be."""
-        return not (self._chunks or self._writes or self._tickets)
+        return not (self._chunks or self._outgoing)
 
     def pair(self, peer: DecodePeer, info: TransferInfo) -> None:
         self.peer, self.info, self.attempt = peer, info, info.attempt
@@ -127,36 +131,25 @@ class KVSender(Room):
 
     def drop_unsent(self) -> None:
         self._chunks.clear()
-        self._writes.clear()
+        self._outgoing.drop_unsent()
 
     def submit(self) -> None:
         """Plan the queued chunks and give their writes to the transport, as far as it takes them. Raises ValueError."""
         assert self.peer is not None
         while self._chunks:
-            self._writes += self._plan(self._chunks[0], self.peer.args.layout)
+            for part in self._plan(self._chunks[0], self.peer):
+                self._outgoing.add(part)
             self._chunks.popleft()
-        while self._writes:
-            try:
-                ticket = self.context.transport.write(self.peer.session, self._writes[0])
-            except CapacityError:
-                # The transport's queue is full; the next ticket that becomes final wakes us.
-                return
-            self._tickets.append(ticket)
-            self._num_bytes += num_bytes(self._writes.popleft())
+        self._outgoing.submit(self.peer.session)
 
     def poll_tickets(self) -> tuple[WriteState, str] | None:
         """Forget final tickets. The worst of what went wrong, and why; None where nothing did."""
-        worst: tuple[WriteState, str] | None = None
-        pending = []
-        for ticket in self._tickets:
-            status = self.context.transport.poll(ticket)
-            if not status.is_final:
-                pending.append(ticket)
-            elif status.state is not WriteState.DONE and (worst is None or status.state > worst[0]):
-                worst = (status.state, status.error or "no cause given")
-        if len(pending) < len(self._tickets):
+        num_final, worst = self._outgoing.poll()
+        if num_final:
             self.context.changed = True
-        self._tickets = pending
+            if self.context.staging is not None:
+                # Rooms that wait for its memory may have been looked at before this one.
+                self.context.wake()
         return worst
 
     def complete_if_done(self) -> bool:
@@ -164,29 +157,43 @@ class KVSender(Room):
             return False
         now = self.context.clock.now()
         self._stats = TransferStats(
-            num_bytes=self._num_bytes, seconds=now - self._first_send_at, exposed_seconds=now - self._last_send_at
+            num_bytes=self._outgoing.num_bytes,
+            num_writes=self._outgoing.num_writes,
+            seconds=now - self._first_send_at,
+            exposed_seconds=now - self._last_send_at,
         )
         self.advance(KVEvent.COMPLETED)
         return True
 
     def _length_error(self, num_more: int, is_last: bool) -> str | None:
         assert self.info is not None
-        sent, announced = self._num_pages_sent + num_more, len(self.info.pages)
-        if sent > announced or (is_last and sent != announced):
-            return f"prefill has {sent} pages for room {self.key}, decode announced {announced}: the prompts differ"
+        page_size, num_tokens = self.context.args.layout.page_size, self.info.num_tokens
+        sent, expected = len(self._pages) + num_more, -(-num_tokens // page_size)
+        if sent > expected or (is_last and sent != expected):
+            ours, theirs = f"{sent} pages of {page_size} tokens", f"{num_tokens} tokens"
+            return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"
         return None
 
-    def _plan(self, chunk: _Chunk, target: KVLayout) -> list[Copies]:
-        """The writes of a chunk: its pages, then the metadata row."""
+    def _plan(self, chunk: _Chunk, peer: DecodePeer) -> Iterator[Plan]:
+        """The writes of a chunk: its tokens, then the metadata row."""
         assert self.info is not None
-        assert self.peer is not None
-        source = self.context.args
-        target_pages = self.info.pages[chunk.start : chunk.start + len(chunk.pages)]
-        writes = [plan_copies(source.layout, target, chunk.pages, target_pages)]
+        info, ours, theirs = self.info, self.context.args, peer.args
+        page_size = ours.layout.page_size
+        # Every chunk ends with a whole page of ours, but the last with the prompt.
+        start, stop = (min(n * page_size, info.num_tokens) for n in (chunk.first, chunk.stop))
+        yield plan(
+            ours.layout,
+            theirs.layout,
+            self._pages[: chunk.stop],
+            info.pages,
+            range(start, stop),
+            info.num_tokens,
+            wire_dtype=theirs.transfer_dtype,
+            pack_below=PACK_BELOW if self.context.staging else 0,
+        )
         if chunk.metadata_index is not None:
-            if not 0 <= self.info.metadata_index < self.peer.args.num_metadata_rows:
-                raise ValueError(f"decode announced metadata row {self.info.metadata_index}, which it does not have")
-            region, size = len(source.layout.components), source.metadata_row_bytes
-            row = (region, chunk.metadata_index * size, region, self.info.metadata_index * size, size)
-            writes.append(copy_table([row]))
-        return [write for write in writes if len(write)]
+            if not 0 <= info.metadata_index < theirs.num_metadata_rows:
+                raise ValueError(f"decode announced metadata row {info.metadata_index}, which it does not have")
+            size = ours.metadata_row_bytes
+            source = (len(ours.layout.components), chunk.metadata_index * size)
+            yield Plan(copy_table([(*source, len(theirs.layout.components), info.metadata_index * size, size)]), [])

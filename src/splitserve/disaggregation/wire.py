@@ -23,7 +23,8 @@ import msgspec
 
 from splitserve.core.layout import KVLayout
 from splitserve.core.request import RoomKey
-from splitserve.disaggregation.reshard import check_compatible
+from splitserve.disaggregation.convert import is_convertible, travels_as
+from splitserve.disaggregation.pairing import sources_of
 from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import KVTransferError, SplitserveError
 from splitserve.messages import TransferStats
@@ -65,19 +66,35 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     metadata_row_bytes: int
     num_metadata_rows: int
     rank: ParallelRank = ParallelRank()
+    # Prefill: it has memory to convert KV in, on the way to another dtype.
+    can_convert: bool = False
+    # Decode: KV is to travel as this where that is narrower than its pool; None: as its pool's dtype.
+    transfer_dtype: str | None = None
 
-    def difference(self, other: KVArgs) -> str | None:
-        """Why the two cannot hand over to each other, naming both values (self first); None where they can."""
+    def difference(self, target: KVArgs) -> str | None:
+        """Why this prefill rank cannot hand over to the decode rank `target`, naming both values; None where it can.
+
+        The prefill's value comes first.
+        """
         for name, ours, theirs in (
-            ("transfer backend", self.backend, other.backend),
-            ("model", self.model, other.model),
-            ("metadata row bytes", self.metadata_row_bytes, other.metadata_row_bytes),
-            ("tensor parallel size", self.rank.tp_size, other.rank.tp_size),
-            ("pipeline parallel size", self.rank.pp_size, other.rank.pp_size),
+            ("transfer backend", self.backend, target.backend),
+            ("model", self.model, target.model),
+            ("metadata row bytes", self.metadata_row_bytes, target.metadata_row_bytes),
+            ("tensor parallel size", self.rank.tp_size, target.rank.tp_size),
+            ("pipeline parallel size", self.rank.pp_size, target.rank.pp_size),
         ):
             if ours != theirs:
                 return f"{name} {ours} against {theirs}"
-        return check_compatible(self.layout, other.layout)
+        try:
+            pairs = sources_of(target.layout, [self.layout]).get(0, ())
+        except ValueError as error:
+            return str(error)
+        for pair in pairs:
+            a = self.layout.components[pair.src].dtype
+            b = travels_as(target.layout.components[pair.dst].dtype, target.transfer_dtype)
+            if a != b and not (self.can_convert and is_convertible(a, b)):
+                return f"KV dtype {a} against {b}, which this prefill cannot convert to: give both the same --dtype"
+        return None
 
 
 class PrefillInfo(msgspec.Struct, frozen=True, kw_only=True):

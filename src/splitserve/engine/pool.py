@@ -38,6 +38,7 @@ def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_
                     first_head=0,
                     total_heads=shape.num_kv_heads,
                     head_dim=head_dim,
+                    window=shape.window,
                 )
             )
     return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))

@@ -9,11 +9,13 @@ from urllib.parse import urlsplit
 from splitserve.clock import SystemClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.control import ManagerThread, ZmqChannel
 from splitserve.disaggregation.directory import HttpDirectory, register_rank
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports import create_transport
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
@@ -42,7 +44,9 @@ def open_hand_over(
     options = TransportOptions(host=config.host, on_progress=waker.wake)
     transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
-    transport.register([*engine.regions, metadata.region()])
+    staging, arrivals = _staging(config, engine), _arrivals(config, engine)
+    extra = [staging.region()] if staging else []
+    transport.register([*engine.regions, metadata.region(), *extra])
     directory = None
     if config.mode is DisaggregationMode.DECODE:
         directory = HttpDirectory(waker.wake)
@@ -53,10 +57,12 @@ def open_hand_over(
         clock=SystemClock(),
         channel=channel,
         transport=transport,
-        args=_kv_args(config, engine, metadata),
+        args=_kv_args(config, engine, metadata, can_convert=staging is not None),
         metadata=metadata,
         config=config,
         directory=directory,
+        staging=staging,
+        arrivals=arrivals,
         wake=waker.wake,
     )
     thread = ManagerThread(manager, channel, waker, on_change)
@@ -67,13 +73,36 @@ def open_hand_over(
     return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
-def _kv_args(config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers) -> KVArgs:
+def _staging(config: DisaggregationConfig, engine: BuiltEngine) -> Staging | None:
+    """Where a prefill packs and converts KV: only what the CPU can read."""
+    if config.mode is not DisaggregationMode.PREFILL or engine.pool.device.type != "cpu":
+        return None
+    return Staging(engine.regions, len(engine.regions) + 1)
+
+
+def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | None:
+    """What widens the KV cache at its end of the way. Raises ConfigError where the CPU cannot read the pool."""
+    if config.mode is not DisaggregationMode.DECODE or config.transfer_dtype == "auto":
+        return None
+    if engine.pool.device.type != "cpu":
+        raise ConfigError(
+            f"--transfer-dtype {config.transfer_dtype} needs a KV pool on the CPU, and this one is on "
+            f"{engine.pool.device}: leave it at auto"
+        )
+    return Arrivals(engine.layout, engine.regions, config.transfer_dtype)
+
+
+def _kv_args(
+    config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers, *, can_convert: bool
+) -> KVArgs:
     return KVArgs(
         backend=config.transfer_backend,
         model=engine.fingerprint,
         layout=engine.layout,
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
+        can_convert=can_convert,
+        transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
     )
 
 

@@ -11,10 +11,12 @@ from splitserve.clock import ManualClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
 from splitserve.disaggregation.room import Limits
+from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.state import KVPoll
 from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
 from splitserve.disaggregation.wire import KVArgs
@@ -47,6 +49,8 @@ class Worker:
         epoch: int,
         pool: KVLayout | None = None,
         limits: Limits | None = None,
+        staging_slot_bytes: int | None = None,
+        transfer_dtype: str | None = None,
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -56,7 +60,12 @@ class Worker:
         ]
         self.metadata = MetadataBuffers(NUM_ROWS)
         self.transport = FakeTransport(world.network)
-        self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
+        pool_regions = [Region(p.ctypes.data, p.nbytes) for p in self.pages]
+        self.staging: Staging | None = None
+        if staging_slot_bytes is not None:
+            self.staging = Staging(pool_regions, len(pool_regions) + 1, num_slots=8, slot_bytes=staging_slot_bytes)
+        extra = [self.staging.region()] if self.staging else []
+        self.transport.register([*pool_regions, self.metadata.region(), *extra])
         self.channel = Channel(world.wires, address)
         self.manager = KVManager(
             role,
@@ -70,12 +79,16 @@ class Worker:
                     "layout": self.layout,
                     "metadata_row_bytes": self.metadata.row_bytes,
                     "num_metadata_rows": NUM_ROWS,
+                    "can_convert": self.staging is not None,
+                    "transfer_dtype": transfer_dtype,
                     **args,
                 }
             ),
             metadata=self.metadata,
             config=CONFIG,
             directory=world.book if role is DisaggregationMode.DECODE else None,
+            staging=self.staging,
+            arrivals=Arrivals(self.layout, pool_regions, transfer_dtype) if transfer_dtype else None,
             limits=limits,
             epoch=epoch,
         )
@@ -152,11 +165,14 @@ class World:
             self.clock.advance(step)
             self.tick(2)
 
-    def paired(self, room: int = 1, target: Sequence[int] = (5, 6, 7)) -> tuple[SenderPort, ReceiverPort]:
-        """Both ends of a room, announced."""
+    def paired(
+        self, room: int = 1, target: Sequence[int] = (5, 6, 7), num_tokens: int | None = None
+    ) -> tuple[SenderPort, ReceiverPort]:
+        """Both ends of a room, announced; `num_tokens` None: as many as the target pages hold."""
         sender, receiver = self.sender(room), self.receiver(room)
         self.tick()
-        receiver.init(list(target), room % NUM_ROWS, num_tokens=PAGE_SIZE * len(target))
+        held = self.decode.layout.page_size * len(target)
+        receiver.init(list(target), room % NUM_ROWS, num_tokens=held if num_tokens is None else num_tokens)
         self.tick()
         if sender.poll() is not KVPoll.WAITING_FOR_INPUT:
             raise AssertionError(f"room {room} is {sender.poll().name} on prefill")

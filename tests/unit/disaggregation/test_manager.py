@@ -368,7 +368,7 @@ def test_other_than_the_announced_number_of_pages_fails_the_room_on_both_sides(c
         is_last = i == len(chunks) - 1
         sender.send(pages, is_last=is_last, metadata_index=0 if is_last else None)
     world.tick()
-    assert f"prefill has {sent} pages for room 1/0, decode announced 3" in sender.failure().message
+    assert f"prefill has {sent} pages of 4 tokens for room 1/0, decode announced 12 tokens" in sender.failure().message
     assert receiver.poll() is KVPoll.FAILED
     assert receiver.quiescent()
 
@@ -425,13 +425,14 @@ def test_a_role_does_only_its_own_part():
 @pytest.mark.parametrize(
     ("prefill", "words"),
     [
-        ({"model": "other"}, "model tiny against other"),
-        ({"backend": "tcp"}, "transfer backend fake against tcp"),
-        ({"pool": layout(page_size=8)}, "page size 4 against 8"),
-        ({"pool": layout(layers=3)}, "4 KV components against 6"),
-        ({"pool": layout(dtype="bfloat16")}, "float32"),
-        ({"metadata_row_bytes": 64}, "against 64"),
-        ({"rank": ParallelRank(tp_size=2)}, "tensor parallel size 1 against 2"),
+        ({"model": "other"}, "model other against tiny"),
+        ({"backend": "tcp"}, "transfer backend tcp against fake"),
+        ({"pool": layout(heads=2)}, "KV heads in all of layer 0 (k) 2 against 1"),
+        ({"pool": layout(layers=1)}, "head 0 of layer 1 (k) is held by no source"),
+        ({"pool": layout(dtype="bfloat16")}, "KV dtype bfloat16 against float32, which this prefill cannot convert to"),
+        ({"metadata_row_bytes": 64}, "metadata row bytes 64 against"),
+        ({"rank": ParallelRank(tp_size=2)}, "tensor parallel size 2 against 1"),
+        ({"rank": ParallelRank(pp_size=2)}, "pipeline parallel size 2 against 1"),
     ],
 )
 def test_a_prefill_that_does_not_fit_is_refused_with_both_values(prefill, words):

@@ -1,0 +1,24 @@
+"""Decode's last step with a room that travelled in a narrower dtype: widening it inside the pages it arrived in.
+
+Only once prefill has said its last word on the room: nothing else may touch its pages meanwhile. Only for pools that
+the CPU can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitserve.core.layout import KVLayout, Region
+from splitserve.disaggregation.convert import memory_of, unpack
+from splitserve.disaggregation.reshard import plan_unpack
+
+
+class Arrivals:
+    def __init__(self, layout: KVLayout, pool: Sequence[Region], wire_dtype: str) -> None:
+        self._layout = layout
+        self._pool = [memory_of(region) for region in pool]
+        self._wire_dtype = wire_dtype
+
+    def widen(self, pages: Sequence[int], num_tokens: int) -> None:
+        for cast in plan_unpack(self._layout, pages, num_tokens, self._wire_dtype):
+            unpack(cast, self._pool)
