@@ -10,9 +10,10 @@ from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataRow
 from splitserve.disaggregation.peers import LookupFailure
 from splitserve.disaggregation.room import Limits
+from splitserve.disaggregation.seal import control_key, seal, unseal
 from splitserve.disaggregation.state import IllegalTransition, KVPoll
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.wire import ParallelRank
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, ParallelRank
 from splitserve.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -450,7 +451,7 @@ def test_another_protocol_version_is_refused_with_both_versions(monkeypatch):
     )
     receiver = world.receiver()
     world.tick()
-    assert "control protocol version 1 against 7" in receiver.failure().message
+    assert f"control protocol version {PROTOCOL_VERSION} against 7" in receiver.failure().message
 
 
 def test_a_registration_in_another_protocol_version_is_answered_with_both_versions():
@@ -458,10 +459,12 @@ def test_a_registration_in_another_protocol_version_is_answered_with_both_versio
     world.receiver()
     world.decode.manager.tick()
     pair = ("decode", "prefill")
-    world.wires.under_way[pair][0] = world.wires.under_way[pair][0].replace(b"\xa7version\x01", b"\xa7version\x63")
+    key = control_key(b"")
+    _, envelope = unseal(key, "prefill", world.wires.under_way[pair][0])
+    world.wires.under_way[pair][0] = seal(key, 99, "prefill", envelope)
     world.wires.deliver(pair)
     world.prefill.manager.tick()
-    assert b"control protocol version 1 against 99" in world.wires.under_way["prefill", "decode"][0]
+    assert f"control protocol version {PROTOCOL_VERSION} against 99".encode() in world.wires.under_way["prefill", "decode"][0]
     assert world.prefill.manager.num_undecodable == 1
 
 
