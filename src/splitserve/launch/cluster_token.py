@@ -35,7 +35,7 @@ def read_token_file(path: Path) -> ClusterToken:
     except OSError as error:
         raise ConfigError(f"--cluster-token-file {path}: {error.strerror}; {_recipe(path)}") from None
     if len(secret) < MIN_TOKEN_BYTES:
-        problem = f"{len(secret)} bytes are too few for a cluster token, it needs {MIN_TOKEN_BYTES}"
+        problem = f"{len(secret)} bytes are too few for a cluster token, it needs at least {MIN_TOKEN_BYTES}"
         raise ConfigError(f"--cluster-token-file {path}: {problem}; {_recipe(path)}")
     if mode & _OTHERS_MAY_READ:
         logger.warning("others on this machine may read the cluster token: chmod 600 %s", path)

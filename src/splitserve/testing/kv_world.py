@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from splitserve.clock import ManualClock
-from splitserve.config import DisaggregationConfig
+from splitserve.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.manager import KVManager
@@ -47,6 +48,7 @@ class Worker:
         epoch: int,
         pool: KVLayout | None = None,
         limits: Limits | None = None,
+        token: bytes = b"",
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -74,7 +76,7 @@ class Worker:
                 }
             ),
             metadata=self.metadata,
-            config=CONFIG,
+            config=msgspec.structs.replace(CONFIG, cluster_token=ClusterToken(token)),
             directory=world.book if role is DisaggregationMode.DECODE else None,
             limits=limits,
             epoch=epoch,
