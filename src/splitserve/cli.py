@@ -45,6 +45,12 @@ ModelArgument = Annotated[
 DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", envvar="SPLITSERVE_CLUSTER_TOKEN_FILE", help="Its content lets prefill and decode workers join."
+    ),
+]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
@@ -65,9 +71,11 @@ def up(
     threads: ThreadsOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in each worker's KV pool.")] = None,
+    cluster_token_file: TokenFileOption = None,
     log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains."""
+    from splitserve.launch.cluster_token import read_token_file
     from splitserve.launch.local import LocalCluster
     from splitserve.launch.up import run_up
 
@@ -76,6 +84,8 @@ def up(
     worker_args = ["--served-model-name", served_model_name or model]
     if max_total_tokens is not None:
         worker_args += ["--max-total-tokens", str(max_total_tokens)]
+    if cluster_token_file is not None:
+        read_token_file(cluster_token_file)
     cluster = LocalCluster(
         model,
         prefill=prefill,
@@ -87,6 +97,7 @@ def up(
         port=port,
         threads=threads,
         worker_args=worker_args,
+        cluster_token_file=cluster_token_file,
         log_level=log_level,
     )
     raise typer.Exit(run_up(cluster, model))
@@ -114,6 +125,7 @@ def serve(
     transfer_dtype: Annotated[
         str, typer.Option(help=f"Decode: dtype of the KV cache on its way here: auto, {', '.join(TRANSFER_DTYPES)}.")
     ] = "auto",
+    cluster_token_file: TokenFileOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     dtype: DtypeOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
@@ -135,11 +147,16 @@ def serve(
     exit_with_parent: ParentOption = False,
 ) -> None:
     """Run one worker: colocated, prefill or decode."""
+    from splitserve.launch.cluster_token import read_token_file
+
     defaults = DisaggregationConfig()
     is_wildcard = host in ("0.0.0.0", "::", "")
     if is_wildcard and disaggregation_host is None and (router or disaggregation_mode is not DisaggregationMode.NULL):
         raise ConfigError(f"--host {host!r} is no address that others can reach: give that as --disaggregation-host")
     peer_host = defaults.host if is_wildcard else host
+    token = defaults.cluster_token
+    if cluster_token_file is not None and disaggregation_mode is not DisaggregationMode.NULL:
+        token = read_token_file(cluster_token_file)
     config = WorkerConfig(
         model=ModelConfig(model=model, dtype=dtype, device=device, context_length=context_length, threads=threads),
         cache=CacheConfig(
@@ -158,6 +175,7 @@ def serve(
             transfer_backend=disaggregation_transfer_backend,
             transfer_dtype=transfer_dtype,
             host=disaggregation_host or peer_host,
+            cluster_token=token,
             bootstrap_port=disaggregation_bootstrap_port,
             bootstrap_timeout=bootstrap_timeout,
             transfer_timeout=transfer_timeout,

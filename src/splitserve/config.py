@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
@@ -43,6 +45,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_preallocated_rows: int = 64
 
 
+class ClusterToken(msgspec.Struct, frozen=True):
+    """What all workers of a cluster share and nobody else knows. It shows in no repr, so in no log."""
+
+    # Empty: whoever reaches the ports is let in.
+    secret: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"ClusterToken({'***' if self.secret else 'none'})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return []
+
+
 class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: DisaggregationMode = DisaggregationMode.NULL
     transfer_backend: str = "tcp"
@@ -50,6 +65,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_dtype: str = "auto"
     # Where this worker's bootstrap server (prefill) and its data and control sockets are reached by peers.
     host: str = "127.0.0.1"
+    # Proves membership on each of these connections. Needed where `host` is not a loopback address.
+    cluster_token: ClusterToken = ClusterToken()
     # Prefill: port of the bootstrap server, 0: any free one.
     bootstrap_port: int = 8998
     # Deadlines, seconds.

@@ -103,6 +103,9 @@ def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None
         (("router", "--port", "99999"), "--port"),
         (("serve", "--max-total-tokens", "0"), "--max-total-tokens"),
         (("serve", "--bootstrap-timeout", "-1"), "--bootstrap-timeout"),
+        (("up", "--cluster-token-file", "/no/such/file"), "openssl rand"),
+        (("serve", "--disaggregation-mode", "decode", "--cluster-token-file", "/no/such/file"), "openssl rand"),
+        (("serve", "--disaggregation-mode", "decode", "--disaggregation-host", "192.0.2.1"), "--cluster-token-file"),
         (("serve", "--host", "0.0.0.0", "--router", "http://127.0.0.1:1"), "--disaggregation-host"),
     ],
 )

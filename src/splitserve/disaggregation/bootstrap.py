@@ -4,6 +4,7 @@
   GET /route?tp_rank=0&pp_rank=0&dp_rank=0   that rank's PrefillInfo; 503 until every rank is in, 404 for no such rank
   GET /health                                200
 
+All but /health is for holders of the cluster token: others get 401 and a challenge, or 403 (see `challenge.py`).
 It knows addresses and layouts. Nothing of a request passes through it.
 """
 
@@ -13,7 +14,10 @@ import logging
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from splitserve.clock import SystemClock
+from splitserve.disaggregation.challenge import TOKENS_DIFFER, Challenges, Proof
 from splitserve.disaggregation.loop_thread import LoopThread
 from splitserve.disaggregation.wire import PROTOCOL_VERSION, ParallelRank, PrefillInfo, version_difference
 
@@ -57,9 +61,11 @@ class RouteTable:
 class KVBootstrapServer:
     """Serves one RouteTable from a thread of its own. `port` 0 takes any free one; `self.port` is the real one."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, token: bytes = b"") -> None:
         self.host = host
         self.port = port
+        self._challenges = Challenges(token, SystemClock())
+        self._num_refused = 0
         self._table = RouteTable()
         self._thread: LoopThread | None = None
         self._runner: web.AppRunner | None = None
@@ -88,7 +94,7 @@ class KVBootstrapServer:
         thread.close()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.add_routes(
             [
                 web.put("/route", self._put_route),
@@ -100,6 +106,28 @@ class KVBootstrapServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/health":
+            return await handler(request)
+        authorization = request.headers.get("Authorization", "")
+        match self._challenges.check(authorization, request.method, request.raw_path, await request.read()):
+            case Proof.GOOD:
+                return await handler(request)
+            case Proof.MISSING:
+                response = _error(401, "this needs a proof of the cluster token")
+                response.headers["WWW-Authenticate"] = self._challenges.issue()
+                return response
+            case Proof.WRONG:
+                self._log_refusal(request.remote)
+                return _error(403, TOKENS_DIFFER)
+
+    def _log_refusal(self, client: str | None) -> None:
+        """The 1st, 2nd, 4th, 8th ...: nobody fills the log by asking."""
+        self._num_refused += 1
+        if self._num_refused.bit_count() == 1:
+            logger.warning("refused %d requests so far, the last from %s: %s", self._num_refused, client, TOKENS_DIFFER)
 
     async def _put_route(self, request: web.Request) -> web.Response:
         body = await request.read()

@@ -6,6 +6,7 @@ until a control message arrives, the transport finished a write, the scheduler c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -25,7 +26,10 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 2048
 # Frames that wait for one peer; a peer that lets more pile up is as good as lost.
 MAX_QUEUED_FRAMES = 10_000
-MAX_FRAME_BYTES = 64 << 20
+# Of the largest message, the pages of a request with a million of them.
+MAX_FRAME_BYTES = 8 << 20
+# Frames taken at a time: a flood must not keep the manager from its rooms and deadlines.
+MAX_FRAMES_A_TICK = 1000
 # How long a closed socket still tries to deliver its last words.
 LINGER_MS = 500
 # Deadlines and heartbeats are looked at this often when nothing else happens.
@@ -63,11 +67,10 @@ class ZmqChannel:
 
     def receive(self) -> list[bytes]:
         frames: list[bytes] = []
-        while True:
-            try:
+        with contextlib.suppress(zmq.Again):
+            while len(frames) < MAX_FRAMES_A_TICK:
                 frames.append(self._pull.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return frames
+        return frames
 
     def forget(self, address: str) -> None:
         if socket := self._push.pop(address, None):

@@ -1,7 +1,8 @@
-"""The clients of the bootstrap server: prefill registers with it, decode looks prefill up.
+"""The clients of the bootstrap server: prefill registers with it, decode looks prefill up. Both answer its challenge.
 
 A server that is not there yet, or whose ranks are not all in (503), is asked again with growing pauses until the
-caller's deadline. An answer that cannot get better (400, 404, an unreadable body) ends the lookup at once.
+caller's deadline. An answer that cannot get better (400, 403 for another cluster token, 404, an unreadable body) ends
+the lookup at once.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import httpx
 import msgspec
 
+from splitserve.disaggregation.challenge import answer
 from splitserve.disaggregation.loop_thread import LoopThread
 from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
 from splitserve.disaggregation.wire import PrefillInfo
@@ -26,11 +28,40 @@ LONGEST_PAUSE_SECONDS = 2.0
 MAX_LOOKUPS = 1024
 
 
+class ClusterAuth(httpx.Auth):
+    """Proves to a bootstrap server that we hold the cluster token."""
+
+    requires_request_body = True
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        response = yield request
+        # A second challenge: the first has expired under way, or the server was replaced.
+        for _ in range(2):
+            challenge, target = response.headers.get("WWW-Authenticate", ""), request.url.raw_path.decode()
+            authorization = answer(self._token, challenge, request.method, target, request.content)
+            if response.status_code != 401 or authorization is None:
+                return
+            request.headers["Authorization"] = authorization
+            response = yield request
+
+
 class HttpDirectory:
     """Directory over HTTP, in a thread of its own. `on_result`, called from there, says that an answer has come."""
 
-    def __init__(self, on_result: Callable[[], None], *, tp_rank: int = 0, pp_rank: int = 0, dp_rank: int = 0) -> None:
+    def __init__(
+        self,
+        on_result: Callable[[], None],
+        token: bytes = b"",
+        *,
+        tp_rank: int = 0,
+        pp_rank: int = 0,
+        dp_rank: int = 0,
+    ) -> None:
         self._on_result = on_result
+        self._auth = ClusterAuth(token)
         self._query = {"tp_rank": tp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank}
         self._lock = threading.Lock()
         self._answers: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
@@ -56,17 +87,17 @@ class HttpDirectory:
         self._thread.close()
 
     async def _look_up(self, address: BootstrapAddress, seconds: float) -> None:
-        answer: PrefillInfo | LookupFailure = LookupFailure("the lookup was cancelled")
+        found: PrefillInfo | LookupFailure = LookupFailure("the lookup was cancelled")
         try:
             # Proxies of the environment are for the outside world, not for a cluster's own traffic.
-            async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False) as client:
-                answer = await self._ask_until(client, address, time.monotonic() + seconds)
+            async with httpx.AsyncClient(auth=self._auth, timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False) as client:
+                found = await self._ask_until(client, address, time.monotonic() + seconds)
         except Exception as error:
-            answer = LookupFailure(f"{error!r}", is_definitive=True)
+            found = LookupFailure(f"{error!r}", is_definitive=True)
         finally:
             with self._lock:
                 self._running.discard(address)
-                self._answers[address] = answer
+                self._answers[address] = found
             self._on_result()
 
     async def _ask_until(
@@ -74,9 +105,9 @@ class HttpDirectory:
     ) -> PrefillInfo | LookupFailure:
         pause = FIRST_PAUSE_SECONDS
         while True:
-            answer = await self._ask_once(client, address)
-            if isinstance(answer, PrefillInfo) or answer.is_definitive or time.monotonic() + pause > deadline:
-                return answer
+            found = await self._ask_once(client, address)
+            if isinstance(found, PrefillInfo) or found.is_definitive or time.monotonic() + pause > deadline:
+                return found
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -99,7 +130,7 @@ def bootstrap_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def register_rank(host: str, port: int, info: PrefillInfo, *, timeout: float) -> None:
+def register_rank(host: str, port: int, info: PrefillInfo, token: bytes = b"", *, timeout: float) -> None:
     """Register a prefill rank, blocking until it is done.
 
     Raises ConfigError where the server refuses, WorkerUnavailableError where it is not there within `timeout` seconds.
@@ -109,7 +140,11 @@ def register_rank(host: str, port: int, info: PrefillInfo, *, timeout: float) ->
     while True:
         try:
             response = httpx.put(
-                url, content=msgspec.json.encode(info), timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False
+                url,
+                content=msgspec.json.encode(info),
+                auth=ClusterAuth(token),
+                timeout=REQUEST_TIMEOUT_SECONDS,
+                trust_env=False,
             )
         except httpx.TransportError as error:
             problem = repr(error)

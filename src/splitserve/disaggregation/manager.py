@@ -69,7 +69,7 @@ class KVManager:
     ) -> None:
         self.lock = threading.RLock()
         self._channel = channel
-        self._mailbox = Mailbox(channel, new_epoch() if epoch is None else epoch)
+        self._mailbox = Mailbox(channel, new_epoch() if epoch is None else epoch, config.cluster_token.secret)
         self._metadata = metadata
         self._context = Context(
             clock=clock,
@@ -100,7 +100,7 @@ class KVManager:
 
     @property
     def num_undecodable(self) -> int:
-        """Control frames dropped because they were not ours."""
+        """Control frames dropped: not of this cluster, repeated, or unreadable."""
         return self._mailbox.num_undecodable
 
     def prefill_info(self) -> PrefillInfo:

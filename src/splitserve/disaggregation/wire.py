@@ -1,6 +1,6 @@
 """What the two sides of a hand-over say to each other, and what a prefill rank tells the bootstrap server.
 
-Each frame is an envelope (protocol version, both instances' epochs, reply address) around one tagged body:
+Each message is an envelope (both instances' epochs, reply address, number) around one tagged body:
 
   decode -> prefill   KVArgsRegisterInfo   here is my memory and a session to write through
   prefill -> decode   RegisterReply        welcome, or why not
@@ -10,7 +10,8 @@ Each frame is an envelope (protocol version, both instances' epochs, reply addre
   decode -> prefill   Ping, answered by Pong
   both ways           Unregistered         I do not (any longer) know this session: fence it and shake hands again
 
-The envelope's fields never change between versions, so that a mismatch can be named. Pure data: no sockets.
+The envelope's fields never change between versions, so that a mismatch can be named. `seal.py` makes a frame of it,
+with the version in front. Pure data: no sockets.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import KVTransferError, SplitserveError
 from splitserve.messages import TransferStats
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class WireError(ValueError):
@@ -39,9 +40,9 @@ class WireError(ValueError):
 class VersionMismatch(WireError):
     """A frame of another protocol version; its envelope could be read."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, version: int, envelope: Envelope) -> None:
         self.envelope = envelope
-        super().__init__(version_difference(ours=PROTOCOL_VERSION, theirs=envelope.version))
+        super().__init__(version_difference(ours=PROTOCOL_VERSION, theirs=version))
 
 
 class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,12 +192,13 @@ AnyBody = (
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    version: int = PROTOCOL_VERSION
     # The sender's instance, and the instance it means to talk to.
     epoch: int
     to_epoch: int
     # Where the sender hears answers.
     sender: str
+    # Counts the sender's messages, from 1.
+    number: int
     body: msgspec.Raw
 
 
@@ -207,6 +209,7 @@ class Mail:
     epoch: int
     to_epoch: int
     sender: str
+    number: int
     body: AnyBody
 
 
@@ -220,21 +223,25 @@ def new_epoch() -> int:
     return secrets.randbits(63)
 
 
-def encode(body: AnyBody, *, epoch: int, to_epoch: int, sender: str) -> bytes:
+def encode(body: AnyBody, *, epoch: int, to_epoch: int, sender: str, number: int) -> bytes:
+    """The envelope around `body`."""
     raw = msgspec.Raw(_encoder.encode(body))
-    return _encoder.encode(Envelope(epoch=epoch, to_epoch=to_epoch, sender=sender, body=raw))
+    return _encoder.encode(Envelope(epoch=epoch, to_epoch=to_epoch, sender=sender, number=number, body=raw))
 
 
-def decode(frame: bytes) -> Mail:
-    """Raises VersionMismatch, or WireError for anything else that is not exactly one of our messages."""
+def decode(data: bytes, version: int = PROTOCOL_VERSION) -> Mail:
+    """The message in an envelope of that protocol version.
+
+    Raises VersionMismatch, or WireError for anything else that is not exactly one of our messages.
+    """
     try:
-        envelope = _envelopes.decode(frame)
-        if envelope.version != PROTOCOL_VERSION:
-            raise VersionMismatch(envelope)
+        envelope = _envelopes.decode(data)
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatch(version, envelope)
         body = _bodies.decode(envelope.body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"undecodable control frame of {len(frame)} bytes: {error}") from error
-    return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, body)
+        raise WireError(f"undecodable control message of {len(data)} bytes: {error}") from error
+    return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, envelope.number, body)
 
 
 def version_difference(*, ours: int, theirs: int) -> str:

@@ -41,7 +41,8 @@ def open_hand_over(
     metadata = MetadataBuffers(config.num_metadata_slots)
     waker = Waker()
     closing.callback(waker.close)
-    options = TransportOptions(host=config.host, on_progress=waker.wake)
+    token = config.cluster_token.secret
+    options = TransportOptions(host=config.host, token=token, on_progress=waker.wake)
     transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
     staging, arrivals = _staging(config, engine), _arrivals(config, engine)
@@ -49,7 +50,7 @@ def open_hand_over(
     transport.register([*engine.regions, metadata.region(), *extra])
     directory = None
     if config.mode is DisaggregationMode.DECODE:
-        directory = HttpDirectory(waker.wake)
+        directory = HttpDirectory(waker.wake, token)
         closing.callback(directory.close)
     channel = ZmqChannel(config.host)
     manager = KVManager(
@@ -69,7 +70,7 @@ def open_hand_over(
     closing.callback(thread.close)
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
-        _register(manager, bootstrap_url)
+        _register(manager, bootstrap_url, token)
     return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
@@ -106,8 +107,8 @@ def _kv_args(
     )
 
 
-def _register(manager: KVManager, bootstrap_url: str | None) -> None:
+def _register(manager: KVManager, bootstrap_url: str | None, token: bytes) -> None:
     url = urlsplit(bootstrap_url or "")
     if url.hostname is None or url.port is None:
         raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
-    register_rank(url.hostname, url.port, manager.prefill_info(), timeout=REGISTER_TIMEOUT)
+    register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)

@@ -27,10 +27,13 @@ from typing import Self
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.child import POLL_INTERVAL, ChildProcess, wait_until_ended
+from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.http_server import bind, port_of, reachable_host
 
 # Seconds that running requests get when the cluster is told to drain.
 DRAIN_TIMEOUT = 120.0
+# In the cluster's own folder, which this user alone can enter.
+_TOKEN_FILE = "cluster-token"
 
 
 class ClusterError(SplitserveError):
@@ -57,6 +60,7 @@ class LocalCluster:
 
     `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
     `worker_args` go to every worker's `splitserve serve`. `threads`: of each worker, None: the cores divided fairly.
+    `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class LocalCluster:
         port: int = 0,
         threads: int | None = None,
         worker_args: Sequence[str] = (),
+        cluster_token_file: Path | None = None,
         log_level: str = "info",
     ) -> None:
         if (prefill > 0) != (decode > 0):
@@ -91,6 +96,7 @@ class LocalCluster:
         if self.threads < 1:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
+        self._token_file = cluster_token_file
         self._folder: Path | None = None
         self._router: ChildProcess | None = None
         self._workers: list[tuple[DisaggregationMode, ChildProcess]] = []
@@ -102,6 +108,8 @@ class LocalCluster:
         sock = bind(self._host, self._port)
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="splitserve-"))
+            if self._token_file is None:
+                write_token_file(self._folder / _TOKEN_FILE)
             self.router_url = f"http://{reachable_host(self._host)}:{port_of(sock)}"
             args = [
                 "router",
@@ -127,6 +135,8 @@ class LocalCluster:
         args = ["serve", self._model, "--disaggregation-mode", role.value, "--port", "0", "--host", "127.0.0.1"]
         args += ["--drain-timeout", str(DRAIN_TIMEOUT)]
         args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
+        if role is not DisaggregationMode.NULL:
+            args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
         beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)
         if not beside:
             args += ["--router", self.router_url]
@@ -221,8 +231,10 @@ class LocalCluster:
             for child in self.children:
                 child.close()
             self._router, self._workers = None, []
-            if self._folder is not None and not self._failed:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder is not None:
+                (self._folder / _TOKEN_FILE).unlink(missing_ok=True)
+                if not self._failed:
+                    shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     def __enter__(self) -> Self:

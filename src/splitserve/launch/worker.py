@@ -23,6 +23,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from splitserve.config import WorkerConfig
@@ -30,6 +31,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
@@ -69,6 +71,7 @@ def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: Pr
     Raises ConfigError, ModelLoadError before anything has started.
     """
     options = options or ProcessOptions(ready_file=ready_file)
+    config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
     setup_logger(config.server.log_level)
     sock = bind(config.server.host, config.server.port)
     try:
@@ -124,7 +127,7 @@ class _Worker:
         if self._mode is not DisaggregationMode.PREFILL:
             return None
         settings = self._config.disaggregation
-        bootstrap = KVBootstrapServer(settings.host, settings.bootstrap_port)
+        bootstrap = KVBootstrapServer(settings.host, settings.bootstrap_port, settings.cluster_token.secret)
         closing.callback(bootstrap.close)
         try:
             await asyncio.to_thread(bootstrap.run)

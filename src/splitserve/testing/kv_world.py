@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from splitserve.clock import ManualClock
-from splitserve.config import DisaggregationConfig
+from splitserve.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.arrival import Arrivals
@@ -51,6 +52,7 @@ class Worker:
         limits: Limits | None = None,
         staging_slot_bytes: int | None = None,
         transfer_dtype: str | None = None,
+        token: bytes = b"",
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -85,7 +87,7 @@ class Worker:
                 }
             ),
             metadata=self.metadata,
-            config=CONFIG,
+            config=msgspec.structs.replace(CONFIG, cluster_token=ClusterToken(token)),
             directory=world.book if role is DisaggregationMode.DECODE else None,
             staging=self.staging,
             arrivals=Arrivals(self.layout, pool_regions, transfer_dtype) if transfer_dtype else None,

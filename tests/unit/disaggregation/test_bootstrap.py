@@ -7,17 +7,19 @@ import msgspec
 import pytest
 
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
-from splitserve.disaggregation.directory import HttpDirectory, register_rank
+from splitserve.disaggregation.challenge import answer
+from splitserve.disaggregation.directory import ClusterAuth, HttpDirectory, register_rank
 from splitserve.disaggregation.peers import LookupFailure
-from splitserve.disaggregation.wire import KVArgs, ParallelRank, PrefillInfo
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, KVArgs, ParallelRank, PrefillInfo
 from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.testing.kv_world import layout
 
 DEADLINE = 20.0
+TOKEN = b"a token of the cluster"
 RANK_0 = {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0}
 
 
-def info(epoch=1, version=1, **rank):
+def info(epoch=1, version=PROTOCOL_VERSION, **rank):
     args = KVArgs(
         backend="tcp",
         model="m",
@@ -31,7 +33,7 @@ def info(epoch=1, version=1, **rank):
 
 @pytest.fixture
 def server():
-    server = KVBootstrapServer("127.0.0.1", 0)
+    server = KVBootstrapServer("127.0.0.1", 0, TOKEN)
     server.run()
     yield server
     server.close()
@@ -40,9 +42,9 @@ def server():
 class Lookup:
     """A directory, and a wait for its answers."""
 
-    def __init__(self, **rank):
+    def __init__(self, token=TOKEN, **rank):
         self.answered = threading.Event()
-        self.directory = HttpDirectory(self.answered.set, **rank)
+        self.directory = HttpDirectory(self.answered.set, token, **rank)
 
     def ask(self, port, timeout=DEADLINE):
         self.directory.request(("127.0.0.1", port), timeout)
@@ -65,12 +67,22 @@ def lookup():
         one.directory.close()
 
 
-def get(server, params):
-    return httpx.get(f"http://127.0.0.1:{server.port}/route", params=params, trust_env=False)
+def get(server, params, token=TOKEN):
+    url = f"http://127.0.0.1:{server.port}/route"
+    return httpx.get(url, params=params, auth=ClusterAuth(token), trust_env=False)
+
+
+def put(server, body, token=TOKEN):
+    url = f"http://127.0.0.1:{server.port}/route"
+    return httpx.put(url, content=body, auth=ClusterAuth(token), trust_env=False)
+
+
+def register(server, registration, token=TOKEN):
+    register_rank("127.0.0.1", server.port, registration, token, timeout=DEADLINE)
 
 
 def test_what_prefill_registers_is_what_decode_finds(server, lookup):
-    register_rank("127.0.0.1", server.port, info(epoch=77), timeout=DEADLINE)
+    register(server, info(epoch=77))
     decode = lookup()
     decode.ask(server.port)
     assert decode.answer(server.port) == info(epoch=77)
@@ -87,16 +99,16 @@ def test_the_server_says_that_it_is_healthy_and_where(server):
 
 
 def test_a_lookup_waits_until_all_ranks_are_in(server, lookup):
-    register_rank("127.0.0.1", server.port, info(tp_size=2, tp_rank=1), timeout=DEADLINE)
+    register(server, info(tp_size=2, tp_rank=1))
     assert get(server, RANK_0).status_code == 503
     decode = lookup(tp_rank=1)
     decode.ask(server.port)
-    register_rank("127.0.0.1", server.port, info(tp_size=2, tp_rank=0), timeout=DEADLINE)
+    register(server, info(tp_size=2, tp_rank=0))
     assert decode.answer(server.port).args.rank.tp_rank == 1
 
 
 def test_an_unknown_rank_is_404_and_a_malformed_question_400(server, lookup):
-    register_rank("127.0.0.1", server.port, info(), timeout=DEADLINE)
+    register(server, info())
     assert get(server, {**RANK_0, "dp_rank": 5}).status_code == 404
     assert get(server, {**RANK_0, "dp_rank": "x"}).status_code == 400
     assert get(server, {}).status_code == 400
@@ -109,29 +121,28 @@ def test_an_unknown_rank_is_404_and_a_malformed_question_400(server, lookup):
 
 
 def test_a_new_epoch_and_a_new_shape_replace_what_was_there(server):
-    register_rank("127.0.0.1", server.port, info(epoch=1), timeout=DEADLINE)
-    register_rank("127.0.0.1", server.port, info(epoch=2), timeout=DEADLINE)
+    register(server, info(epoch=1))
+    register(server, info(epoch=2))
     assert msgspec.json.decode(get(server, RANK_0).content, type=PrefillInfo).epoch == 2
-    register_rank("127.0.0.1", server.port, info(epoch=3, tp_size=2), timeout=DEADLINE)
+    register(server, info(epoch=3, tp_size=2))
     assert get(server, RANK_0).status_code == 503
 
 
 @pytest.mark.parametrize(
     ("registration", "words"),
     [
-        (info(version=8), "version 1 against 8"),
+        (info(version=99), f"version {PROTOCOL_VERSION} against 99"),
         (info(tp_rank=3, tp_size=2), "outside its sizes"),
     ],
 )
 def test_a_registration_that_makes_no_sense_is_refused(server, registration, words):
     with pytest.raises(ConfigError, match=words):
-        register_rank("127.0.0.1", server.port, registration, timeout=DEADLINE)
+        register(server, registration)
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"version": 1}', b"\xff"])
 def test_a_malformed_registration_is_400(server, body):
-    response = httpx.put(f"http://127.0.0.1:{server.port}/route", content=body, trust_env=False)
-    assert response.status_code == 400
+    assert put(server, body).status_code == 400
 
 
 def test_a_server_that_comes_late_is_found(server, lookup):
@@ -139,10 +150,10 @@ def test_a_server_that_comes_late_is_found(server, lookup):
     server.close()
     decode = lookup()
     decode.ask(port)
-    late = KVBootstrapServer("127.0.0.1", port)
+    late = KVBootstrapServer("127.0.0.1", port, TOKEN)
     late.run()
     try:
-        register_rank("127.0.0.1", port, info(epoch=5), timeout=DEADLINE)
+        register(late, info(epoch=5))
         assert decode.answer(port).epoch == 5
     finally:
         late.close()
@@ -164,3 +175,90 @@ def test_a_taken_port_is_an_error_at_the_start(server):
     with pytest.raises(OSError, match="in use"):
         second.run()
     assert not second.poll()
+
+
+# -- who may ask --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_without_a_proof_gets_a_challenge_and_nothing_else(server):
+    register(server, info())
+    url = f"http://127.0.0.1:{server.port}/route"
+    for _ in range(2):
+        response = httpx.get(url, params=RANK_0, trust_env=False)
+        assert response.status_code == 401
+        assert response.headers["WWW-Authenticate"].startswith("Splitserve nonce=")
+        assert "control_address" not in response.text
+    assert httpx.put(url, content=msgspec.json.encode(info(epoch=9)), trust_env=False).status_code == 401
+    assert msgspec.json.decode(get(server, RANK_0).content, type=PrefillInfo).epoch == 1
+
+
+@pytest.mark.parametrize("token", [b"", b"another token, not the cluster's"])
+def test_another_token_is_refused_at_once_in_both_directions_and_both_sides_say_so(server, lookup, caplog, token):
+    register(server, info(epoch=1))
+    with pytest.raises(ConfigError, match="the cluster tokens differ: start all workers with the same"):
+        register(server, info(epoch=2), token)
+    decode = lookup(token=token)
+    decode.ask(server.port)
+    failure = decode.answer(server.port)
+    assert isinstance(failure, LookupFailure)
+    assert failure.is_definitive
+    assert "the cluster tokens differ: start all workers with the same --cluster-token-file" in failure.message
+    assert msgspec.json.decode(get(server, RANK_0).content, type=PrefillInfo).epoch == 1
+    assert "the cluster tokens differ" in caplog.text
+    assert TOKEN.decode() not in caplog.text
+
+
+def test_a_proof_opens_once_and_for_its_request_alone(server):
+    register(server, info())
+    url = f"http://127.0.0.1:{server.port}/route"
+    ours = get(server, RANK_0).request.headers["Authorization"]
+    assert httpx.get(url, params=RANK_0, headers={"Authorization": ours}, trust_env=False).status_code == 401
+
+    challenge = httpx.get(url, params=RANK_0, trust_env=False).headers["WWW-Authenticate"]
+    proof = answer(TOKEN, challenge, "GET", "/route?tp_rank=0&pp_rank=0&dp_rank=0", b"")
+    stolen = httpx.put(url, content=b"{}", headers={"Authorization": proof}, trust_env=False)
+    assert stolen.status_code == 403
+
+
+def test_a_server_without_a_token_and_a_client_with_one_do_not_talk(lookup):
+    open_to_all = KVBootstrapServer("127.0.0.1", 0)
+    open_to_all.run()
+    try:
+        register(open_to_all, info(), token=b"")
+        decode = lookup()
+        decode.ask(open_to_all.port)
+        assert "the cluster tokens differ" in decode.answer(open_to_all.port).message
+        assert get(open_to_all, RANK_0, token=b"").status_code == 200
+    finally:
+        open_to_all.close()
+
+
+class Strange(httpx.MockTransport):
+    """A server whose first challenges are stale, or that asks for a password."""
+
+    def __init__(self, challenges):
+        self.left = list(challenges)
+        self.proofs = []
+        super().__init__(self.handle)
+
+    def handle(self, request):
+        self.proofs.append(request.headers.get("Authorization"))
+        if not self.left:
+            return httpx.Response(200)
+        return httpx.Response(401, headers={"WWW-Authenticate": self.left.pop(0)})
+
+
+@pytest.mark.parametrize(
+    ("challenges", "requests", "status"),
+    [
+        ([f'Splitserve nonce="{n:032x}"' for n in range(2)], 3, 200),
+        ([f'Splitserve nonce="{n:032x}"' for n in range(9)], 3, 401),
+        (['Basic realm="x"'], 1, 401),
+        ([""], 1, 401),
+    ],
+)
+def test_a_stale_challenge_is_answered_again_but_not_for_ever(challenges, requests, status):
+    transport = Strange(challenges)
+    with httpx.Client(transport=transport, auth=ClusterAuth(TOKEN)) as client:
+        assert client.get("http://h/route").status_code == status
+    assert len(transport.proofs) == len(set(transport.proofs)) == requests

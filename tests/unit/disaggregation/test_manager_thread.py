@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from splitserve.clock import SystemClock
-from splitserve.config import DisaggregationConfig
+from splitserve.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
@@ -24,19 +24,20 @@ from splitserve.testing.kv_world import layout
 
 DEADLINE = 20.0
 NUM_ROWS = 64
+TOKEN = b"the token of this cluster"
 
 
 class Worker:
-    def __init__(self, role):
+    def __init__(self, role, token=TOKEN):
         self.layout = layout(256, page_size=16, layers=4, heads=3)
         self.pages = [np.zeros((256, component.page_bytes(16)), dtype=np.uint8) for component in self.layout.components]
         self.metadata = MetadataBuffers(NUM_ROWS)
         self.changed = threading.Event()
         self.waker = Waker()
         self.channel = ZmqChannel("127.0.0.1")
-        self.transport = create_transport("tcp", TransportOptions(on_progress=self.waker.wake))
+        self.transport = create_transport("tcp", TransportOptions(token=token, on_progress=self.waker.wake))
         self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
-        self.directory = HttpDirectory(self.waker.wake)
+        self.directory = HttpDirectory(self.waker.wake, token)
         self.kv = KVManager(
             role,
             clock=SystemClock(),
@@ -50,7 +51,7 @@ class Worker:
                 num_metadata_rows=NUM_ROWS,
             ),
             metadata=self.metadata,
-            config=DisaggregationConfig(),
+            config=DisaggregationConfig(cluster_token=ClusterToken(token)),
             directory=self.directory,
             wake=self.waker.wake,
         )
@@ -75,10 +76,10 @@ class Worker:
 
 @pytest.fixture
 def pair():
-    server = KVBootstrapServer("127.0.0.1", 0)
+    server = KVBootstrapServer("127.0.0.1", 0, TOKEN)
     server.run()
     prefill, decode = Worker(DisaggregationMode.PREFILL), Worker(DisaggregationMode.DECODE)
-    register_rank("127.0.0.1", server.port, prefill.kv.prefill_info(), timeout=DEADLINE)
+    register_rank("127.0.0.1", server.port, prefill.kv.prefill_info(), TOKEN, timeout=DEADLINE)
     yield prefill, decode, server.port
     for part in (prefill, decode, server):
         part.close()
@@ -162,3 +163,47 @@ def test_a_bug_in_the_manager_fails_the_open_rooms_and_the_thread_goes_on(pair, 
     assert "the KV manager failed" in caplog.text
     after = decode.manager.receiver("b", BootstrapInfo("127.0.0.1", port, RoomKey(2)))
     decode.wait(after, KVPoll.WAITING_FOR_INPUT)
+
+
+@pytest.fixture(params=[b"", b"the token of another cluster"])
+def stranger(request):
+    worker = Worker(DisaggregationMode.DECODE, request.param)
+    yield worker
+    worker.close()
+
+
+def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger):
+    _, _, port = pair
+    receiver = stranger.manager.receiver("d", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
+    stranger.wait(receiver, KVPoll.FAILED)
+    remedy = "the cluster tokens differ: start all workers with the same --cluster-token-file"
+    assert remedy in receiver.failure().message
+
+
+def test_a_stranger_who_knows_the_way_is_not_heard(pair, stranger):
+    """One that got hold of a registration without the bootstrap server."""
+    prefill, decode, port = pair
+    stranger.kv._decode._directory = Told(prefill.kv.prefill_info())
+    own = stranger.manager.receiver("x", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
+    end = time.monotonic() + DEADLINE
+    while prefill.kv.num_undecodable == 0:
+        assert time.monotonic() < end
+        prefill.changed.wait(0.01)
+    assert own.poll() is KVPoll.BOOTSTRAPPING
+    assert prefill.kv.num_peers == 0
+    # And those who belong are served as before.
+    receiver = decode.manager.receiver("d", BootstrapInfo("127.0.0.1", port, RoomKey(2)))
+    decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+
+
+class Told:
+    """A directory that knows its one answer."""
+
+    def __init__(self, info):
+        self.info = info
+
+    def request(self, address, timeout):
+        """Nothing to look up."""
+
+    def result(self, address):
+        return self.info

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import tokenizers
 
+from splitserve.disaggregation.directory import ClusterAuth
 from splitserve.launch.child import ChildProcess
 from splitserve.testing.fake_scheduler import CRASH, DEATH_CODE, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
 from splitserve.testing.processes import running, wait_ready
@@ -83,6 +85,49 @@ def test_it_serves_and_tells_who_it_is_and_leaves_nothing(model_folder: Path, tm
         assert child.exit_code == 0
         assert not scheduler.is_running()
         assert list(temp.iterdir()) == []
+
+
+def test_the_cluster_token_shows_neither_in_the_process_list_nor_in_the_log(model_folder: Path, tmp_path: Path) -> None:
+    secret, token_file = "5ecret" * 5, tmp_path / "token"
+    token_file.write_text(secret + "\n")
+    token_file.chmod(0o600)
+    options = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--log-level", "debug")
+    with worker(READY, model_folder, tmp_path, *options, "--cluster-token-file", str(token_file)) as child:
+        ready = wait_ready(child)
+        for pid in (ready.pid, ready.scheduler_pid):
+            for kind in ("cmdline", "environ"):
+                assert secret.encode() not in Path(f"/proc/{pid}/{kind}").read_bytes()
+        # It is in force all the same.
+        url = f"http://127.0.0.1:{ready.bootstrap_port}/route?tp_rank=0&pp_rank=0&dp_rank=0"
+        for token, status in ((b"", 403), (secret.encode(), 503)):
+            assert httpx.get(url, auth=ClusterAuth(token), trust_env=False).status_code == status
+        with urllib.request.urlopen(f"{ready.url}/server_info", timeout=DEADLINE) as response:
+            assert secret.encode() not in response.read()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(DEADLINE)
+        log = child.log_path.read_text()
+    assert "worker ready" in log
+    assert secret not in log
+
+
+def test_a_token_file_may_be_named_in_the_environment(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_CLUSTER_TOKEN_FILE", str(tmp_path / "none"))
+    with worker(READY, model_folder, tmp_path, "--disaggregation-mode", "decode") as child:
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 2
+        assert f"--cluster-token-file {tmp_path / 'none'}: No such file" in child.log_tail()
+    with worker(READY, model_folder, tmp_path) as colocated:
+        wait_ready(colocated)
+
+
+def test_it_does_not_listen_where_others_reach_it_without_a_token(model_folder: Path, tmp_path: Path) -> None:
+    options = ("--disaggregation-mode", "decode", "--disaggregation-host", "192.0.2.1")
+    with worker(READY, model_folder, tmp_path, *options) as child:
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 2
+        assert child.log_tail().startswith("error: a decode worker would listen on 192.0.2.1")
 
 
 def test_it_answers(model_folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from splitserve.disaggregation.challenge import TOKENS_DIFFER
 from splitserve.disaggregation.transports.sockets import (
     Deadline,
     connect,
@@ -87,7 +88,7 @@ def _introduce(sock: socket.socket, session_id: str, token: bytes) -> bytes:
     if version != VERSION:
         raise ProtocolError(f"{_version_difference(VERSION, version)}")
     if not hmac.compare_digest(proof, _proof(token, b"receiver", ours, theirs, name)):
-        raise ProtocolError("the cluster tokens differ: start all workers with the same --cluster-token-file")
+        raise ProtocolError(TOKENS_DIFFER)
     sock.sendall(_proof(token, b"sender", ours, theirs, name))
     refusal_bytes, welcome_bytes = _WELCOME.unpack(receive_exactly(sock, _WELCOME.size))
     if max(refusal_bytes, welcome_bytes) > MAX_WELCOME_BYTES:

@@ -1,0 +1,84 @@
+"""How a client of the bootstrap server proves that it holds the cluster token.
+
+1. A request without a proof is answered 401 with a nonce: `WWW-Authenticate: Splitserve nonce="N"`.
+2. The client sends it again with `Authorization: Splitserve nonce="N", proof="P"`. P is an HMAC-SHA256 under the token
+   over the nonce, the method, the path with its query and a digest of the body: it is good for this request alone.
+3. The server crosses the nonce out, good proof or not. A wrong proof is answered 403; a nonce that it does not know
+   (too old, or of its predecessor) is no proof: 401 with another.
+
+An empty token is one that everybody knows. Pure: knows neither the server nor the client.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import re
+import secrets
+from collections import OrderedDict
+
+from splitserve.clock import Clock
+
+TOKENS_DIFFER = "the cluster tokens differ: start all workers with the same --cluster-token-file"
+# Nonces that wait for their request: more than a flood of strangers gets answered while a member's request travels.
+MAX_OUTSTANDING = 65_536
+LIFETIME_SECONDS = 30.0
+
+_CHALLENGE = re.compile(r'Splitserve nonce="([0-9a-f]{32})"')
+_ANSWER = re.compile(r'Splitserve nonce="([0-9a-f]{32})", proof="([0-9a-f]{64})"')
+
+
+class Proof(enum.Enum):
+    GOOD = enum.auto()
+    # None, or one for a nonce that is not outstanding.
+    MISSING = enum.auto()
+    # Made with another token, or for another request.
+    WRONG = enum.auto()
+
+
+class Challenges:
+    """The server's part."""
+
+    def __init__(self, token: bytes, clock: Clock) -> None:
+        self._token = token
+        self._clock = clock
+        # Nonce -> when it expires, oldest first.
+        self._outstanding: OrderedDict[str, float] = OrderedDict()
+
+    def issue(self) -> str:
+        """A WWW-Authenticate header."""
+        now = self._clock.now()
+        while self._outstanding and (
+            len(self._outstanding) >= MAX_OUTSTANDING or next(iter(self._outstanding.values())) <= now
+        ):
+            self._outstanding.popitem(last=False)
+        nonce = secrets.token_hex(16)
+        self._outstanding[nonce] = now + LIFETIME_SECONDS
+        return f'Splitserve nonce="{nonce}"'
+
+    def check(self, authorization: str, method: str, target: str, body: bytes) -> Proof:
+        """What an Authorization header (empty: none) proves for this request. `target`: path and query as sent."""
+        found = _ANSWER.fullmatch(authorization)
+        if found is None:
+            return Proof.MISSING
+        nonce, proof = found.groups()
+        if self._outstanding.pop(nonce, 0.0) <= self._clock.now():
+            return Proof.MISSING
+        is_good = hmac.compare_digest(proof, _proof(self._token, nonce, method, target, body))
+        return Proof.GOOD if is_good else Proof.WRONG
+
+
+def answer(token: bytes, challenge: str, method: str, target: str, body: bytes) -> str | None:
+    """The Authorization header that answers a WWW-Authenticate header; None where that is not one of ours."""
+    found = _CHALLENGE.fullmatch(challenge)
+    if found is None:
+        return None
+    nonce = found[1]
+    return f'Splitserve nonce="{nonce}", proof="{_proof(token, nonce, method, target, body)}"'
+
+
+def _proof(token: bytes, nonce: str, method: str, target: str, body: bytes) -> str:
+    digest = hashlib.sha256(body).hexdigest()
+    said = "\0".join(("splitserve bootstrap", nonce, method, target, digest))
+    return hmac.digest(token, said.encode(errors="surrogateescape"), hashlib.sha256).hex()
