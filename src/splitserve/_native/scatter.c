@@ -1,0 +1,61 @@
+/* Many pieces of memory from here to there, in one call: what a loop in Python would spend, goes into the bytes.
+ *
+ * Plain C without Python's headers; loaded through ctypes, which lets Python's lock go for the time of the call.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+/* Pieces ahead whose first bytes are asked for, so that their address translations are at hand when their turn comes. */
+#define PIECES_AHEAD 8
+/* Bytes ahead of the one being read, over the end of a piece into the next. */
+#define BYTES_AHEAD 512
+
+#ifdef __SSE2__
+/* Past the cache: the target's old bytes are not read, and nothing else is driven out. `next` is read after this. */
+static void stream(char *to, const char *from, size_t length, const char *next)
+{
+    for (; length >= 64; length -= 64, to += 64, from += 64) {
+        __builtin_prefetch(length > BYTES_AHEAD ? from + BYTES_AHEAD : next + (BYTES_AHEAD - length), 0, 0);
+        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
+        _mm_stream_si128((__m128i *)to, a);
+        _mm_stream_si128((__m128i *)(to + 16), b);
+        _mm_stream_si128((__m128i *)(to + 32), c);
+        _mm_stream_si128((__m128i *)(to + 48), d);
+    }
+    memcpy(to, from, length);
+}
+#endif
+
+/* Copy lengths[i] bytes from from[i] to to[i] for each i < n, in this order. Pieces do not overlap.
+ * streaming: the bytes are many more than a cache holds.
+ */
+void scatter_copy(const uint64_t *to, const uint64_t *from, const uint64_t *lengths, size_t n, int streaming)
+{
+    for (size_t i = 0; i < n; i++) {
+        char *target = (char *)(uintptr_t)to[i];
+        const char *source = (const char *)(uintptr_t)from[i];
+        size_t length = (size_t)lengths[i];
+        if (i + PIECES_AHEAD < n) {
+            __builtin_prefetch((const char *)(uintptr_t)to[i + PIECES_AHEAD], 0, 0);
+            __builtin_prefetch((const char *)(uintptr_t)from[i + PIECES_AHEAD], 0, 0);
+        }
+#ifdef __SSE2__
+        if (streaming && length >= 2 * BYTES_AHEAD) {
+            /* Whole lines of the cache, or the stores would not go past it. */
+            size_t head = -(uintptr_t)target & 63;
+            memcpy(target, source, head);
+            stream(target + head, source + head, length - head, (const char *)(uintptr_t)from[i + 1 < n ? i + 1 : i]);
+            continue;
+        }
+#endif
+        memcpy(target, source, length);
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
