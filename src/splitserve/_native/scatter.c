@@ -31,31 +31,53 @@ static void stream(char *to, const char *from, size_t length, const char *next)
 }
 #endif
 
-/* Copy lengths[i] bytes from from[i] to to[i] for each i < n, in this order. Pieces do not overlap.
- * streaming: the bytes are many more than a cache holds.
- */
-void scatter_copy(const uint64_t *to, const uint64_t *from, const uint64_t *lengths, size_t n, int streaming)
+/* How far a copy of many pieces has come. */
+struct position {
+    uint64_t piece;  /* the first that is not done */
+    uint64_t offset; /* bytes of it that are done */
+};
+
+static void copy_piece(char *to, const char *from, size_t length, const char *next, int streaming)
 {
-    for (size_t i = 0; i < n; i++) {
-        char *target = (char *)(uintptr_t)to[i];
-        const char *source = (const char *)(uintptr_t)from[i];
-        size_t length = (size_t)lengths[i];
+#ifdef __SSE2__
+    if (streaming && length >= 2 * BYTES_AHEAD) {
+        /* Whole lines of the cache, or the stores would not go past it. */
+        size_t head = -(uintptr_t)to & 63;
+        memcpy(to, from, head);
+        stream(to + head, from + head, length - head, next);
+        return;
+    }
+#endif
+    memcpy(to, from, length);
+}
+
+/* Copy lengths[i] bytes from address from[i] to to[i] for each i < n, in this order, at most `max_bytes` in this call.
+ * `at` says where to begin and is moved on; the copy is complete when at->piece is n. No source overlaps a target.
+ * streaming: the bytes in all are many more than a cache holds.
+ */
+void scatter_copy(const uint64_t *to, const uint64_t *from, const uint64_t *lengths, uint64_t n, struct position *at,
+                  uint64_t max_bytes, int streaming)
+{
+    uint64_t i = at->piece, offset = at->offset;
+    for (; i < n; i++, offset = 0) {
+        uint64_t length = lengths[i] - offset;
+        uint64_t now = length < max_bytes ? length : max_bytes;
         if (i + PIECES_AHEAD < n) {
             __builtin_prefetch((const char *)(uintptr_t)to[i + PIECES_AHEAD], 0, 0);
             __builtin_prefetch((const char *)(uintptr_t)from[i + PIECES_AHEAD], 0, 0);
         }
-#ifdef __SSE2__
-        if (streaming && length >= 2 * BYTES_AHEAD) {
-            /* Whole lines of the cache, or the stores would not go past it. */
-            size_t head = -(uintptr_t)target & 63;
-            memcpy(target, source, head);
-            stream(target + head, source + head, length - head, (const char *)(uintptr_t)from[i + 1 < n ? i + 1 : i]);
-            continue;
+        copy_piece((char *)(uintptr_t)(to[i] + offset), (const char *)(uintptr_t)(from[i] + offset), (size_t)now,
+                   (const char *)(uintptr_t)from[i + 1 < n ? i + 1 : i], streaming);
+        max_bytes -= now;
+        if (now < length) {
+            offset += now;
+            break;
         }
-#endif
-        memcpy(target, source, length);
     }
+    at->piece = i;
+    at->offset = offset;
 #ifdef __SSE2__
+    /* Whoever is told next that the bytes are there must find them there. */
     _mm_sfence();
 #endif
 }

@@ -111,14 +111,14 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
     here[:] = 1
     incoming, welcome = welcome_of(target)
     outgoing = ShmOutgoing(None, Memory([source.region()]), welcome)
-    copy = shm.scatter_copy
+    advance = shm.ScatterCopy.advance
 
-    def copy_and_revoke(*args, **more):
-        copy(*args, **more)
+    def advance_and_revoke(copy, max_bytes):
+        advance(copy, max_bytes)
         incoming.revoke()
         assert not incoming.is_fenced()
 
-    monkeypatch.setattr(shm, "scatter_copy", copy_and_revoke)
+    monkeypatch.setattr(shm.ScatterCopy, "advance", advance_and_revoke)
     with pytest.raises(WriteRefused, match="drained"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, total)]), Deadline(10))
     assert incoming.is_fenced()

@@ -18,10 +18,8 @@ import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from splitserve._native import STREAMING_BYTES, scatter_copy
+from splitserve._native import ScatterCopy
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
@@ -131,19 +129,13 @@ class ShmOutgoing:
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         if error := self._theirs.target_error(copies):
             raise WriteRefused(error)
-        targets, sources, lengths = _cut(self._theirs.targets(copies), self._ours.sources(copies), copies["length"])
-        ends = np.cumsum(lengths)
-        streaming = len(ends) > 0 and int(ends[-1]) >= STREAMING_BYTES
-        first = 0
-        while first < len(lengths):
-            part_end = ends[first] - lengths[first] + np.uint64(PART_BYTES)
-            part = slice(first, int(np.searchsorted(ends, part_end, side="right")))
+        copy = ScatterCopy(self._theirs.targets(copies), self._ours.sources(copies), copies["length"])
+        while not copy.is_complete:
             deadline.remaining()
             if self._interrupted:
                 raise WriteRefused("interrupted")
             with self._key.held():
-                scatter_copy(targets[part], sources[part], lengths[part], streaming=streaming)
-            first = part.stop
+                copy.advance(PART_BYTES)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -155,21 +147,6 @@ class ShmOutgoing:
         self._key.close()
         self._theirs = Memory()
         self._arenas.clear()
-
-
-_Table = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
-
-
-def _cut(targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> _Table:
-    """The same copies with none longer than PART_BYTES."""
-    counts = np.maximum(-(-lengths.astype(np.int64) // PART_BYTES), 1)
-    if len(counts) == counts.sum():
-        return targets, sources, lengths
-    # Position of each new row's bytes in the copy that it came from.
-    starts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = (starts * PART_BYTES).astype(np.uint64)
-    targets, sources, lengths = (np.repeat(a, counts) for a in (targets, sources, lengths))
-    return targets + offsets, sources + offsets, np.minimum(lengths - offsets, np.uint64(PART_BYTES))
 
 
 def _this_host() -> _Host:
