@@ -15,6 +15,7 @@ LAYERS = {
     "core": 0,
     "messages": 1,
     "config": 1,
+    "_native": 2,
     "cache": 2,
     "disaggregation": 2,
     "disaggregation.transports": 3,

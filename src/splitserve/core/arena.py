@@ -20,15 +20,26 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int, *, shareable: bool = False) -> None:
-        self.num_bytes = num_bytes
         self._fd = -1
         size = max(num_bytes, 1)
-        if not shareable:
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
+        if shareable:
             self._fd = os.memfd_create("splitserve-arena", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, size)
-            self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
+        self._map(num_bytes, size)
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """The memory of another process's shareable arena, through its file, which becomes ours to close."""
+        arena = cls.__new__(cls)
+        arena._fd = fd
+        size = os.fstat(fd).st_size
+        arena._map(size, size)
+        return arena
+
+    def _map(self, num_bytes: int, size: int) -> None:
+        self.num_bytes = num_bytes
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self._fd < 0 else mmap.MAP_SHARED
+        self._memory = mmap.mmap(self._fd, size, flags=kind)
         self.buffer = memoryview(self._memory)[:num_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 

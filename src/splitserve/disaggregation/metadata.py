@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from splitserve.core.arena import Arena
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.layout import Region
 from splitserve.core.request import RoomKey
@@ -39,14 +40,20 @@ class MetadataRow:
 
 
 class MetadataBuffers:
-    """`size` rows in one contiguous region. The transport's last region, after those of the layout."""
+    """`size` rows in one contiguous region. The transport's last region, after those of the layout.
 
-    def __init__(self, size: int, hidden_size: int = 0, max_top_logprobs_num: int = 20) -> None:
+    `shareable` where the transport needs memory that other processes can map.
+    """
+
+    def __init__(
+        self, size: int, hidden_size: int = 0, max_top_logprobs_num: int = 20, *, shareable: bool = False
+    ) -> None:
         self.size = size
         self.hidden_size = hidden_size
         self.max_top_logprobs_num = max_top_logprobs_num
         self._dtype = _row_dtype(hidden_size, max_top_logprobs_num)
-        self._rows = np.zeros(size, dtype=self._dtype)
+        self._arena = Arena(size * self.row_bytes, shareable=shareable)
+        self._rows = np.frombuffer(self._arena.buffer, dtype=self._dtype)
         self._bytes = self._rows.view(np.uint8).reshape(size, self.row_bytes)
 
     @property
@@ -55,11 +62,11 @@ class MetadataBuffers:
         return self._dtype.itemsize
 
     def region(self) -> Region:
-        return Region(self._rows.ctypes.data, self._rows.nbytes)
+        return self._arena.region()
 
     def get_buf_infos(self) -> tuple[int, int, int]:
         """(address, bytes in all, bytes of a row)"""
-        return self._rows.ctypes.data, self._rows.nbytes, self.row_bytes
+        return self._arena.address, self._arena.num_bytes, self.row_bytes
 
     def set_buf(self, index: int, row: MetadataRow) -> None:
         """Fill a row and seal it with its checksum. Raises ValueError where `row` does not fit."""

@@ -48,12 +48,15 @@ class BuiltEngine:
         self.pool.close()
 
 
-def build_engine(model: ModelConfig, cache: CacheConfig) -> BuiltEngine:
-    """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError."""
+def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False) -> BuiltEngine:
+    """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
+
+    `shareable_pool`: other processes of this host can map the pool.
+    """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
     loaded = load_model(model)
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
     num_pages = num_pages_for(one_page, cache, loaded.device)
     layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
-    return BuiltEngine(loaded, KVPool(layout, loaded.device))
+    return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool))

@@ -9,13 +9,13 @@ The pool does not know which page belongs to whom. Memory nobody wrote to reads 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
 from splitserve.config import CacheConfig
+from splitserve.core.arena import Arena
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.engine.probe import LayerShape
 from splitserve.errors import ConfigError
@@ -77,27 +77,35 @@ class KVPool:
     """The memory of one rank's KV cache.
 
     `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
-    must be done with them before `close`.
+    must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
+    ConfigError where the device has none, and where the system refuses the memory.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device, *, shareable: bool = False) -> None:
         self.layout = layout
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._regions: list[Region] = []
         sizes = [layout.num_pages * c.page_bytes(layout.page_size) for c in layout.components]
-        arena = _zeroed(sum(_aligned(n) for n in sizes), device)
+        num_bytes = sum(_aligned(n) for n in sizes)
+        # Memory of the CPU; a device's is the tensors' alone.
+        self._arena = _arena(num_bytes, device, shareable)
+        if self._arena is None:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         offset = 0
         for component, size in zip(layout.components, sizes, strict=True):
-            self._add(component, arena[offset : offset + size])
+            part = memory[offset : offset + size]
+            self._add(component, part)
+            self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
             offset += _aligned(size)
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
         shape = (self.layout.num_pages, self.layout.page_size, component.num_heads, component.head_dim)
         side = self.keys if component.name == "k" else self.values
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
-        self._regions.append(Region(address=memory.data_ptr(), length=memory.numel()))
 
     def regions(self) -> tuple[Region, ...]:
         """Region i is component i of the layout."""
@@ -108,21 +116,26 @@ class KVPool:
         self.keys.clear()
         self.values.clear()
         self._regions.clear()
+        self._arena = None
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _zeroed(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeroed bytes. On a CPU the system hands out real memory page by page, on first write."""
+def _arena(num_bytes: int, device: torch.device, shareable: bool) -> Arena | None:
+    """Zeroed memory of the CPU, which the system hands out page by page on first write; None for another device."""
     if device.type != "cpu":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if shareable:
+            raise ConfigError(
+                f"The KV pool is on {device}, and other processes can map memory of the CPU only: "
+                "choose another transfer backend than shm, or --device cpu."
+            )
+        return None
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return Arena(num_bytes, shareable=shareable)
     except OSError as error:
         raise ConfigError(
             f"The system refuses {num_bytes / 2**30:.1f} GiB for the KV pool ({error}). "
             "Lower mem_fraction or max_total_tokens."
         ) from error
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.disaggregation.staging import Staging
-from splitserve.disaggregation.transports import create_transport
+from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
@@ -38,7 +38,8 @@ def open_hand_over(
 
     `on_change` is called from the manager's thread when a room's state changed.
     """
-    metadata = MetadataBuffers(config.num_metadata_slots)
+    shareable = needs_shareable_memory(config.transfer_backend)
+    metadata = MetadataBuffers(config.num_metadata_slots, shareable=shareable)
     waker = Waker()
     closing.callback(waker.close)
     token = config.cluster_token.secret

@@ -16,6 +16,9 @@ from contextlib import ExitStack
 
 import msgspec
 
+from splitserve.config import WorkerConfig
+from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.transports import needs_shareable_memory
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
@@ -42,7 +45,7 @@ def main() -> int:
         closing.callback(pipe.close)
         try:
             model = msgspec.structs.replace(start.config.model, model=start.model_folder)
-            engine = build_engine(model, start.config.cache)
+            engine = build_engine(model, start.config.cache, shareable_pool=_needs_shareable_pool(start.config))
             closing.callback(engine.close)
             loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing)
         except SplitserveError as error:
@@ -55,6 +58,11 @@ def main() -> int:
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0
+
+
+def _needs_shareable_pool(config: WorkerConfig) -> bool:
+    hands_over = config.disaggregation.mode is not DisaggregationMode.NULL
+    return hands_over and needs_shareable_memory(config.disaggregation.transfer_backend)
 
 
 def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import create_transport
+from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
 
 # Seconds a test waits for an answer.
@@ -33,7 +33,7 @@ class End:
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
         self.backend = backend
         self.progress = threading.Event()
-        self.arenas = [Arena(n, shareable=backend == "shm") for n in lengths]
+        self.arenas = [Arena(n, shareable=needs_shareable_memory(backend)) for n in lengths]
         self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
         self.transport: Transport = create_transport(
             backend, TransportOptions(on_progress=self.progress.set, **options)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 
 import psutil
 import pytest
 import torch
 
 from splitserve.config import CacheConfig
+from splitserve.core.arena import Arena
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for
 from splitserve.engine.probe import LayerShape
 from splitserve.errors import ConfigError
@@ -94,3 +96,34 @@ def test_a_fraction_of_free_memory_is_not_exceeded() -> None:
 def test_a_pool_without_a_page_is_refused_with_the_remedy(cache: CacheConfig, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         num_pages_for(layout_for(SHAPES, "float32", page_size=16, num_pages=1), cache, CPU)
+
+
+def test_a_shareable_pool_lies_in_one_file_that_shows_the_same_bytes_elsewhere() -> None:
+    pool = KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU, shareable=True)
+    pool.values[1][2] = torch.randn(pool.values[1].shape[1:])
+    region = pool.regions()[3]
+    other = Arena.attach(os.dup(region.fd))
+    seen = other.buffer[region.fd_offset : region.fd_offset + region.length].tobytes()
+    assert seen == pool.values[1].numpy().tobytes()
+    assert {r.fd for r in pool.regions()} == {region.fd}
+
+
+def test_a_private_pool_names_no_file() -> None:
+    pool = KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU)
+    assert {r.fd for r in pool.regions()} == {-1}
+
+
+def test_a_shareable_pool_on_another_device_is_refused_with_the_remedy() -> None:
+    layout = layout_for(SHAPES, "float32", page_size=4, num_pages=3)
+    with pytest.raises(ConfigError, match="choose another transfer backend than shm"):
+        KVPool(layout, torch.device("cuda"), shareable=True)
+
+
+@pytest.mark.parametrize("shareable", [False, True])
+def test_memory_the_system_refuses_names_the_options(shareable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int, *, shareable: bool) -> Arena:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("splitserve.engine.pool.Arena", refuse)
+    with pytest.raises(ConfigError, match="Lower mem_fraction or max_total_tokens"):
+        KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU, shareable=shareable)

@@ -37,13 +37,15 @@ class _Entry:
     # Module that must be there, and how it comes there; "" where nothing beyond our own requirements is needed.
     needs: str = ""
     hint: str = ""
+    # Registered memory must lie where other processes can map it: shareable arenas.
+    shareable: bool = False
 
 
 _HERE = "splitserve.disaggregation.transports"
 _ENTRIES = {
     TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
     TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
-    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport"),
+    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", shareable=True),
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
     TransferBackend.NCCL: _Entry(f"{_HERE}.process_group", "nccl_transport"),
     TransferBackend.MOONCAKE: _Entry(
@@ -66,6 +68,11 @@ def missing(backend: str) -> str | None:
     if entry.needs and importlib.util.find_spec(entry.needs) is None:
         return f"the transfer backend {backend!r} needs the Python package {entry.needs!r}: {entry.hint}"
     return None
+
+
+def needs_shareable_memory(backend: str) -> bool:
+    """Whether memory for this backend must come from `Arena(..., shareable=True)`."""
+    return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].shareable
 
 
 def create_transport(backend: str, options: TransportOptions) -> Transport:

@@ -1,0 +1,23 @@
+"""The limit of `shm`: one thread's memcpy of one block from one shareable arena into another. No part of ours in it."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+
+from splitserve.core.arena import Arena
+
+
+def memcpy_gb_per_s(total_bytes: int, repeats: int) -> float:
+    """Median of `repeats` copies of `total_bytes`, in 10^9 bytes a second. The memory is touched before."""
+    source, target = Arena(total_bytes, shareable=True), Arena(total_bytes, shareable=True)
+    for arena in (source, target):
+        ctypes.memset(arena.address, 1, total_bytes)
+    return total_bytes / statistics.median(_seconds(source, target) for _ in range(repeats)) / 1e9
+
+
+def _seconds(source: Arena, target: Arena) -> float:
+    start = time.perf_counter()
+    ctypes.memmove(target.address, source.address, target.num_bytes)
+    return time.perf_counter() - start

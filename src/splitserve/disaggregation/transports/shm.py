@@ -1,0 +1,187 @@
+"""KV pages between processes of one host: the sender maps the receiver's memory and writes into it by itself.
+
+1. Registered memory lies in anonymous files (`core/arena.py`). A session adds one more: its gate (`write_gate.py`).
+2. The receiver's welcome names its host, its process and these files; the sender maps them through /proc.
+3. A write is the sender's own copy, in bounded parts, each inside the gate. When it is over, the write is DONE.
+4. A drain closes the gate: the next part is refused, and the fence stands when the part under way is over.
+
+Needs Linux, one host, one process namespace (containers: a shared one) and the same user on both sides, or root on the
+sender's. The connection carries nothing after the welcome: while it stands, the other side lives. Knows nothing of
+pages; a receiver that is stopped costs the sender nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from splitserve._native import ScatterCopy
+from splitserve.core.arena import Arena
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
+from splitserve.errors import ConfigError
+
+# Copied in one go inside the gate: about a millisecond, which is what a drain waits.
+PART_BYTES = 8 << 20
+
+
+def shm_transport(options: TransportOptions) -> SessionTransport:
+    if sys.platform != "linux":
+        raise ConfigError(f"the transfer backend 'shm' needs Linux, this is {sys.platform}: choose 'tcp'")
+    return SessionTransport(ShmBackend(), options)
+
+
+class _Host(msgspec.Struct, frozen=True):
+    """A running kernel. Host names may repeat, boot ids do not."""
+
+    name: str
+    boot_id: str
+
+
+class _File(msgspec.Struct, frozen=True):
+    """An anonymous file of the receiver's: its descriptor there, and what proves that we opened the right one."""
+
+    fd: int
+    device: int
+    inode: int
+
+
+class _Welcome(msgspec.Struct, frozen=True):
+    host: _Host
+    pid: int
+    gate: _File
+    # The receiver's regions in order: (file, offset in it, length).
+    regions: list[tuple[_File, int, int]]
+
+
+class ShmBackend:
+    def __init__(self) -> None:
+        self._memory = Memory()
+
+    def register(self, memory: Memory) -> None:
+        if any(region.fd < 0 for region in memory.regions):
+            raise ConfigError(
+                "the transfer backend 'shm' needs memory that other processes can map, and a region was registered "
+                "that is private: allocate it as Arena(..., shareable=True), or choose another backend"
+            )
+        self._memory = memory
+
+    def receive(self) -> ShmIncoming:
+        return ShmIncoming(self._memory)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ShmOutgoing:
+        try:
+            return ShmOutgoing(sock, self._memory, msgspec.msgpack.decode(welcome, type=_Welcome))
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ShmIncoming:
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._gate = WriteGate()
+
+    def welcome(self) -> bytes:
+        regions = [(_file(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
+        return msgspec.msgpack.encode(_Welcome(_this_host(), os.getpid(), _file(self._gate.fd), regions))
+
+    def serve(self, sock: socket.socket) -> None:
+        sockets.wait_until_closed(sock)
+
+    def revoke(self) -> None:
+        self._gate.close_for_good()
+
+    def is_fenced(self) -> bool:
+        return self._gate.is_closed()
+
+
+class ShmOutgoing:
+    """Holds mappings of the receiver's files, and with them their memory, until it is closed."""
+
+    def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome) -> None:
+        _check_host(welcome.host)
+        self._socket = sock
+        self._ours = ours
+        self._interrupted = False
+        # Many regions lie in one file: a pool is one.
+        self._arenas = {f: Arena.attach(_open(welcome.pid, f)) for f in {file for file, _, _ in welcome.regions}}
+        self._theirs = Memory([_region(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
+        fd = _open(welcome.pid, welcome.gate)
+        try:
+            self._key = GateKey(fd)
+        finally:
+            os.close(fd)
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        if error := self._theirs.target_error(copies):
+            raise WriteRefused(error)
+        copy = ScatterCopy(self._theirs.targets(copies), self._ours.sources(copies), copies["length"])
+        while not copy.is_complete:
+            deadline.remaining()
+            if self._interrupted:
+                raise WriteRefused("interrupted")
+            with self._key.held():
+                copy.advance(PART_BYTES)
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def close(self) -> None:
+        self._key.close()
+        self._theirs = Memory()
+        self._arenas.clear()
+
+
+def _this_host() -> _Host:
+    return _Host(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+
+
+def _check_host(theirs: _Host) -> None:
+    ours = _this_host()
+    if theirs.boot_id != ours.boot_id:
+        raise ProtocolError(
+            f"the receiver is on host {theirs.name!r} ({theirs.boot_id}), this worker on {ours.name!r} "
+            f"({ours.boot_id}): 'shm' works inside one host, between hosts start both workers with 'tcp'"
+        )
+
+
+def _file(fd: int) -> _File:
+    status = os.fstat(fd)
+    return _File(fd, status.st_dev, status.st_ino)
+
+
+def _open(pid: int, file: _File) -> int:
+    """A descriptor of our own. Raises ProtocolError where the kernel does not let us, or it is another file."""
+    remedy = "'shm' needs both workers under one user and in one process namespace; otherwise start them with 'tcp'"
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
+    opened = _file(fd)
+    if (opened.device, opened.inode) != (file.device, file.inode):
+        os.close(fd)
+        raise ProtocolError(f"process {pid} is another one here than at the receiver's. {remedy}")
+    return fd
+
+
+def _region(arena: Arena, offset: int, length: int) -> Region:
+    if offset < 0 or length < 0 or offset + length > arena.num_bytes:
+        raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
+    return arena.region(offset, length)
