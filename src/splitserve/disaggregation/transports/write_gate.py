@@ -1,0 +1,77 @@
+"""The fence of memory that others write to by themselves: who may begin a write, and when the last one is over.
+
+1. The receiver makes a gate, an anonymous file, for each session; a sender on the same host opens it anew: a key.
+2. Around every bounded piece of a write the sender holds the file's lock, shared, and looks whether the gate is closed.
+3. The receiver closes the gate: it writes that into the file, and no piece begins any more.
+4. Once it gets the lock for itself alone, the piece that was under way is over too. That is the proof.
+
+The lock is the kernel's (flock): it falls with the sender that dies, and stays with one that is stopped inside a piece.
+It belongs to an open file description, which is why a key opens the file again instead of sharing a descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from splitserve.disaggregation.transports.session import WriteRefused
+
+_CLOSED = b"\x01"
+
+
+class WriteGate:
+    """The receiver's end: open until `close_for_good`."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("splitserve-gate", os.MFD_CLOEXEC)
+        self._is_empty = False
+
+    def close_for_good(self) -> None:
+        """Let no piece begin any more. Idempotent."""
+        os.pwrite(self.fd, _CLOSED, 0)
+
+    def is_closed(self) -> bool:
+        """Whether the gate is closed and no sender is inside any more."""
+        if not self._is_empty and os.pread(self.fd, 1, 0) == _CLOSED:
+            self._is_empty = _try_lock(self.fd, fcntl.LOCK_EX)
+        return self._is_empty
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            os.close(self.fd)
+
+
+class GateKey:
+    """A sender's end. `fd` is any descriptor of the gate's file and stays the caller's."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the receiver waits for us. Raises WriteRefused where the gate is closed."""
+        if not _try_lock(self._fd, fcntl.LOCK_SH):
+            raise WriteRefused("the session was drained")
+        try:
+            # The lock first: who holds it and finds the gate open is waited for.
+            if os.pread(self._fd, 1, 0) == _CLOSED:
+                raise WriteRefused("the session was drained")
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
