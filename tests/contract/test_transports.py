@@ -183,6 +183,7 @@ def test_a_drain_in_the_middle_of_writes_makes_every_ticket_final_and_fences_the
     if side == "sender":
         src.transport.drain(session.session_id)
     dst.transport.drain(session.session_id)
+    until(lambda: dst.transport.is_fenced(session.session_id))
     dst.memory[0][:] = 0
     assert all(src.outcome(t).is_final for t in tickets)
     assert not dst.memory[0].any()

@@ -51,7 +51,7 @@ _ENTRIES = {
     TransferBackend.MOONCAKE: _Entry(
         f"{_HERE}.mooncake", "mooncake_transport", "mooncake", "pip install 'splitserve[mooncake]'"
     ),
-    TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl", "pip install 'splitserve[nixl]'"),
+    TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl_cu12", "pip install 'splitserve[nixl]'"),
 }
 
 # What workers can be started with: the fake one reaches nobody outside its process.

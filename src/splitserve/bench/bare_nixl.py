@@ -1,0 +1,112 @@
+"""NIXL alone, as the limit that the transfer backend `nixl` is compared with: no sessions, no fence, no thread of ours.
+
+1. A second process makes an agent over `total_bytes` of memory and says its metadata and address on standard output.
+2. We write all of it in one contiguous transfer, again and again, each time until the library calls it done.
+3. The median of the times counts. The second process ends when its standard input does.
+
+Agents, and with them all settings of UCX, are made by the backend's own function.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from splitserve.core.arena import Arena
+from splitserve.core.layout import Region
+from splitserve.disaggregation.transports.memory import Memory
+
+HOST = "127.0.0.1"
+# Seconds after which a transfer is given up.
+TRANSFER_TIMEOUT = 60.0
+# Transfers before those that count: the first one connects.
+WARM_UP = 2
+
+_READY = b"READY "
+
+
+def measure(total_bytes: int, repeats: int) -> dict[str, float]:
+    """`gb_per_s` and `seconds` of one transfer, medians of `repeats`. Raises ImportError without the library."""
+    from splitserve.disaggregation.transports.nixl import new_agent
+
+    source = _filled(total_bytes)
+    agent = new_agent(HOST, Memory([source.region()]), has_thread=False)
+    with _peer(total_bytes) as (metadata, address):
+        name = agent.add_remote_agent(metadata)
+        ours = agent.get_xfer_descs([(source.address, total_bytes, 0)], "DRAM")
+        theirs = agent.get_xfer_descs([(address, total_bytes, 0)], "DRAM")
+        times = [_transfer(agent, ours, theirs, name) for _ in range(WARM_UP + repeats)][WARM_UP:]
+        agent.remove_remote_agent(name)
+    seconds = statistics.median(times)
+    return {"total_bytes": total_bytes, "seconds": seconds, "gb_per_s": total_bytes / seconds / 1e9}
+
+
+def _transfer(agent: Any, ours: Any, theirs: Any, name: str) -> float:
+    start = time.perf_counter()
+    request = agent.initialize_xfer("WRITE", ours, theirs, name)
+    state = agent.transfer(request)
+    while state == "PROC" and time.perf_counter() - start < TRANSFER_TIMEOUT:
+        state = agent.check_xfer_state(request)
+    seconds = time.perf_counter() - start
+    request.release()
+    if state != "DONE":
+        raise RuntimeError(f"the library ended a transfer with {state} after {seconds:.1f} s")
+    return seconds
+
+
+def _filled(num_bytes: int) -> Arena:
+    """Memory that the system has really handed out."""
+    arena = Arena(num_bytes)
+    arena.buffer[:] = b"\x01" * num_bytes
+    return arena
+
+
+@contextmanager
+def _peer(total_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """The other process: its agent's metadata and the address of its memory."""
+    command = [sys.executable, "-m", "splitserve.bench.bare_nixl", "--target", str(total_bytes)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        # Libraries write to standard output too.
+        while line and not line.startswith(_READY):
+            line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the second process ended with code {process.wait()}")
+        size, address = line[len(_READY) :].split()
+        yield process.stdout.read(int(size)), int(address)
+    finally:
+        process.stdin.close()
+        process.wait(TRANSFER_TIMEOUT)
+        process.stdout.close()
+
+
+def _be_target(total_bytes: int) -> None:
+    from splitserve.disaggregation.transports.nixl import new_agent
+
+    target = _filled(total_bytes)
+    agent = new_agent(HOST, Memory([Region(target.address, total_bytes)]))
+    metadata = agent.get_agent_metadata()
+    sys.stdout.buffer.write(_READY + b"%d %d\n" % (len(metadata), target.address) + metadata)
+    sys.stdout.buffer.flush()
+    sys.stdin.read()
+
+
+def main(arguments: list[str]) -> None:
+    """`TOTAL_BYTES REPEATS`: prints the measurement as JSON. `--target TOTAL_BYTES`: is the second process."""
+    if arguments[0] == "--target":
+        _be_target(int(arguments[1]))
+    else:
+        sys.stdout.write(json.dumps(measure(int(arguments[0]), int(arguments[1]))) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,269 @@
+"""KV pages through NIXL: one-sided writes of UCX over whatever links the two processes, RDMA, sockets or the kernel.
+
+1. A session has a receiving agent of its own. The welcome carries its metadata, our regions and the session's gate.
+2. A connection has a sending agent of its own, which knows that one peer.
+3. A write is posted in batches, one after another. On one host a write that the library calls done is in place.
+4. Over a network its last batch carries a note, which NIXL delivers after the bytes. The sender names the note on the
+   connection, and the receiver answers once it has it. Only that makes the ticket DONE.
+5. A connection that failed takes its agent along; the next write adds the peer anew.
+
+The fence has two halves, since UCX writes in two ways. Over a network (tcp, RDMA) the receiver's agent carries the
+bytes into place: once it is destroyed nothing lands. Between processes of one host the sender does it by a system call
+(process_vm_writev), but only while it holds the session's gate (`write_gate.py`); if something fails it holds the gate
+until its agent is destroyed. A sender that cannot reach the gate leaves these links alone.
+
+UCX reads its settings from the environment (UCX_TLS, UCX_NET_DEVICES, ...). Its own ports ask for no token: where the
+host is not this machine's loopback, keep them on a trusted network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies, coalesce
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.nixl_requests import Requests, batches
+from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
+from splitserve.errors import ConfigError
+
+try:
+    # The package that picks the build for the installed CUDA; the build for CUDA 12 also runs without any.
+    import nixl as library
+except ImportError:
+    import nixl_cu12 as library
+
+# The library sets it to report each agent on standard output.
+logging.getLogger("nixl").setLevel(logging.WARNING)
+
+# Between two looks at a transfer that is under way, in seconds.
+POLL_INTERVAL = 50e-6
+
+_NOTE = struct.Struct("<Q")
+
+
+def nixl_transport(options: TransportOptions) -> SessionTransport:
+    """Raises ConfigError where the library cannot work on this machine."""
+    try:
+        # The first agent loads plugins for half a second: now, and not within the deadline of a connection.
+        new_agent(options.host, Memory())
+    except Exception as error:
+        raise ConfigError(f"the transfer backend 'nixl' cannot start: {error}") from error
+    return SessionTransport(NixlBackend(options.host), options)
+
+
+def new_agent(host: str, memory: Memory, *, same_host_links: bool = True, has_thread: bool = True) -> Any:
+    """An agent with `memory` registered. With a thread it serves its peers by itself, else only while it is called."""
+    settings = []
+    if ipaddress.ip_address(host).is_loopback:
+        settings.append("NET_DEVICES=lo")
+    if not same_host_links:
+        settings.append("TLS=^sm")
+    config = library.nixl_agent_config(enable_prog_thread=has_thread, backends=[])
+    agent = library.nixl_agent(secrets.token_hex(16), config)
+    agent.create_backend("UCX", {"engine_config": ",".join(settings)} if settings else {})
+    rows = [(r.address, r.length, 0, "") for r in memory.regions if r.length]
+    if rows:
+        agent.register_memory(rows, "DRAM")
+    return agent
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a sender must know."""
+
+    # Of the receiving agent, as the library wants it.
+    metadata: bytes
+    # (address, length) of the receiver's regions, in the order of their numbers.
+    regions: list[tuple[int, int]]
+    # Which start of which machine the receiver runs on.
+    boot_id: str
+    # Where the session's gate is found there, and its device and inode, by which it is recognised.
+    gate_path: str
+    gate_file: tuple[int, int]
+
+
+class NixlBackend:
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._memory = Memory()
+
+    def register(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def receive(self) -> NixlIncoming:
+        return NixlIncoming(self._host, self._memory)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> NixlOutgoing:
+        try:
+            told = msgspec.msgpack.decode(welcome, type=Welcome)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
+        return NixlOutgoing(sock, self._host, self._memory, told)
+
+    def close(self) -> None:
+        """Agents belong to sessions and connections."""
+
+
+class NixlIncoming:
+    def __init__(self, host: str, memory: Memory) -> None:
+        self._host = host
+        self._memory = memory
+        self._gate = WriteGate()
+        # Made for the first sender that comes, by that connection's thread.
+        self._agent: Any = None
+
+    def welcome(self) -> bytes:
+        if self._agent is None:
+            self._agent = new_agent(self._host, self._memory)
+        gate = os.fstat(self._gate.fd)
+        told = Welcome(
+            self._agent.get_agent_metadata(),
+            [(r.address, r.length) for r in self._memory.regions],
+            _boot_id(),
+            f"/proc/{os.getpid()}/fd/{self._gate.fd}",
+            (gate.st_dev, gate.st_ino),
+        )
+        return msgspec.msgpack.encode(told)
+
+    def serve(self, sock: socket.socket) -> None:
+        """Confirm each write by its note."""
+        while True:
+            try:
+                note = sockets.receive_exactly(sock, _NOTE.size)
+            except ConnectionError:
+                return
+            deadline = Deadline(GRACE_SECONDS)
+            # Others are of connections that broke before they asked.
+            while not any(note in notes for notes in self._agent.get_new_notifs().values()):
+                deadline.remaining()
+                if sockets.is_broken(sock):
+                    return
+                time.sleep(POLL_INTERVAL)
+            sock.sendall(note)
+
+    def revoke(self) -> None:
+        self._gate.close_for_good()
+        self._agent = None
+
+    def is_fenced(self) -> bool:
+        return self._gate.is_closed()
+
+
+class NixlOutgoing:
+    def __init__(self, sock: socket.socket, host: str, memory: Memory, told: Welcome) -> None:
+        self._socket = sock
+        self._targets = Memory([Region(address, length) for address, length in told.regions])
+        self._key = _reach(told)
+        self._gate = ExitStack()
+        self._interrupted = False
+        # The request under way.
+        self._request: Any = None
+        # Under the gate bytes move in our own calls alone, so no thread of the agent can be inside a write either.
+        self._agent = new_agent(host, memory, same_host_links=self._key is not None, has_thread=self._key is None)
+        self._peer: str = self._agent.add_remote_agent(told.metadata)
+        self._requests = Requests(self._agent, self._peer, memory, self._targets)
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        if error := self._targets.target_error(copies):
+            raise WriteRefused(error)
+        parts = batches(coalesce(copies))
+        if not parts:
+            return
+        if self._key is not None:
+            self._gate.enter_context(self._key.held())
+        for part in parts[:-1]:
+            self._transfer(part, b"", deadline)
+        note = b"" if self._key is not None else _NOTE.pack(ticket_id)
+        self._transfer(parts[-1], note, deadline)
+        # Not in a `finally`: what failed may be half-way until `close` has destroyed the agent.
+        self._gate.close()
+        if note:
+            self._confirm(note, deadline)
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def close(self) -> None:
+        # Each of these fails where the peer, or the request, is in a bad way; the agent goes with all of them.
+        for let_go in (self._release_request, self._requests.release, self._remove_peer):
+            with contextlib.suppress(Exception):
+                let_go()
+        self._request = None
+        del self._requests, self._agent
+        self._gate.close()
+        if self._key is not None:
+            self._key.close()
+
+    def _transfer(self, part: Copies, note: bytes, deadline: Deadline) -> None:
+        self._check()
+        self._request = self._requests.make(part, note)
+        state = self._agent.transfer(self._request)
+        while state == "PROC":
+            deadline.remaining()
+            self._check()
+            time.sleep(POLL_INTERVAL)
+            state = self._agent.check_xfer_state(self._request)
+        if state != "DONE":
+            raise ConnectionError(f"the library ended a transfer with {state}")
+        self._release_request()
+
+    def _check(self) -> None:
+        if self._interrupted or sockets.is_broken(self._socket):
+            raise ConnectionError("the connection was closed")
+
+    def _confirm(self, note: bytes, deadline: Deadline) -> None:
+        sockets.set_send_timeout(self._socket, deadline.remaining())
+        self._socket.sendall(note)
+        sockets.set_receive_timeout(self._socket, deadline.remaining())
+        if sockets.receive_exactly(self._socket, _NOTE.size) != note:
+            raise ProtocolError("the receiver confirms another write")
+
+    def _release_request(self) -> None:
+        if self._request is not None:
+            self._request.release()
+            self._request = None
+
+    def _remove_peer(self) -> None:
+        self._agent.remove_remote_agent(self._peer)
+
+
+def _reach(told: Welcome) -> GateKey | None:
+    """The key to the session's gate; None where the receiver is not of this host, or out of sight on it."""
+    with contextlib.suppress(OSError):
+        found = os.stat(told.gate_path)
+        if told.boot_id == _boot_id() and (found.st_dev, found.st_ino) == told.gate_file:
+            fd = os.open(told.gate_path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                return GateKey(fd)
+            finally:
+                os.close(fd)
+    if told.boot_id == _boot_id() and "UCX_TLS" in os.environ:
+        raise ProtocolError(
+            f"{told.gate_path} of a receiver on this host cannot be opened, and UCX_TLS forbids to leave out the links "
+            "that need it: unset UCX_TLS, or run both workers as one user in one PID namespace"
+        )
+    return None
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
