@@ -37,17 +37,6 @@ class Arena:
         length = self.num_bytes - offset if length is None else length
         return Region(self.address + offset, length, self._fd, offset)
 
-    @property
-    def fd(self) -> int:
-        """The file behind a shareable arena, -1 without one. It belongs to the arena."""
-        return self._fd
-
-    def discard(self) -> None:
-        """Give a shareable arena's memory and file back to the system. The addresses stay valid, and read zero."""
-        self._memory.madvise(mmap.MADV_REMOVE)
-        os.close(self._fd)
-        self._fd = -1
-
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)

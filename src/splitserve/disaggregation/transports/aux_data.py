@@ -21,9 +21,7 @@ class AuxDataCodec:
         return b"".join(ctypes.string_at(address, length) for address, length in pairs)
 
     @staticmethod
-    def deserialize_data_to_buffer(
-        data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]
-    ) -> None:
+    def deserialize_data_to_buffer(data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
         """Put the bytes where the pieces lie. Raises ValueError, before it writes, unless `data` fills them exactly."""
         ends = np.cumsum(lengths).tolist()
         if len(data) != (ends[-1] if ends else 0):

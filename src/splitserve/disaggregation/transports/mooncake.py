@@ -152,9 +152,10 @@ class MooncakeOutgoing:
 
         self._probe = threading.Thread(target=contact, name="mooncake-probe", daemon=True)
         self._probe.start()
-        self._probe.join(deadline.remaining())
-        if self._probe.is_alive():
-            raise TimeoutError(f"mooncake's engine at {self._peer.session_id} did not answer")
+        while self._probe.is_alive():
+            self._probe.join(min(0.05, deadline.remaining()))
+            if sockets.is_broken(self._socket):
+                raise ConnectionError(f"connection ended before mooncake's engine at {self._peer.session_id} answered")
         if failures:
             raise failures[0]
 
@@ -185,15 +186,19 @@ class MooncakeOutgoing:
     def close(self) -> None:
         """Our pages were copied: what the engine may still read is the staging buffer, which waits for it."""
         if self._probe is not None and self._probe.is_alive():
-            probe = self._probe
-            threading.Thread(target=lambda: (probe.join(), self._let_go()), name="mooncake-probe", daemon=True).start()
+            threading.Thread(target=self._let_go, args=(self._probe,), name="mooncake-probe", daemon=True).start()
         else:
             self._let_go()
 
-    def _let_go(self) -> None:
+    def _let_go(self, probe: threading.Thread | None = None) -> None:
+        if probe is not None:
+            probe.join()
+        give_back(self._engine, self._under_way, self._release)
+
+    def _release(self) -> None:
+        """No transfer reads the staging buffer any more."""
         if self._engine.protocol == "rdma":
             self._engine.deregister(self._staging.address)
-        give_back(self._engine, self._under_way, self._staging)
 
     def _write_staged(self, ticket_id: int, pieces: Pieces, length: int, deadline: Deadline) -> None:
         num_chunks = -(-length // self._peer.slot_bytes)
@@ -206,8 +211,7 @@ class MooncakeOutgoing:
                 self._send_chunk(gathered, pieces, length)
                 gathered += 1
             # Not before it is agreed to: a receiver that refuses would take it for the next write.
-            while taken is not None and self._under_way and self._engine.is_done(self._under_way[0]):
-                self._under_way.popleft()
+            while taken is not None and self._has_arrived():
                 with sockets.timeouts_by_name():
                     self._socket.sendall(_READY.pack(ticket_id, ready))
                 ready += 1
@@ -225,6 +229,17 @@ class MooncakeOutgoing:
         self._under_way.append(
             self._engine.submit(self._peer.session_id, self._staging.slot_address(slot), target, end - first)
         )
+
+    def _has_arrived(self) -> bool:
+        """Whether the oldest transfer has ended well. Raises MooncakeError where it has not."""
+        if not self._under_way:
+            return False
+        oldest = self._under_way.popleft()
+        # The library forgets a transfer that has failed, so it must not be asked about it again.
+        if self._engine.is_done(oldest):
+            return True
+        self._under_way.appendleft(oldest)
+        return False
 
     def _receive_reply(self, ticket_id: int, deadline: Deadline) -> int:
         sockets.set_receive_timeout(self._socket, deadline.remaining())

@@ -7,10 +7,10 @@ Life of an engine:
 4. `give_back` lays it down until somebody needs one. It is never destroyed while the process lives: the library's
    destructor holds Python's lock for a second.
 
-What the library is like (0.3.13): a transfer over tcp is complete when the receiver has acknowledged that it lies in its
-memory; a transfer cannot be cancelled; a peer cannot be shut out, only memory be deregistered, which stops the transfers
-that begin later; both ports listen on every address and know no token; whoever reaches them can read and write what
-is registered. So `mooncake.py` registers staging buffers alone.
+What the library is like (0.3.13): a transfer over tcp is complete when the receiver has acknowledged that it lies in
+its memory; a transfer cannot be cancelled; a peer cannot be shut out, only memory be deregistered, which stops the
+transfers that begin later; both ports listen on every address and know no token: whoever reaches them can read and
+write what is registered. So `mooncake.py` registers staging buffers alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ import ctypes
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mooncake.engine import TransferEngine, TransferOpcode
-
 from splitserve.errors import ConfigError
+
+# The library reads it when it is loaded, and is talkative without.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+from mooncake.engine import TransferEngine, TransferOpcode
 
 PROTOCOLS = ("tcp", "rdma")
 # Transfers one batch may hold. The library queues 1,024 for a peer and refuses the whole batch when it overflows.
@@ -153,11 +156,13 @@ class Transfer:
 
 _lock = threading.Lock()
 _idle: list[MooncakeTransferEngine] = []
-# Given back with transfers under way, and the memory these read.
-_busy: list[tuple[MooncakeTransferEngine, list[Transfer], object]] = []
+# Given back with transfers under way, and what to do when these have ended.
+_busy: list[tuple[MooncakeTransferEngine, list[Transfer], Callable[[], None]]] = []
 
 
-def take_engine(hostname: str, ib_device: str, protocol: str, peer: tuple[str, str] = ("", "")) -> MooncakeTransferEngine:
+def take_engine(
+    hostname: str, ib_device: str, protocol: str, peer: tuple[str, str] = ("", "")
+) -> MooncakeTransferEngine:
     """An engine nobody uses, for `peer` (session, incarnation). Raises ConfigError."""
     session, incarnation = peer
     with _lock:
@@ -174,20 +179,23 @@ def take_engine(hostname: str, ib_device: str, protocol: str, peer: tuple[str, s
     return engine
 
 
-def give_back(engine: MooncakeTransferEngine, transfers: Sequence[Transfer] = (), memory: object = None) -> None:
-    """Nothing of ours is registered with it any more. Once `transfers` have ended, it is idle, and `memory` let go."""
+def give_back(
+    engine: MooncakeTransferEngine, transfers: Sequence[Transfer] = (), when_idle: Callable[[], None] = lambda: None
+) -> None:
+    """Lay an engine down. Once `transfers` have ended, `when_idle` releases the memory they read, and it is idle."""
     with _lock:
-        _busy.append((engine, list(transfers), memory))
+        _busy.append((engine, list(transfers), when_idle))
         _collect()
 
 
 def _collect() -> None:
     """With the lock held: which engines have become idle?"""
     for entry in list(_busy):
-        engine, transfers, _ = entry
+        engine, transfers, when_idle = entry
         while transfers and _has_ended(engine, transfers[0]):
             del transfers[0]
         if not transfers:
+            when_idle()
             _busy.remove(entry)
             _idle.append(engine)
 
@@ -217,4 +225,3 @@ def _set_environment(protocol: str) -> None:
         os.environ.pop("MC_FORCE_TCP", None)
     # The older framing calls a write complete that has only left the sender: nothing would be proven.
     os.environ["MC_TCP_PROTO"] = "2"
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

@@ -7,18 +7,23 @@ scatters, at the speed of memcpy from 4 KiB pieces up, and without Python's lock
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.core.arena import Arena
 from splitserve.disaggregation.transports.iovec import IOVEC, MAX_PIECES_PER_CALL, iovec_table
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.preadv, _libc.pwritev):
     _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
     _call.restype = ctypes.c_ssize_t
+_libc.mmap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64))
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Pieces:
@@ -48,9 +53,16 @@ class Staging:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self._arena = Arena(num_slots * slot_bytes, shareable=True)
-        self.address = self._arena.address
-        self.num_bytes = self._arena.num_bytes
+        self.num_bytes = num_slots * slot_bytes
+        self._fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, self.num_bytes)
+        # Not by Python's mmap: that keeps a second file descriptor, which `discard` could not close.
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, self._fd, 0)
+        if address == _MAP_FAILED:
+            os.close(self._fd)
+            raise OSError(ctypes.get_errno(), f"cannot map a staging buffer of {self.num_bytes} bytes")
+        self.address: int = address
 
     def slot_address(self, slot: int) -> int:
         return self.address + slot * self.slot_bytes
@@ -64,16 +76,28 @@ class Staging:
         self._move(_libc.preadv, slot, table)
 
     def discard(self) -> None:
-        """Give the memory back to the system, but keep the addresses: who still writes to them reaches nobody."""
-        self._arena.discard()
+        """Give memory and file back to the system. The addresses stay while this object does: a late write hits nobody."""
+        if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
+        os.close(self._fd)
+        self._fd = -1
+
+    def __del__(self) -> None:
+        if not hasattr(self, "address"):
+            return
+        _libc.munmap(self.address, self.num_bytes)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _move(self, call: ctypes._NamedFuncPointer, slot: int, table: NDArray[np.void]) -> None:
         offset = slot * self.slot_bytes
         for i in range(0, len(table), MAX_PIECES_PER_CALL):
             part = table[i : i + MAX_PIECES_PER_CALL]
             expected = int(part["length"].sum())
-            moved = call(self._arena.fd, table.ctypes.data + i * IOVEC.itemsize, len(part), offset)
+            moved = call(self._fd, table.ctypes.data + i * IOVEC.itemsize, len(part), offset)
             if moved != expected:
                 code = ctypes.get_errno() if moved < 0 else 0
-                raise OSError(code, f"moved {moved} of {expected} bytes through the staging buffer: {os.strerror(code)}")
+                raise OSError(
+                    code, f"moved {moved} of {expected} bytes through the staging buffer: {os.strerror(code)}"
+                )
             offset += expected
