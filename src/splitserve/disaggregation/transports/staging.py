@@ -76,7 +76,7 @@ class Staging:
         self._move(_libc.preadv, slot, table)
 
     def discard(self) -> None:
-        """Give memory and file back to the system. The addresses stay while this object does: a late write hits nobody."""
+        """Give memory and file back to the system. The addresses stay, with this object: a late write hits nobody."""
         if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
         os.close(self._fd)
