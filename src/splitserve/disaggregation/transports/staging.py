@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,14 +56,17 @@ class Staging:
         self.slot_bytes = slot_bytes
         self.num_bytes = num_slots * slot_bytes
         self._fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, self.num_bytes)
         # Not by Python's mmap: that keeps a second file descriptor, which `discard` could not close.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, self._fd, 0)
         if address == _MAP_FAILED:
-            os.close(self._fd)
             raise OSError(ctypes.get_errno(), f"cannot map a staging buffer of {self.num_bytes} bytes")
         self.address: int = address
+        unmap = weakref.finalize(self, _libc.munmap, address, self.num_bytes)
+        # Not at the process's end: a library that lives as long may still look at it.
+        unmap.atexit = self._close.atexit = False
 
     def slot_address(self, slot: int) -> int:
         return self.address + slot * self.slot_bytes
@@ -79,15 +83,8 @@ class Staging:
         """Give memory and file back to the system. The addresses stay, with this object: a late write hits nobody."""
         if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
-        os.close(self._fd)
+        self._close()
         self._fd = -1
-
-    def __del__(self) -> None:
-        if not hasattr(self, "address"):
-            return
-        _libc.munmap(self.address, self.num_bytes)
-        if self._fd >= 0:
-            os.close(self._fd)
 
     def _move(self, call: ctypes._NamedFuncPointer, slot: int, table: NDArray[np.void]) -> None:
         offset = slot * self.slot_bytes
