@@ -1,10 +1,11 @@
-# Everything runs inside .venv, which `setup` makes; nothing outside the repository and ~/.cache/splitserve is touched.
+# Everything runs inside .venv, which `setup` makes; nothing outside the repository and ~/.cache/splitserve is touched,
+# but that `test`, where it is root on Debian, installs system libraries that are missing (`system-packages`).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # The CPU build where the package index offers one. For CUDA put your own requirement here, e.g. TORCH=torch==2.11.0.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup demo test check bench soak format clean
+.PHONY: help setup system-packages demo test check bench soak format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
@@ -24,10 +25,24 @@ setup: .venv/.installed
 	@$(BIN)/python -m pip check
 	@touch $@
 
+# What the libraries of transfer backends link to, for the tests; each as file:package.
+SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
+
+system-packages:
+	@missing=""; for entry in $(SYSTEM_LIBRARIES); do \
+	  $(PYTHON) -c "import ctypes; ctypes.CDLL('$${entry%%:*}')" 2>/dev/null || missing="$$missing $${entry##*:}"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing$$missing"; apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; \
+	else \
+	  echo "Missing Debian packages:$$missing. Tests of the transfer backends that need them will fail; as root: make system-packages"; \
+	fi
+
 demo: setup
 	@$(BIN)/splitserve demo
 
-test: setup
+test: setup system-packages
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.installed

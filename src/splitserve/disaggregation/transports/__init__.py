@@ -49,7 +49,10 @@ _ENTRIES = {
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
     TransferBackend.NCCL: _Entry(f"{_HERE}.process_group", "nccl_transport"),
     TransferBackend.MOONCAKE: _Entry(
-        f"{_HERE}.mooncake", "mooncake_transport", "mooncake", "pip install 'splitserve[mooncake]'"
+        f"{_HERE}.mooncake",
+        "mooncake_transport",
+        "mooncake",
+        "pip install 'splitserve[mooncake]' (it links to libibverbs: on Debian, apt-get install libibverbs1)",
     ),
     TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl_cu12", "pip install 'splitserve[nixl]'"),
 }

@@ -17,22 +17,20 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.disaggregation.copies import COPY, Copies, num_bytes
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import iovec, sockets
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
 from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
 from splitserve.disaggregation.transports.sockets import Deadline
 
 MAGIC = b"WRIT"
-# Target ranges of one write: 20 MiB of table.
-MAX_RANGES = 1 << 20
 MAX_TEXT_BYTES = 4096
 
 _WRITE = struct.Struct("<4sIQQ")
 _REPLY = struct.Struct("<QH")
-_RANGE = np.dtype([("region", "<u4"), ("offset", "<u8"), ("length", "<u8")])
 
 
 def tcp_transport(options: TransportOptions) -> SessionTransport:
@@ -116,7 +114,7 @@ class TcpIncoming:
         magic, num_ranges, ticket_id, length = _WRITE.unpack(header)
         if magic != MAGIC or num_ranges > MAX_RANGES:
             raise ProtocolError("not a write")
-        targets = _targets(sockets.receive_exactly(sock, num_ranges * _RANGE.itemsize))
+        targets = decode_targets(sockets.receive_exactly(sock, num_ranges * RANGE.itemsize))
         refusal = self._memory.target_error(targets)
         if refusal is None and num_bytes(targets) != length:
             refusal = f"{length} bytes announced for ranges of {num_bytes(targets)}"
@@ -131,17 +129,8 @@ class TcpIncoming:
 
 def _head(ticket_id: int, copies: Copies) -> NDArray[np.uint8]:
     """Header and table of ranges, in one piece."""
-    ranges = np.empty(len(copies), dtype=_RANGE)
-    ranges["region"], ranges["offset"], ranges["length"] = (copies[f] for f in ("dst_region", "dst_offset", "length"))
     header = _WRITE.pack(MAGIC, len(copies), ticket_id, num_bytes(copies))
-    return np.frombuffer(header + ranges.tobytes(), dtype=np.uint8)
-
-
-def _targets(table: bytes) -> Copies:
-    ranges = np.frombuffer(table, dtype=_RANGE)
-    copies = np.zeros(len(ranges), dtype=COPY)
-    copies["dst_region"], copies["dst_offset"], copies["length"] = (ranges[f] for f in ("region", "offset", "length"))
-    return copies
+    return np.frombuffer(header + encode_targets(copies), dtype=np.uint8)
 
 
 def _send_reply(sock: socket.socket, ticket_id: int, refusal: str) -> None:

@@ -1,0 +1,91 @@
+"""What Mooncake's library does by itself: the limit against which the transfer backend `mooncake` is measured.
+
+Two processes with an engine each. One writes a contiguous range of its memory into the other's, again and again, by
+the library's own synchronous call with the library's own settings. Run as `python -m splitserve.bench.bare_mooncake
+TOTAL_BYTES REPEATS`; prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+from splitserve.core.arena import Arena
+from splitserve.disaggregation.transports.mooncake_engine import MooncakeTransferEngine
+
+HOST = "127.0.0.1"
+# The first word of the line that says where the receiver's memory is: the library prints too.
+_READY = "READY"
+
+
+def measure(total_bytes: int, repeats: int) -> list[float]:
+    """Seconds that each of `repeats` writes of `total_bytes` took. Raises MooncakeError, ConfigError."""
+    engine, arena = _engine_over(total_bytes)
+    # Real memory, not the system's one page of zeros.
+    arena.buffer[:] = b"\x01" * total_bytes
+    receiver = subprocess.Popen(
+        [sys.executable, "-m", "splitserve.bench.bare_mooncake", "receive", str(total_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with receiver:
+        try:
+            session_id, address = _place(receiver)
+            # The first write opens the connections and touches the receiver's memory.
+            engine.transfer_sync(session_id, arena.address, address, total_bytes)
+            return [_timed_write(engine, session_id, arena.address, address, total_bytes) for _ in range(repeats)]
+        finally:
+            receiver.kill()
+
+
+def _timed_write(engine: MooncakeTransferEngine, session_id: str, source: int, target: int, length: int) -> float:
+    begin = time.perf_counter()
+    engine.transfer_sync(session_id, source, target, length)
+    return time.perf_counter() - begin
+
+
+def _place(receiver: subprocess.Popen[str]) -> tuple[str, int]:
+    assert receiver.stdout is not None
+    for line in receiver.stdout:
+        if line.startswith(_READY):
+            session_id, address = json.loads(line[len(_READY) :])
+            return session_id, address
+    raise ChildProcessError("the receiving process ended before it was ready: see its error above")
+
+
+def _engine_over(total_bytes: int) -> tuple[MooncakeTransferEngine, Arena]:
+    engine, arena = MooncakeTransferEngine(HOST), Arena(total_bytes)
+    engine.initialize()
+    engine.register(arena.address, total_bytes)
+    return engine, arena
+
+
+def _receive(total_bytes: int) -> None:
+    engine, arena = _engine_over(total_bytes)
+    sys.stdout.write(_READY + json.dumps([engine.get_session_id(), arena.address]) + "\n")
+    sys.stdout.flush()
+    # Until the measuring process ends.
+    sys.stdin.read()
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "receive":
+        _receive(int(arguments[1]))
+        return
+    total_bytes, repeats = (int(a) for a in arguments)
+    seconds = measure(total_bytes, repeats)
+    result = {
+        "total_bytes": total_bytes,
+        "repeats": repeats,
+        "gb_per_s": total_bytes / statistics.median(seconds) / 1e9,
+        "p50_us": statistics.median(seconds) * 1e6,
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,100 @@
+"""A buffer in which scattered pieces of memory become one piece for the journey: gathered here, scattered there.
+
+The buffer lies in an anonymous file, so one system call moves up to 1,024 pieces: pwritev(2) gathers, preadv(2)
+scatters, at the speed of memcpy from 4 KiB pieces up, and without Python's lock. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve.disaggregation.transports.iovec import IOVEC, MAX_PIECES_PER_CALL, iovec_table
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.preadv, _libc.pwritev):
+    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+    _call.restype = ctypes.c_ssize_t
+_libc.mmap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64))
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Pieces:
+    """Scattered memory as one stream of bytes, in the order of the pieces."""
+
+    def __init__(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
+        self._table = iovec_table(addresses, lengths)
+        self._ends = np.cumsum(self._table["length"])
+
+    def between(self, first: int, end: int) -> NDArray[np.void]:
+        """An iovec table of the bytes [first, end) of the stream, which is not empty."""
+        i = int(np.searchsorted(self._ends, first, side="right"))
+        j = int(np.searchsorted(self._ends, end, side="left")) + 1
+        table: NDArray[np.void] = self._table[i:j].copy()
+        ends = self._ends[i:j]
+        # Cut the last piece before the first: they may be the same.
+        table["length"][-1] -= np.uint64(int(ends[-1]) - end)
+        skipped = np.uint64(first - (int(ends[0]) - int(self._table["length"][i])))
+        table["base"][0] += skipped
+        table["length"][0] -= skipped
+        return table
+
+
+class Staging:
+    """`num_slots` slots of `slot_bytes` each. Who uses it decides which slot is whose and when."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.num_bytes = num_slots * slot_bytes
+        self._fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, self.num_bytes)
+        # Not by Python's mmap: that keeps a second file descriptor, which `discard` could not close.
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, self._fd, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), f"cannot map a staging buffer of {self.num_bytes} bytes")
+        self.address: int = address
+        unmap = weakref.finalize(self, _libc.munmap, address, self.num_bytes)
+        # Not at the process's end: a library that lives as long may still look at it.
+        unmap.atexit = self._close.atexit = False
+
+    def slot_address(self, slot: int) -> int:
+        return self.address + slot * self.slot_bytes
+
+    def gather(self, slot: int, table: NDArray[np.void]) -> None:
+        """Fill a slot, from its beginning, with the pieces. Raises OSError."""
+        self._move(_libc.pwritev, slot, table)
+
+    def scatter(self, slot: int, table: NDArray[np.void]) -> None:
+        """Fill the pieces from a slot's beginning. Raises OSError."""
+        self._move(_libc.preadv, slot, table)
+
+    def discard(self) -> None:
+        """Give memory and file back to the system. The addresses stay, with this object: a late write hits nobody."""
+        if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
+        self._close()
+        self._fd = -1
+
+    def _move(self, call: ctypes._NamedFuncPointer, slot: int, table: NDArray[np.void]) -> None:
+        offset = slot * self.slot_bytes
+        for i in range(0, len(table), MAX_PIECES_PER_CALL):
+            part = table[i : i + MAX_PIECES_PER_CALL]
+            expected = int(part["length"].sum())
+            moved = call(self._fd, table.ctypes.data + i * IOVEC.itemsize, len(part), offset)
+            if moved != expected:
+                code = ctypes.get_errno() if moved < 0 else 0
+                raise OSError(
+                    code, f"moved {moved} of {expected} bytes through the staging buffer: {os.strerror(code)}"
+                )
+            offset += expected

@@ -1,0 +1,173 @@
+"""What is mooncake's own, beyond the contract of transports: the wrapper of the library, its options, its failures."""
+
+import contextlib
+import sys
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from splitserve.core.arena import Arena
+from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.transports import create_transport, missing
+from splitserve.disaggregation.transports.base import TransportOptions, WriteState
+from splitserve.disaggregation.transports.staging import Staging
+from splitserve.errors import ConfigError
+from splitserve.testing.transfer_peer import End
+
+if problem := missing("mooncake"):
+    pytest.skip(problem, allow_module_level=True)
+
+from splitserve.disaggregation.transports import mooncake, mooncake_engine
+from splitserve.disaggregation.transports.mooncake_engine import MAX_BATCH, MooncakeError, MooncakeTransferEngine
+
+N = 4 * (MAX_BATCH + 100)
+WHOLE = [(0, 0, 0, 0, 1 << 20)]
+
+
+@pytest.fixture
+def engines():
+    """Two engines, each over N registered bytes: (engine, address, view)."""
+    made = []
+    for _ in range(2):
+        engine, arena = mooncake_engine.take_engine("127.0.0.1", "", "tcp"), Arena(N)
+        engine.register(arena.address, N)
+        made.append((engine, arena.address, np.frombuffer(arena.buffer, dtype=np.uint8)))
+    yield made
+    for engine, address, view in made:
+        with contextlib.suppress(MooncakeError):
+            engine.deregister(address)
+        # The library may still hold a connection that reads into it.
+        engine.kept.append(view)
+        mooncake_engine.give_back(engine)
+
+
+@pytest.fixture
+def ends():
+    made = [End("mooncake", [1 << 20]) for _ in range(2)]
+    yield made
+    for end in made:
+        end.close()
+
+
+def test_more_pieces_than_the_library_queues_are_sent_in_batches(engines):
+    (one, source, ours), (two, target, theirs) = engines
+    ours[:] = np.arange(N) % 251
+    firsts = range(0, N, 4)
+    one.batch_transfer_sync(
+        two.get_session_id(), [source + i for i in firsts], [target + i for i in firsts], [4] * len(firsts)
+    )
+    assert (ours == theirs).all()
+
+
+def test_a_transfer_outside_registered_memory_names_session_and_size(engines):
+    (one, source, _), (two, target, _) = engines
+    with pytest.raises(MooncakeError, match=rf"99 bytes to {two.get_session_id()} .*MC_LOG_LEVEL"):
+        one.transfer_sync(two.get_session_id(), source, target + N - 98, 99)
+
+
+def test_deregistered_memory_is_written_no_more(engines):
+    (one, source, ours), (two, target, theirs) = engines
+    ours[:] = 1
+    two.deregister(target)
+    with pytest.raises(MooncakeError):
+        one.transfer_sync(two.get_session_id(), source, target, N)
+    assert not theirs.any()
+
+
+def test_a_nobody_and_a_closed_engine_are_errors():
+    with pytest.raises(MooncakeError, match="not initialized"):
+        MooncakeTransferEngine("127.0.0.1").get_session_id()
+
+
+def test_overlapping_memory_is_refused(engines):
+    engine, address, _ = engines[0]
+    with pytest.raises(MooncakeError, match="1 ranges of 8 bytes"):
+        engine.register(address + 8, 8)
+
+
+def test_an_engine_is_used_again_but_not_for_another_process_at_the_same_address():
+    first = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "before"))
+    mooncake_engine.give_back(first)
+    other = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "after"))
+    assert other is not first
+    again = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "before"))
+    assert again.known["127.0.0.1:1"] == "before"
+    for engine in (other, again):
+        mooncake_engine.give_back(engine)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"protocol": "pigeon"}, "tcp, rdma"),
+        ({"devices": "mlx5_0"}, "not devices"),
+        ({"protocol": "rdma"}, "use protocol=tcp"),
+    ],
+)
+def test_options_that_cannot_be_are_config_errors(extra, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(mooncake_engine, "_RDMA_DEVICES", tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        create_transport("mooncake", TransportOptions(extra=extra))
+
+
+def test_a_library_that_cannot_be_loaded_is_a_config_error_with_the_hint(monkeypatch):
+    monkeypatch.delitem(sys.modules, mooncake.__name__)
+    monkeypatch.delitem(sys.modules, mooncake_engine.__name__)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(ConfigError, match="libibverbs1"):
+        create_transport("mooncake", TransportOptions())
+
+
+def outcome(src, session):
+    return src.outcome(src.transport.write(session, copy_table(WHOLE)))
+
+
+def test_another_version_of_the_library_is_refused_with_both(ends, monkeypatch):
+    src, dst = ends
+    welcome = mooncake.Welcome("0.2.9", "tcp", "127.0.0.1:1", "x", 0, 1, 4096)
+    monkeypatch.setattr(mooncake.MooncakeIncoming, "welcome", lambda self: msgspec.msgpack.encode(welcome))
+    status = outcome(src, dst.transport.open_session())
+    assert status.state is WriteState.FAILED
+    assert f"{mooncake_engine.library_version()} over tcp against 0.2.9 over tcp" in status.error
+
+
+def test_a_broken_connection_is_made_anew_over_another_buffer(ends):
+    src, dst = ends
+    session = dst.transport.open_session()
+    for value in (1, 2, 3):
+        src.memory[0][:] = value
+        assert outcome(src, session).state is WriteState.DONE
+        assert (dst.memory[0] == value).all()
+        for guest in list(dst.transport._door._guests):
+            guest.stop()
+    retired = [kept.address for kept in dst.transport.backend.engine.kept if isinstance(kept, Staging)]
+    assert len(set(retired)) == len(retired) >= 2
+
+
+def test_a_transfer_that_fails_is_lost_and_the_next_write_is_tried_anew(ends, monkeypatch):
+    src, dst = ends
+    session = dst.transport.open_session()
+    assert outcome(src, session).state is WriteState.DONE
+    submit = MooncakeTransferEngine.submit
+    with monkeypatch.context() as patch:
+        # Beside the staging buffer: the receiver's library refuses it.
+        patch.setattr(MooncakeTransferEngine, "submit", lambda self, s, b, p, n: submit(self, s, b, p + (1 << 40), n))
+        status = outcome(src, session)
+    assert status.state is WriteState.LOST
+    assert "mooncake could not transfer" in status.error
+    src.memory[0][:] = 9
+    assert outcome(src, session).state is WriteState.DONE
+    assert (dst.memory[0] == 9).all()
+
+
+def test_an_engine_that_never_answers_costs_no_more_than_the_deadline_of_a_connection(ends, monkeypatch):
+    src, dst = ends
+    src.transport.options = TransportOptions(connect_timeout=0.2, on_progress=src.progress.set)
+    answered = threading.Event()
+    monkeypatch.setattr(MooncakeTransferEngine, "transfer_sync", lambda *args: answered.wait(30))
+    status = outcome(src, dst.transport.open_session())
+    answered.set()
+    assert status.state is WriteState.FAILED
+    assert "0.2 s" in status.error
