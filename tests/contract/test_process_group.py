@@ -1,6 +1,7 @@
 """What only groups of torch.distributed can suffer, beside the contract that they share with every transport."""
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import create_transport, missing
+from splitserve.disaggregation.transports import create_transport, missing, sockets
 from splitserve.disaggregation.transports.base import TransportOptions, WriteState
+from splitserve.disaggregation.transports.groups import GlooGroup
 from splitserve.disaggregation.transports.process_group import Gloo
-from splitserve.disaggregation.transports.rendezvous import Welcome
+from splitserve.disaggregation.transports.rendezvous import RECEIVER, Welcome
+from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.errors import ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
 
@@ -83,6 +87,53 @@ def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peer
     there.signal(signal.SIGCONT)
     there.answer()
     assert not here.memory[0].any()
+
+
+HALF_WAY = """
+import socket, sys, torch
+from splitserve.disaggregation.transports.groups import GlooGroup
+from splitserve.disaggregation.transports.rendezvous import SENDER
+from splitserve.disaggregation.transports.sockets import Deadline
+group = GlooGroup(socket.socket(fileno=int(sys.argv[1])), SENDER, Deadline(60))
+works = group.send(torch.ones(int(sys.argv[2]), dtype=torch.uint8))
+sys.stdin.read()
+"""
+
+
+def test_a_wait_for_a_tensor_that_is_half_there_ends_with_the_doors_connection_and_nothing_lands_after_it():
+    """Larger than what the kernel's buffers hold, so that the stopped sender leaves it in the middle."""
+    tensor = torch.zeros(256 << 20, dtype=torch.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    command = [sys.executable, "-c", HALF_WAY, str(theirs.fileno()), str(len(tensor))]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE) as sender:
+        try:
+            group = GlooGroup(ours, RECEIVER, Deadline(DEADLINE))
+            works = group.receive(tensor)
+            until(lambda: tensor[0] == 1)
+            sender.send_signal(signal.SIGSTOP)
+            assert not tensor[-1]
+            outcome = []
+
+            def wait():
+                with pytest.raises(ConnectionError):
+                    group.wait(works, Deadline(NEVER))
+                outcome.append("ended")
+
+            waiter = threading.Thread(target=wait, daemon=True)
+            waiter.start()
+            sockets.shut(ours)
+            waiter.join(DEADLINE)
+            assert outcome == ["ended"]
+            group.close()
+            tensor.zero_()
+            sender.send_signal(signal.SIGCONT)
+            sender.stdin.close()
+            sender.wait(DEADLINE)
+            assert not tensor.any()
+        finally:
+            sender.kill()
 
 
 def test_a_close_does_not_wait_for_a_receiver_that_was_stopped_half_way(gloo, peers):
