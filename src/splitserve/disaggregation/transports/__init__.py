@@ -5,11 +5,13 @@ Adding one: a file with a factory that takes TransportOptions, and a line here.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from splitserve.disaggregation.transports.base import Transport, TransportOptions
 from splitserve.errors import ConfigError
@@ -30,6 +32,23 @@ class TransferBackend(enum.StrEnum):
     NIXL = "nixl"
 
 
+def _nothing_missing() -> str | None:
+    return None
+
+
+def _missing_for_nccl() -> str | None:
+    """Seen without importing torch, which takes seconds; what cannot be seen so, the factory finds."""
+    torch = importlib.util.find_spec("torch")
+    folder = Path(torch.origin).parent / "lib" if torch and torch.origin else None
+    if folder is None or not (folder / "libtorch_cuda.so").exists():
+        return "a torch that is built with CUDA and NCCL: install one, see https://pytorch.org/get-started"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "a CUDA device, and this machine has no driver for one: use tcp, shm or gloo"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     module: str
@@ -39,6 +58,8 @@ class _Entry:
     hint: str = ""
     # Registered memory must lie where other processes can map it: shareable arenas.
     shareable: bool = False
+    # What else is missing, and what to do.
+    lacks: Callable[[], str | None] = _nothing_missing
 
 
 _HERE = "splitserve.disaggregation.transports"
@@ -47,7 +68,7 @@ _ENTRIES = {
     TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
     TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", shareable=True),
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
-    TransferBackend.NCCL: _Entry(f"{_HERE}.process_group", "nccl_transport"),
+    TransferBackend.NCCL: _Entry(f"{_HERE}.process_group", "nccl_transport", lacks=_missing_for_nccl),
     TransferBackend.MOONCAKE: _Entry(
         f"{_HERE}.mooncake",
         "mooncake_transport",
@@ -70,6 +91,8 @@ def missing(backend: str) -> str | None:
         return f"the transfer backend {backend!r} is not part of this release"
     if entry.needs and importlib.util.find_spec(entry.needs) is None:
         return f"the transfer backend {backend!r} needs the Python package {entry.needs!r}: {entry.hint}"
+    if lack := entry.lacks():
+        return f"the transfer backend {backend!r} needs {lack}"
     return None
 
 

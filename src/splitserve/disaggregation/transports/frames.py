@@ -1,0 +1,83 @@
+"""The two frames that stream backends exchange over a connection that the door has opened.
+
+  write   magic, number of ranges, ticket id, bytes in all | ranges               sender -> receiver
+  reply   ticket id, length of the refusal | refusal                              receiver -> sender
+
+A range is (region u32, offset u64, length u64) of the receiver's memory. The bytes of a write follow as the backend
+sends them. An empty refusal says yes; to what, the backend says.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve.disaggregation.copies import Copies, num_bytes
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
+from splitserve.disaggregation.transports.session import WriteRefused
+from splitserve.disaggregation.transports.sockets import Deadline
+
+MAGIC = b"WRIT"
+MAX_TEXT_BYTES = 4096
+
+_WRITE = struct.Struct("<4sIQQ")
+_REPLY = struct.Struct("<QH")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFrame:
+    ticket_id: int
+    # Only the targets are set.
+    targets: Copies
+    # Bytes that follow, by the sender's word.
+    length: int
+
+    def refusal(self, memory: Memory) -> str | None:
+        """Why the write cannot be taken into `memory`; None where it can."""
+        if error := memory.target_error(self.targets):
+            return error
+        if (expected := num_bytes(self.targets)) != self.length:
+            return f"{self.length} bytes announced for ranges of {expected}"
+        return None
+
+
+def write_frame(ticket_id: int, copies: Copies) -> NDArray[np.uint8]:
+    """Header and table of ranges, in one piece. Raises WriteRefused for more ranges than fit."""
+    if len(copies) > MAX_RANGES:
+        raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
+    header = _WRITE.pack(MAGIC, len(copies), ticket_id, num_bytes(copies))
+    return np.frombuffer(header + encode_targets(copies), dtype=np.uint8)
+
+
+def receive_write_frame(sock: socket.socket) -> WriteFrame | None:
+    """None where the connection ends instead. Raises OSError, ProtocolError."""
+    try:
+        header = sockets.receive_exactly(sock, _WRITE.size)
+    except ConnectionError:
+        return None
+    magic, num_ranges, ticket_id, length = _WRITE.unpack(header)
+    if magic != MAGIC or num_ranges > MAX_RANGES:
+        raise ProtocolError("not a write")
+    return WriteFrame(ticket_id, decode_targets(sockets.receive_exactly(sock, num_ranges * RANGE.itemsize)), length)
+
+
+def send_reply(sock: socket.socket, ticket_id: int, refusal: str = "") -> None:
+    text = refusal.encode()[:MAX_TEXT_BYTES]
+    sock.sendall(_REPLY.pack(ticket_id, len(text)) + text)
+
+
+def receive_reply(sock: socket.socket, ticket_id: int, deadline: Deadline) -> None:
+    """Raises WriteRefused with the receiver's refusal; OSError, ProtocolError."""
+    sockets.set_receive_timeout(sock, deadline.remaining())
+    replied, length = _REPLY.unpack(sockets.receive_exactly(sock, _REPLY.size))
+    if replied != ticket_id or length > MAX_TEXT_BYTES:
+        raise ProtocolError(f"reply to write {replied} instead of {ticket_id}")
+    if refusal := sockets.receive_exactly(sock, length).decode(errors="replace"):
+        raise WriteRefused(refusal)

@@ -1,0 +1,219 @@
+"""Groups of two: the classes of torch.distributed, for one connection between two workers and no longer.
+
+1. Both ends make their half at the same time and meet as `rendezvous.py` says.
+2. Tensors are sent and received in order. A receiver's wait ends with the door's connection, or at its deadline.
+3. `close` is the fence: no memory handed to the group is read or written any more. A group is never mended.
+
+The process's default group, which tensor parallelism may use, is not touched. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.rendezvous import DoorStore
+from splitserve.disaggregation.transports.sockets import Deadline
+
+# Parts of it have no types.
+_cuda: Any = torch.cuda
+# Tags of gloo's operations.
+_DATA, _POISON = 0, 1
+# How often NCCL is asked whether it has finished.
+_POLL_SECONDS = 50e-6
+
+# What an operation under way keeps alive: hold it until the operation is over.
+Works = list[Any]
+
+
+class Group(Protocol):
+    """One end. Used by one thread, in which it was made."""
+
+    # Where its tensors lie.
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor) -> Works:
+        """Begin to send. Only the receiver can tell when it is over."""
+        ...
+
+    def receive(self, tensor: torch.Tensor) -> Works:
+        """Begin to receive, into the whole of `tensor`."""
+        ...
+
+    def wait(self, works: Works, deadline: Deadline) -> None:
+        """Until what `receive` began is over. Raises TimeoutError; ConnectionError where the peer is lost."""
+        ...
+
+    def seal(self) -> None:
+        """After the first operations: the group needs its rendezvous no more."""
+        ...
+
+    def close(self) -> None:
+        """When this returns, no tensor is read or written any more. Shuts the door's connection. Idempotent."""
+        ...
+
+
+class GlooGroup:
+    """Gloo over TCP, on the address at which the door's connection runs.
+
+    Gloo has no abort. What breaks a group is a wait that times out; it closes the pair's connection, and from then on
+    gloo's thread touches no buffer. Nor does a wait for an operation that is half-way end when the group breaks: only
+    those do that have not begun. So every tensor is followed by a mark of one byte, and it is the mark that is
+    waited for: when it has come, so has the tensor.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int, deadline: Deadline) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        self.device = torch.device("cpu")
+        self._socket = sock
+        self._peer = 1 - rank
+        self._mark = torch.zeros(1, dtype=torch.uint8)
+        # The names that torch's own tests use; its type stubs know others.
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._threads = 1
+        options._timeout = timedelta(seconds=deadline.remaining())
+        options._devices = [ProcessGroupGloo.create_device(hostname=sock.getsockname()[0])]
+        self._store = DoorStore(sock, deadline)
+        with _losses_by_name():
+            self._group: Any = ProcessGroupGloo(self._store, rank, 2, options)
+        self._watcher = threading.Thread(target=self._watch, name="kv-gloo-watch", daemon=True)
+        self._watcher.start()
+
+    def send(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.send([part], self._peer, _DATA) for part in (tensor, self._mark)]
+
+    def receive(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.recv([part], self._peer, _DATA) for part in (tensor, torch.empty_like(self._mark))]
+
+    def wait(self, works: Works, deadline: Deadline) -> None:
+        try:
+            for work in reversed(works):
+                # Zero would mean for ever.
+                work.wait(timedelta(seconds=max(deadline.remaining(), 0.001)))
+        except RuntimeError as error:
+            # TimeoutError where that is why.
+            deadline.remaining()
+            raise ConnectionError(_first_line(error)) from error
+
+    def seal(self) -> None:
+        self._store.seal()
+
+    def close(self) -> None:
+        sockets.shut(self._socket)
+        self._watcher.join()
+        if self._group is not None:
+            self._break()
+            self._group = None
+
+    def _watch(self) -> None:
+        """Break the group when the door's connection was shut on this side."""
+        poller = select.poll()
+        # Nothing but a hang-up, which is always reported.
+        poller.register(self._socket, 0)
+        poller.poll()
+        self._break()
+
+    def _break(self) -> None:
+        """Wait in vain for what nobody sends. Raises nothing where it was broken before."""
+        with contextlib.suppress(RuntimeError):
+            scratch = torch.empty_like(self._mark)
+            self._group.recv([scratch], self._peer, _POISON).wait(timedelta(milliseconds=1))
+
+
+class NcclGroup:
+    """NCCL between two GPUs, on a stream of its own. `abort` ends whatever its kernels do."""
+
+    def __init__(self, sock: socket.socket, rank: int, deadline: Deadline, device: torch.device) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        self.device = device
+        self._socket = sock
+        self._peer = 1 - rank
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(_cuda.Stream(device))
+        options: Any = ProcessGroupNCCL.Options()
+        self._store = DoorStore(sock, deadline)
+        with _no_error_handling():
+            self._group: Any = ProcessGroupNCCL(self._store, rank, 2, options)
+
+    def send(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.send([tensor], self._peer, 0)]
+
+    def receive(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.recv([tensor], self._peer, 0)]
+
+    def wait(self, works: Works, deadline: Deadline) -> None:
+        with _losses_by_name():
+            for work in works:
+                # Does not block: it orders our stream after NCCL's.
+                work.wait()
+            # An operation that failed never ends, and does not say so everywhere; so it is our event that is asked.
+            over = _cuda.Event()
+            over.record()
+            while not over.query():
+                deadline.remaining()
+                # Nothing is said over it while a write is under way.
+                if sockets.is_broken(self._socket):
+                    raise ConnectionError("the peer, or this side, ended the connection")
+                time.sleep(_POLL_SECONDS)
+
+    def seal(self) -> None:
+        self._store.seal()
+
+    def close(self) -> None:
+        sockets.shut(self._socket)
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def nccl_version() -> str:
+    return ".".join(str(number) for number in _cuda.nccl.version())
+
+
+@contextlib.contextmanager
+def _no_error_handling() -> Iterator[None]:
+    """By default torch ends the whole process when a member of an NCCL group is lost. A group reads this once, when
+    it is made."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+_ENVIRONMENT = threading.Lock()
+
+
+@contextlib.contextmanager
+def _losses_by_name() -> Iterator[None]:
+    """Both libraries report a lost peer as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,267 @@
+"""KV pages between the two members of a group of torch.distributed: gloo between hosts, NCCL between GPUs.
+
+1. The door lets a sender in; both ends make a group for this connection (`rendezvous.py`, `groups.py`) and show each
+   other a secret through it, for the library's own connections know no token.
+2. A write: the sender's frame over the door's connection (`frames.py`), the receiver's answer, then the bytes through
+   the group, piece by piece (`staging.py`), each acknowledged over the door's connection once it is in place.
+3. The sender keeps at most WINDOW pieces under way, and the receiver as many awaited: one moves while the next is
+   gathered, or the one before scattered.
+4. Whatever goes wrong, the group is closed with its connection, and the next write makes another. A member lost costs
+   its own pair and nobody else's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed
+
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.frames import (
+    WriteFrame,
+    receive_reply,
+    receive_write_frame,
+    send_reply,
+    write_frame,
+)
+from splitserve.disaggregation.transports.groups import GlooGroup, Group, NcclGroup, Works, nccl_version
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.rendezvous import PROOF_BYTES, RECEIVER, SENDER, Welcome
+from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.disaggregation.transports.tensors import (
+    DeviceMemory,
+    HostMemory,
+    Ranges,
+    StagedMemory,
+    cut,
+    device_of,
+)
+from splitserve.errors import ConfigError
+
+# Pieces under way at once, and staging tensors at each end.
+WINDOW = 2
+
+
+class Library(Protocol):
+    """What tells gloo from NCCL."""
+
+    # With its version, which must be the same at both ends.
+    name: str
+
+    def memory(self, regions: Sequence[Region]) -> StagedMemory:
+        """Raises ConfigError for memory that it cannot use."""
+        ...
+
+    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> Group:
+        """Our half of a group. The peer makes its own at the same time. Raises OSError, ProtocolError."""
+        ...
+
+
+def gloo_transport(options: TransportOptions) -> SessionTransport:
+    """Raises ConfigError where this torch has no gloo."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        raise ConfigError(f"torch {torch.__version__} is built without gloo: use --disaggregation-transfer-backend tcp")
+    return SessionTransport(ProcessGroupBackend(Gloo(), options), options)
+
+
+def nccl_transport(options: TransportOptions) -> SessionTransport:
+    """`options.extra["device"]`, e.g. "cuda:1": the GPU; else the one on which the registered memory lies.
+
+    Raises ConfigError where there is no GPU, or this torch has no NCCL.
+    """
+    remedy = "install a CUDA build of torch on a machine with a GPU, or use --disaggregation-transfer-backend tcp"
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        raise ConfigError(f"torch {torch.__version__} is built without NCCL: {remedy}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"torch {torch.__version__} finds no CUDA device: {remedy}")
+    return SessionTransport(ProcessGroupBackend(Nccl(options.extra.get("device")), options), options)
+
+
+class Gloo:
+    name = "gloo of torch " + ".".join(torch.__version__.split(".")[:2])
+
+    def memory(self, regions: Sequence[Region]) -> StagedMemory:
+        return HostMemory()
+
+    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> Group:
+        return GlooGroup(sock, rank, deadline)
+
+
+class Nccl:
+    def __init__(self, device: str | None) -> None:
+        self.name = "NCCL " + nccl_version()
+        self._device = torch.device(device) if device else None
+
+    def memory(self, regions: Sequence[Region]) -> StagedMemory:
+        found = (device_of(region) for region in regions)
+        self._device = self._device or next((device for device in found if device is not None), None)
+        if self._device is None:
+            raise ConfigError("the transfer backend 'nccl' needs memory on a GPU: start the worker with --device cuda")
+        return DeviceMemory(self._device, regions)
+
+    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> Group:
+        assert self._device is not None
+        return NcclGroup(sock, rank, deadline, self._device)
+
+
+class ProcessGroupBackend:
+    def __init__(self, library: Library, options: TransportOptions) -> None:
+        self.library = library
+        self.options = options
+        self.memory = Memory()
+        self.staged: StagedMemory = HostMemory()
+
+    def register(self, memory: Memory) -> None:
+        self.memory = memory
+        self.staged = self.library.memory(memory.regions)
+
+    def receive(self) -> ProcessGroupIncoming:
+        return ProcessGroupIncoming(self)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ProcessGroupOutgoing:
+        told = Welcome.read(welcome, self.library.name)
+        group = self.library.group(sock, SENDER, deadline)
+        try:
+            shown = _show(group, told.secret[:PROOF_BYTES])
+            _see(group, told.secret[PROOF_BYTES:], deadline)
+            # The receiver has seen ours, or it would not have shown its own.
+            shown.clear()
+            group.seal()
+        except BaseException:
+            group.close()
+            raise
+        return ProcessGroupOutgoing(self, sock, group)
+
+    def close(self) -> None:
+        """Groups end with their connections."""
+
+
+def _show(group: Group, proof: bytes) -> Works:
+    return group.send(torch.tensor(list(proof), dtype=torch.uint8, device=group.device))
+
+
+def _see(group: Group, proof: bytes, deadline: Deadline) -> None:
+    shown = torch.empty(PROOF_BYTES, dtype=torch.uint8, device=group.device)
+    group.wait(group.receive(shown), deadline)
+    if not hmac.compare_digest(bytes(shown.tolist()), proof):
+        raise ProtocolError("the other member of the group is not the worker that came through the door")
+
+
+class _Stages:
+    """One end's staging tensors, made when they are needed and used in turn."""
+
+    def __init__(self, memory: StagedMemory) -> None:
+        self._memory = memory
+        self._tensors: list[torch.Tensor] = []
+
+    def __getitem__(self, piece: int) -> torch.Tensor:
+        while len(self._tensors) <= piece % WINDOW:
+            self._tensors.append(self._memory.stage())
+        return self._tensors[piece % WINDOW]
+
+
+class ProcessGroupOutgoing:
+    def __init__(self, backend: ProcessGroupBackend, sock: socket.socket, group: Group) -> None:
+        self._memory = backend.memory
+        self._staged = backend.staged
+        self._stages = _Stages(backend.staged)
+        self._socket = sock
+        self._group = group
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        sockets.set_send_timeout(self._socket, deadline.remaining())
+        self._socket.sendall(write_frame(ticket_id, copies).data)
+        # What the receiver owes us a reply for, oldest first: the frame, then pieces.
+        owed: deque[Works] = deque([[]])
+        for i, piece in enumerate(cut(self._memory.sources(copies), copies["length"])):
+            while len(owed) >= WINDOW:
+                receive_reply(self._socket, ticket_id, deadline)
+                owed.popleft()
+            tensor = self._staged.view(piece)
+            if tensor is None:
+                tensor = self._staged.gather(piece, self._stages[i])
+            owed.append(self._group.send(tensor))
+        while owed:
+            receive_reply(self._socket, ticket_id, deadline)
+            owed.popleft()
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        """The socket is shut: replies are waited for on it, and the group watches it."""
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class ProcessGroupIncoming:
+    def __init__(self, backend: ProcessGroupBackend) -> None:
+        self._library = backend.library
+        self._options = backend.options
+        self._memory = backend.memory
+        self._staged = backend.staged
+        self._welcome = Welcome.to(self._library.name)
+
+    def welcome(self) -> bytes:
+        self._welcome = Welcome.to(self._library.name)
+        return self._welcome.encode()
+
+    def serve(self, sock: socket.socket) -> None:
+        deadline, secret = Deadline(self._options.connect_timeout), self._welcome.secret
+        group = self._library.group(sock, RECEIVER, deadline)
+        try:
+            _see(group, secret[:PROOF_BYTES], deadline)
+            # Held until the sender has seen it, as its first write shows.
+            shown = _show(group, secret[PROOF_BYTES:])
+            group.seal()
+            sockets.set_receive_timeout(sock, 0)
+            stages = _Stages(self._staged)
+            while frame := receive_write_frame(sock):
+                shown.clear()
+                if refusal := frame.refusal(self._memory):
+                    send_reply(sock, frame.ticket_id, refusal)
+                    return
+                self._take(sock, group, frame, stages)
+        finally:
+            group.close()
+
+    def revoke(self) -> None:
+        """Our own thread and the group wrote: the one has ended, the other is closed."""
+
+    def is_fenced(self) -> bool:
+        return True
+
+    def _take(self, sock: socket.socket, group: Group, frame: WriteFrame, stages: _Stages) -> None:
+        """Bring one write into place, acknowledging each piece."""
+        deadline = Deadline(self._options.write_timeout)
+        send_reply(sock, frame.ticket_id)
+        coming: deque[tuple[Works, Ranges, torch.Tensor | None]] = deque()
+
+        def land() -> None:
+            works, piece, stage = coming.popleft()
+            group.wait(works, deadline)
+            if stage is not None:
+                self._staged.scatter(stage, piece)
+            send_reply(sock, frame.ticket_id)
+
+        for i, piece in enumerate(cut(self._memory.targets(frame.targets), frame.targets["length"])):
+            if len(coming) == WINDOW:
+                land()
+            tensor, stage = self._staged.view(piece), None
+            if tensor is None:
+                stage = stages[i]
+                tensor = stage[: piece.num_bytes]
+            coming.append((group.receive(tensor), piece, stage))
+        while coming:
+            land()

@@ -1,0 +1,100 @@
+"""How the two ends of a group of torch.distributed meet: over the door's connection, which stays open.
+
+1. The receiver tells an authenticated sender its library and a fresh secret (`Welcome`).
+2. What the library would say through a store, it says through a `DoorStore`: nothing listens for it, and no stranger
+   can meddle.
+3. The group is made, and each end shows the other a half of the secret through it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from datetime import timedelta
+
+import msgspec
+from torch._C._distributed_c10d import Store
+
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.sockets import Deadline
+
+# The ranks of a pair.
+RECEIVER, SENDER = 0, 1
+
+MAX_VALUE_BYTES = 1 << 16
+# Bytes that each end shows.
+PROOF_BYTES = 16
+
+_PAIR = struct.Struct("<II")
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    # What carries the bytes, with its version: both ends need the same.
+    library: str
+    secret: bytes
+
+    @classmethod
+    def to(cls, library: str) -> Welcome:
+        return cls(library, secrets.token_bytes(2 * PROOF_BYTES))
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def read(cls, data: bytes, library: str) -> Welcome:
+        """Raises ProtocolError where it is none, or of another library."""
+        try:
+            welcome = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
+        if welcome.library != library:
+            raise ProtocolError(f"{library} against {welcome.library}: install the same on both sides")
+        return welcome
+
+
+class DoorStore(Store):
+    """A rendezvous over the door's connection: what one end sets is sent to the other.
+
+    After `seal` it stays what it is, for the connection has other uses from then on.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        super().__init__()
+        self._socket = sock
+        self._deadline = deadline
+        self._values: dict[str, bytes] = {}
+        self._sealed = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = data
+        if not self._sealed:
+            name = key.encode()
+            self._socket.sendall(_PAIR.pack(len(name), len(data)) + name + data)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Raises OSError, ProtocolError. The deadline of the connection counts, not `timeout`."""
+        while not self.check(keys):
+            if self._sealed:
+                raise ProtocolError(f"the group's rendezvous is over, but {keys} are asked for")
+            sockets.set_receive_timeout(self._socket, self._deadline.remaining())
+            name_bytes, value_bytes = _PAIR.unpack(sockets.receive_exactly(self._socket, _PAIR.size))
+            if max(name_bytes, value_bytes) > MAX_VALUE_BYTES:
+                raise ProtocolError("not a rendezvous: run the same Splitserve release on both sides")
+            name = sockets.receive_exactly(self._socket, name_bytes).decode(errors="replace")
+            self._values[name] = sockets.receive_exactly(self._socket, value_bytes)
+
+    def clone(self) -> DoorStore:
+        return self
+
+    def seal(self) -> None:
+        self._sealed = True

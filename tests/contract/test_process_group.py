@@ -1,0 +1,243 @@
+"""What only groups of torch.distributed can suffer, beside the contract that they share with every transport."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.transports import create_transport, missing, sockets
+from splitserve.disaggregation.transports.base import TransportOptions, WriteState
+from splitserve.disaggregation.transports.groups import GlooGroup
+from splitserve.disaggregation.transports.process_group import Gloo
+from splitserve.disaggregation.transports.rendezvous import RECEIVER, Welcome
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.errors import ConfigError
+from splitserve.testing.transfer_peer import End, PeerProcess, digest
+
+DEADLINE = 20.0
+N = 32 << 20
+WHOLE = [(0, 0, 0, 0, N)]
+# Far beyond what a test waits for: nothing may end by it.
+NEVER = 3600.0
+
+
+@pytest.fixture
+def gloo():
+    ends = []
+
+    def end(*lengths, **options):
+        ends.append(End("gloo", lengths, **options))
+        return ends[-1]
+
+    yield end
+    for e in ends:
+        e.close()
+
+
+@pytest.fixture
+def peers():
+    """Processes with N bytes of memory each."""
+    started = []
+
+    def peer(**options):
+        started.append(PeerProcess("gloo", [N], **options))
+        return started[-1]
+
+    yield peer
+    for p in started:
+        p.kill()
+
+
+def write(end, session, copies):
+    return end.outcome(end.transport.write(session, copy_table(copies)))
+
+
+def until(is_true):
+    limit = time.monotonic() + DEADLINE
+    while not is_true():
+        assert time.monotonic() < limit, "it never became true"
+        time.sleep(0.001)
+
+
+def ends_in_time(call, *args):
+    thread = threading.Thread(target=call, args=args, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    return not thread.is_alive()
+
+
+def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peers):
+    here, there = gloo(N, write_timeout=NEVER), peers()
+    session = here.transport.open_session()
+    there.ask("set", region=0, value=7)
+    there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
+    until(lambda: here.memory[0].any())
+    there.signal(signal.SIGSTOP)
+    assert ends_in_time(here.transport.drain, session.session_id)
+    assert here.transport.is_fenced(session.session_id)
+    here.memory[0][:] = 0
+    there.signal(signal.SIGCONT)
+    there.answer()
+    assert not here.memory[0].any()
+
+
+HALF_WAY = """
+import socket, sys, torch
+from splitserve.disaggregation.transports.groups import GlooGroup
+from splitserve.disaggregation.transports.rendezvous import SENDER
+from splitserve.disaggregation.transports.sockets import Deadline
+group = GlooGroup(socket.socket(fileno=int(sys.argv[1])), SENDER, Deadline(60))
+works = group.send(torch.ones(int(sys.argv[2]), dtype=torch.uint8))
+sys.stdin.read()
+"""
+
+
+def test_a_wait_for_a_tensor_that_is_half_there_ends_with_the_doors_connection_and_nothing_lands_after_it():
+    """Larger than what the kernel's buffers hold, so that the stopped sender leaves it in the middle."""
+    tensor = torch.zeros(256 << 20, dtype=torch.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    command = [sys.executable, "-c", HALF_WAY, str(theirs.fileno()), str(len(tensor))]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE) as sender:
+        try:
+            group = GlooGroup(ours, RECEIVER, Deadline(DEADLINE))
+            works = group.receive(tensor)
+            until(lambda: tensor[0] == 1)
+            sender.send_signal(signal.SIGSTOP)
+            assert not tensor[-1]
+            outcome = []
+
+            def wait():
+                with pytest.raises(ConnectionError):
+                    group.wait(works, Deadline(NEVER))
+                outcome.append("ended")
+
+            waiter = threading.Thread(target=wait, daemon=True)
+            waiter.start()
+            sockets.shut(ours)
+            waiter.join(DEADLINE)
+            assert outcome == ["ended"]
+            group.close()
+            tensor.zero_()
+            sender.send_signal(signal.SIGCONT)
+            sender.stdin.close()
+            sender.wait(DEADLINE)
+            assert not tensor.any()
+        finally:
+            sender.kill()
+
+
+def test_a_close_does_not_wait_for_a_receiver_that_was_stopped_half_way(gloo, peers):
+    here, there = gloo(N, write_timeout=NEVER), peers()
+    session = there.open_session()
+    assert write(here, session, WHOLE).state is WriteState.DONE
+    there.signal(signal.SIGSTOP)
+    here.transport.write(session, copy_table(WHOLE))
+    assert ends_in_time(here.transport.close)
+
+
+def test_a_receiver_killed_half_way_ends_the_write_long_before_its_deadline(gloo, peers):
+    here, there = gloo(N, write_timeout=NEVER), peers()
+    session = there.open_session()
+    assert write(here, session, WHOLE).state is WriteState.DONE
+    there.signal(signal.SIGSTOP)
+    ticket = here.transport.write(session, copy_table(WHOLE))
+    there.kill()
+    assert here.outcome(ticket, DEADLINE).state in (WriteState.FAILED, WriteState.LOST)
+
+
+def test_a_lost_member_costs_its_own_pair_only(gloo, peers):
+    here, lost, other = gloo(N), peers(), peers()
+    to_lost, to_other = lost.open_session(), other.open_session()
+    here.memory[0][:] = 5
+    assert write(here, to_lost, WHOLE).state is WriteState.DONE
+    assert write(here, to_other, [(0, 0, 0, 0, 8)]).state is WriteState.DONE
+    lost.kill()
+    assert write(here, to_lost, WHOLE).state is not WriteState.DONE
+    assert write(here, to_other, WHOLE).state is WriteState.DONE
+    assert other.ask("digest", region=0) == digest(here.memory[0])
+
+
+def test_a_broken_group_is_made_anew_for_the_next_write(gloo):
+    src, dst = gloo(8), gloo(8)
+    session = dst.transport.open_session()
+    for value in (1, 2):
+        src.memory[0][:] = value
+        assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.DONE
+        assert (dst.memory[0] == value).all()
+        for guest in list(dst.transport._door._guests):
+            guest.stop()
+
+
+def test_nothing_is_left_behind_when_both_ends_are_closed(gloo):
+    src, dst = gloo(8), gloo(8)
+    before = num_threads()
+    for _ in range(3):
+        assert write(src, dst.transport.open_session(), [(0, 0, 0, 0, 8)]).state is WriteState.DONE
+    assert num_threads() > before
+    src.transport.close()
+    dst.transport.close()
+    until(lambda: num_threads() < before)
+
+
+def num_threads():
+    """Those that Python does not know too."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_member_that_does_not_know_the_secret_of_the_door_is_turned_away(gloo, monkeypatch):
+    src, dst = gloo(8), gloo(8)
+    src.memory[0][:] = 1
+    session = dst.transport.open_session()
+    monkeypatch.setattr(Welcome, "read", classmethod(lambda cls, data, library: Welcome.to(library)))
+    assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.FAILED
+    assert not dst.memory[0].any()
+
+
+def test_another_version_of_the_library_is_refused_and_both_are_named(gloo, monkeypatch):
+    src, dst = gloo(8), gloo(8)
+    session = dst.transport.open_session()
+    ours = src.transport.backend.library.name
+    monkeypatch.setattr(dst.transport.backend.library, "name", "gloo of torch 1.0")
+    status = write(src, dst.transport.open_session(), [(0, 0, 0, 0, 8)])
+    assert status.state is WriteState.FAILED
+    assert f"{ours} against gloo of torch 1.0" in status.error
+    assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.FAILED
+    assert Gloo.name == ours
+
+
+def test_ranges_of_all_sizes_arrive_together(gloo):
+    lengths = [3, 300_000, 4096, 4096, 9 << 20, 1, 0, 4096, 5 << 20, 256 << 10, 17]
+    total = sum(lengths)
+    src, dst = gloo(total), gloo(total)
+    src.memory[0][:] = np.random.default_rng(1).integers(0, 256, total, dtype=np.uint8)
+    copies, at = [], 0
+    for length in lengths:
+        copies.append((0, at, 0, total - at - length, length))
+        at += length
+    assert write(src, dst.transport.open_session(), copies).state is WriteState.DONE
+    for _, source, _, target, length in copies:
+        assert (dst.memory[0][target : target + length] == src.memory[0][source : source + length]).all()
+
+
+def test_nccl_says_what_it_lacks_without_loading_torch():
+    problem = missing("nccl")
+    if problem is None:
+        pytest.skip("a CUDA build of torch and a driver are here")
+    assert "CUDA" in problem
+    with pytest.raises(ConfigError, match="CUDA"):
+        create_transport("nccl", TransportOptions())
+    script = (
+        "import sys; from splitserve.disaggregation.transports import missing; "
+        "assert missing('nccl'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
