@@ -315,6 +315,33 @@ def bench_transfer(
     raise typer.Exit(run_transfer_bench(options))
 
 
+@bench_app.command("serve")
+def bench_serve(
+    model: ModelArgument = "smollm2",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    transfer_backend: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: tcp, and shm where it is present.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 2048,
+    runs: Annotated[int, typer.Option(min=1, help="Prompts measured on each system.")] = 5,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time to first token of a long prompt: colocated, and over each transport. Takes minutes."""
+    from splitserve.bench.serve import ServeBenchOptions, run_serve_bench
+
+    options = ServeBenchOptions(
+        model=model,
+        dtype=dtype,
+        backends=tuple(transfer_backend or ()),
+        prompt_tokens=prompt_tokens,
+        runs=runs,
+        append_to=append_to,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_serve_bench(options))
+
+
 @app.command()
 def doctor() -> None:
     """Show what this machine offers: versions, cores, memory, devices, transports, ports."""

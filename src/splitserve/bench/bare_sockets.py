@@ -29,7 +29,15 @@ def measure(total_bytes: int, repeats: int = 5) -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(_TIMEOUT)
         port = listener.getsockname()[1]
-        command = [sys.executable, "-m", "splitserve.bench.bare_sockets", "receive", str(port), str(total_bytes), str(repeats + 1)]
+        command = [
+            sys.executable,
+            "-m",
+            "splitserve.bench.bare_sockets",
+            "receive",
+            str(port),
+            str(total_bytes),
+            str(repeats + 1),
+        ]
         with subprocess.Popen(command) as receiver:
             try:
                 sock, _ = listener.accept()
