@@ -5,7 +5,9 @@
    The first round touches all memory and is not counted.
 3. The figure is the median of the others.
 
-Socket buffers and options are those of the transports. `python -m splitserve.bench.bare_sockets BYTES [REPEATS]`
+Socket buffers and options are those of the transports, and so is the kind of memory: with other memory, or sockets that
+get their buffers only once they are connected, the same loop is up to twice as slow (docs/log.md), and a limit that is
+too low flatters whatever is set against it. `python -m splitserve.bench.bare_sockets BYTES [REPEATS]`
 prints it as JSON.
 """
 
@@ -17,7 +19,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
+
 from splitserve.bench.stats import median
+from splitserve.core.arena import Arena
 from splitserve.disaggregation.transports.sockets import set_receive_timeout, set_send_timeout, tune
 
 # Seconds for the receiver to appear, and for one round.
@@ -27,6 +32,8 @@ _TIMEOUT = 120.0
 def measure(total_bytes: int, repeats: int = 5) -> float:
     """GB/s (10^9 bytes a second) of `total_bytes` in one piece. Raises OSError where the receiver is lost."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        # What is accepted inherits it. The window's scale is agreed on in the handshake.
+        tune(listener)
         listener.settimeout(_TIMEOUT)
         port = listener.getsockname()[1]
         command = [
@@ -43,14 +50,15 @@ def measure(total_bytes: int, repeats: int = 5) -> float:
                 sock, _ = listener.accept()
                 with sock:
                     _prepare(sock)
-                    source = bytearray(b"\1") * total_bytes
+                    source = Arena(total_bytes).buffer
+                    np.frombuffer(source, dtype=np.uint8)[:] = 1
                     seconds = [_send(sock, source) for _ in range(repeats + 1)]
             finally:
                 receiver.kill()
     return total_bytes / median(seconds[1:]) / 1e9
 
 
-def _send(sock: socket.socket, source: bytearray) -> float:
+def _send(sock: socket.socket, source: memoryview) -> float:
     began = time.perf_counter()
     sock.sendall(source)
     if not sock.recv(1):
@@ -59,13 +67,16 @@ def _send(sock: socket.socket, source: bytearray) -> float:
 
 
 def _receive(port: int, total_bytes: int, rounds: int) -> None:
-    target = memoryview(bytearray(total_bytes))
-    with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT) as sock:
+    target = Arena(total_bytes).buffer
+    with socket.socket() as sock:
+        tune(sock)
+        sock.settimeout(_TIMEOUT)
+        sock.connect(("127.0.0.1", port))
         _prepare(sock)
         for _ in range(rounds):
             got = 0
             while got < total_bytes:
-                n = sock.recv_into(target[got:])
+                n = sock.recv_into(target[got:], total_bytes - got, socket.MSG_WAITALL)
                 if n == 0:
                     return
                 got += n
@@ -75,7 +86,6 @@ def _receive(port: int, total_bytes: int, rounds: int) -> None:
 def _prepare(sock: socket.socket) -> None:
     """Blocking, with the kernel's own timeouts: those of Python would add a poll to each call."""
     sock.settimeout(None)
-    tune(sock)
     set_send_timeout(sock, _TIMEOUT)
     set_receive_timeout(sock, _TIMEOUT)
 

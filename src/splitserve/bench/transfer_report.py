@@ -27,7 +27,8 @@ _COLUMNS = (
 )
 _LEGEND = (
     "GB/s: 10^9 bytes a second. Limit: {limits}, in turn with ours. p50, p99: one page a write. "
-    "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. Medians of {runs} runs."
+    "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. Medians of {runs} runs. "
+    "A ratio well above 1 means that the limit was measured badly, not that it was beaten."
 )
 
 
