@@ -56,6 +56,8 @@ format: .venv/.installed
 
 bench: setup
 	@$(BIN)/splitserve bench main --append-to docs/log.md
+	@$(BIN)/splitserve bench transfer --append-to docs/log.md
+	@$(BIN)/splitserve bench serve --append-to docs/log.md
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600

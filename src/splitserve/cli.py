@@ -53,6 +53,9 @@ TokenFileOption = Annotated[
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
+AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
 
 
@@ -286,7 +289,7 @@ def verify(
         Path | None,
         typer.Option(metavar="FILE.jsonl", help='Each line {"text": ...}, {"input_ids": [...]} or a string.'),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    as_json: JsonOption = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each worker's model.")] = None,
@@ -310,15 +313,56 @@ def verify(
 def bench_main(
     model: ModelArgument = "smollm2",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    append_to: Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs.")] = False,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
 ) -> None:
     """Throughput and time to first token: colocated, disaggregated and plain transformers. Takes minutes."""
     from splitserve.bench.figures import BenchOptions, run_bench
 
     options = BenchOptions(model=model, dtype=dtype, append_to=append_to, as_json=as_json, quick=quick)
     raise typer.Exit(run_bench(options))
+
+
+@bench_app.command("transfer")
+def bench_transfer(
+    backend: Annotated[list[str] | None, typer.Option(help="Repeatable; default: all that are present.")] = None,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+) -> None:
+    """Speed of each transport between two processes, beside its limit on this machine. Takes minutes."""
+    from splitserve.bench.transfer import TransferBenchOptions, run_transfer_bench
+
+    options = TransferBenchOptions(tuple(backend or ()), append_to=append_to, as_json=as_json, quick=quick)
+    raise typer.Exit(run_transfer_bench(options))
+
+
+@bench_app.command("serve")
+def bench_serve(
+    model: ModelArgument = "smollm2",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    transfer_backend: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: tcp, and shm where it is present.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 2048,
+    runs: Annotated[int, typer.Option(min=1, help="Prompts measured on each system.")] = 5,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time to first token of a long prompt: colocated, and over each transport. Takes minutes."""
+    from splitserve.bench.serve import ServeBenchOptions, run_serve_bench
+
+    options = ServeBenchOptions(
+        model=model,
+        dtype=dtype,
+        backends=tuple(transfer_backend or ()),
+        prompt_tokens=prompt_tokens,
+        runs=runs,
+        append_to=append_to,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_serve_bench(options))
 
 
 @app.command()

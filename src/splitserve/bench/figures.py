@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from splitserve.bench.jobs import FULL, QUICK, Plan
-from splitserve.bench.machine import OthersWatch, describe_machine
+from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.bench.report import Report, SystemFigures
 from splitserve.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.bench.systems import ServedSystem, System, TransformersSystem
@@ -44,7 +44,7 @@ def run_bench(options: BenchOptions) -> int:
     if options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.append_to is not None:
-        _check_writable(options.append_to)
+        check_writable(options.append_to)
     console = Console(stderr=True)
     folder = resolve_model(options.model)
     plan = QUICK if options.quick else FULL
@@ -104,16 +104,6 @@ def _systems(options: BenchOptions, folder: Path, plan: Plan) -> list[System]:
         ServedSystem("disaggregated", options.model, options.dtype, 1, 0, max(1, cores // 2), pool_tokens),
         TransformersSystem("transformers", folder, options.dtype, cores),
     ]
-
-
-def _check_writable(path: Path) -> None:
-    """Before minutes of measuring."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--append-to {path}: cannot be written ({error.strerror}): name another file") from error
 
 
 def _command(options: BenchOptions) -> str:

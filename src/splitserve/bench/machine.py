@@ -1,4 +1,4 @@
-"""The machine and the software a benchmark ran on, as a reader of its figures needs to know them."""
+"""The machine and the software a benchmark runs on, as a reader of its figures needs to know them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from splitserve import __version__
+from splitserve.errors import ConfigError
 from splitserve.launch.local import num_cores
 
 # Fields of the machine's CPU times that are no work, or are counted in another field.
@@ -27,6 +28,16 @@ def describe_machine() -> dict[str, str]:
         "transformers": importlib.metadata.version("transformers"),
         "splitserve": __version__,
     }
+
+
+def check_writable(path: Path) -> None:
+    """Before minutes of measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--append-to {path}: cannot be written ({error.strerror}): name another file") from error
 
 
 class OthersWatch:

@@ -28,7 +28,8 @@ from splitserve.launch.local import LocalCluster
 from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
 from splitserve.launch.up import wait_ready
 
-_READY_TIMEOUT = 600.0
+# Seconds for a system to start.
+READY_TIMEOUT = 600.0
 # Seconds the baseline may take in all.
 _BASELINE_TIMEOUT = 3600.0
 BASELINE_COMMAND = (sys.executable, "-m", "splitserve.bench.baseline")
@@ -60,35 +61,44 @@ class ServedSystem:
     threads_each: int
     # Of each worker's KV pool: enough for the largest job.
     pool_tokens: int
+    backend: str = "tcp"
+    # More options of `splitserve serve`, for each worker.
+    worker_args: tuple[str, ...] = ()
 
     @property
     def threads(self) -> str:
         return " + ".join([str(self.threads_each)] * (2 * self.num_pairs + self.num_colocated))
 
-    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
-        cluster = LocalCluster(
+    def cluster(self) -> LocalCluster:
+        """Not started yet."""
+        own = ("--served-model-name", self.model, "--max-total-tokens", str(self.pool_tokens))
+        return LocalCluster(
             self.model,
             prefill=self.num_pairs,
             decode=self.num_pairs,
             null=self.num_colocated,
             dtype=self.dtype,
+            backend=self.backend,
             threads=self.threads_each,
-            worker_args=["--served-model-name", self.model, "--max-total-tokens", str(self.pool_tokens)],
+            worker_args=[*own, *self.worker_args],
             log_level="warning",
         )
-        with cluster:
-            wait_ready(cluster, console, _READY_TIMEOUT)
+
+    def run_job(self, url: str, job: Job) -> list[StreamRecord]:
+        """`url`: of the cluster's router. Raises LoadError."""
+        return asyncio.run(run_streams(url, self.model, job.prompts, job.max_tokens))
+
+    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
+        with self.cluster() as cluster:
+            wait_ready(cluster, console, READY_TIMEOUT)
             results = []
             with console.status(f"{self.name}: warming up") as status:
                 for job in warm_up:
-                    self._run_job(cluster.router_url, job)
+                    self.run_job(cluster.router_url, job)
                 for number, job in enumerate(jobs, start=1):
                     status.update(f"{self.name}: run {number} of {len(jobs)}")
-                    results.append(self._run_job(cluster.router_url, job))
+                    results.append(self.run_job(cluster.router_url, job))
             return results
-
-    def _run_job(self, url: str, job: Job) -> list[StreamRecord]:
-        return asyncio.run(run_streams(url, self.model, job.prompts, job.max_tokens))
 
 
 @dataclass(frozen=True, slots=True)

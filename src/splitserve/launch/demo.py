@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.request
-from dataclasses import dataclass
 
 from openai import OpenAIError
 from openai.types.chat import ChatCompletionMessageParam
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -23,19 +20,12 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.launch.local import ClusterError, LocalCluster
 from splitserve.launch.streaming import StreamedAnswer, open_client, stream_chat
+from splitserve.launch.transfers import Transfers, read_transfers
 from splitserve.launch.up import wait_ready
 
 _READY_TIMEOUT = 300.0
 # Of the KV pool of each worker: the demo needs no more.
 _POOL_TOKENS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What the prefill worker says of the KV caches it has handed over."""
-
-    num_bytes: float
-    seconds: float
 
 
 def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
@@ -50,7 +40,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
             start_seconds = time.monotonic() - started
             Console().print(f"> {prompt}", markup=False, highlight=False)
             split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
-            transfer = read_transfer(cluster.urls(DisaggregationMode.PREFILL)[0])
+            transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
             cluster.add_worker(DisaggregationMode.NULL, "colocated")
             wait_ready(cluster, console, _READY_TIMEOUT)
             colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
@@ -75,23 +65,8 @@ def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> S
     return answer
 
 
-def read_transfer(prefill_url: str) -> Transfer:
-    """Sums over all hand-overs of a prefill worker so far, from its metrics."""
-    with urllib.request.urlopen(prefill_url + "/metrics", timeout=10.0) as response:
-        text = response.read().decode()
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    return Transfer(
-        num_bytes=sums.get("splitserve:kv_transfer_bytes_sum", 0.0),
-        seconds=sums.get("splitserve:kv_transfer_latency_seconds_sum", 0.0),
-    )
-
-
-def _table(answer: StreamedAnswer, transfer: Transfer, start_seconds: float, equal: bool) -> Table:
+def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, equal: bool) -> Table:
     table = Table("", "", show_header=False)
-    speed = transfer.num_bytes / transfer.seconds / 1e9 if transfer.seconds else 0.0
     rows = (
         ("prompt tokens", str(answer.prompt_tokens)),
         ("output tokens", str(answer.completion_tokens)),
@@ -101,7 +76,7 @@ def _table(answer: StreamedAnswer, transfer: Transfer, start_seconds: float, equ
         ("inter-token latency, p99", f"{answer.p99_itl * 1e3:.1f} ms"),
         ("KV cache moved", f"{transfer.num_bytes / 1e6:.2f} MB"),
         ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
-        ("KV transfer speed", f"{speed:.2f} GB/s"),
+        ("KV transfer speed", f"{transfer.gb_per_s:.2f} GB/s"),
         ("equal to colocated, token for token", "yes" if equal else "NO"),
     )
     for name, value in rows:

@@ -64,6 +64,9 @@ class WorkerMetrics:
         self._kv_seconds = self._histogram(
             "kv_transfer_latency_seconds", "First write to proof of the last in a hand-over, seconds.", _FAST
         )
+        self._kv_exposed = self._histogram(
+            "kv_transfer_exposed_seconds", "Of a hand-over, after the prompt's last forward pass, seconds.", _FAST
+        )
         self._kv_speed = self._histogram("kv_transfer_speed_gb_s", "Speed of a hand-over, 10^9 bytes a second.", _GB_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of samples that got a token.")
         self._output_tokens = self._counter("generation_tokens", "Output tokens.")
@@ -98,6 +101,7 @@ class WorkerMetrics:
         if transfer is not None:
             self._kv_bytes.observe(transfer.num_bytes)
             self._kv_seconds.observe(transfer.seconds)
+            self._kv_exposed.observe(transfer.exposed_seconds)
             self._kv_speed.observe(gb_per_s(transfer))
 
     def render(self) -> bytes:

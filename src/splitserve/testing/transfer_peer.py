@@ -1,8 +1,8 @@
 """The other end of a transport as a process of its own, for tests and benchmarks: it can be stopped and killed.
 
 `PeerProcess` starts `python -m splitserve.testing.transfer_peer SPEC`, which opens a transport over memory of its own
-and obeys one JSON line after another: `open`, `drain`, `is_fenced`, `fill`, `digest`, `write` (waits for its end),
-`begin` (does not), `quit`. Each is answered by one JSON line.
+and obeys one JSON line after another: `open`, `drain`, `is_fenced`, `fill`, `digest`, `cpu_seconds`, `write` (waits for
+its end), `begin` (does not). Each is answered by one JSON line.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ def _obey(end: End, command: dict[str, Any]) -> Any:
         case {"what": "set", "region": region, "value": value}:
             end.memory[region][:] = value
             return None
+        case {"what": "cpu_seconds"}:
+            return time.process_time()
         case {"what": "digest", "region": region}:
             return digest(end.memory[region])
         case {"what": "begin", "peer": peer, "copies": copies}:

@@ -15,6 +15,7 @@ NAMES = (
     "prefix_cache_queries",
     "prefix_cache_hits",
     "kv_transfer_latency_seconds",
+    "kv_transfer_exposed_seconds",
     "kv_transfer_bytes",
     "kv_transfer_speed_gb_s",
     "num_prefill_bootstrap_queue_reqs",
@@ -79,12 +80,13 @@ def test_the_queue_time_ends_at_the_first_scheduling() -> None:
     assert sample(metrics, "request_finished_total", finished_reason="stop") == 1
 
 
-def test_a_hand_over_shows_in_bytes_seconds_and_speed() -> None:
+def test_a_hand_over_shows_in_bytes_seconds_and_speed_and_what_compute_did_not_hide() -> None:
     metrics = WorkerMetrics("m")
-    stats = TransferStats(num_bytes=3 * 10**9, seconds=1.5, exposed_seconds=0.0)
+    stats = TransferStats(num_bytes=3 * 10**9, seconds=1.5, exposed_seconds=0.25)
     metrics.observe_finish("length", 1.0, None, stats)
     assert sample(metrics, "kv_transfer_bytes_sum") == 3 * 10**9
     assert sample(metrics, "kv_transfer_latency_seconds_sum") == 1.5
+    assert sample(metrics, "kv_transfer_exposed_seconds_sum") == 0.25
     assert sample(metrics, "kv_transfer_speed_gb_s_sum") == 2.0
 
 

@@ -3,7 +3,7 @@
 1. The door lets a sender in; both ends make a group for this connection (`rendezvous.py`, `groups.py`) and show each
    other a secret through it, for the library's own connections know no token.
 2. A write: the sender's frame over the door's connection (`frames.py`), the receiver's answer, then the bytes through
-   the group, piece by piece (`staging.py`), each acknowledged over the door's connection once it is in place.
+   the group, piece by piece (`tensors.py`), each acknowledged over the door's connection once it is in place.
 3. The sender keeps at most WINDOW pieces under way, and the receiver as many awaited: one moves while the next is
    gathered, or the one before scattered.
 4. Whatever goes wrong, the group is closed with its connection, and the next write makes another. A member lost costs

@@ -1,0 +1,103 @@
+"""Raw sockets: what one TCP connection between two processes of this machine carries at best.
+
+1. The receiver, a process of its own, connects.
+2. A round: the sender sends one buffer in a single call, the receiver fills one of the same size and says one byte.
+   The first round touches all memory and is not counted.
+3. The figure is the median of the others.
+
+Socket buffers and options are those of the transports, and so is the kind of memory: with other memory, or sockets that
+get their buffers only once they are connected, the same loop is up to twice as slow (docs/log.md), and a limit that is
+too low flatters whatever is set against it. `python -m splitserve.bench.bare_sockets BYTES [REPEATS]`
+prints it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from splitserve.bench.stats import median
+from splitserve.core.arena import Arena
+from splitserve.disaggregation.transports.sockets import set_receive_timeout, set_send_timeout, tune
+
+# Seconds for the receiver to appear, and for one round.
+_TIMEOUT = 120.0
+
+
+def measure(total_bytes: int, repeats: int = 5) -> float:
+    """GB/s (10^9 bytes a second) of `total_bytes` in one piece. Raises OSError where the receiver is lost."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # What is accepted inherits it. The window's scale is agreed on in the handshake.
+        tune(listener)
+        listener.settimeout(_TIMEOUT)
+        port = listener.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "splitserve.bench.bare_sockets",
+            "receive",
+            str(port),
+            str(total_bytes),
+            str(repeats + 1),
+        ]
+        with subprocess.Popen(command) as receiver:
+            try:
+                sock, _ = listener.accept()
+                with sock:
+                    _prepare(sock)
+                    source = Arena(total_bytes).buffer
+                    np.frombuffer(source, dtype=np.uint8)[:] = 1
+                    seconds = [_send(sock, source) for _ in range(repeats + 1)]
+            finally:
+                receiver.kill()
+    return total_bytes / median(seconds[1:]) / 1e9
+
+
+def _send(sock: socket.socket, source: memoryview) -> float:
+    began = time.perf_counter()
+    sock.sendall(source)
+    if not sock.recv(1):
+        raise ConnectionError("the receiver of the raw sockets ended early")
+    return time.perf_counter() - began
+
+
+def _receive(port: int, total_bytes: int, rounds: int) -> None:
+    target = Arena(total_bytes).buffer
+    with socket.socket() as sock:
+        tune(sock)
+        sock.settimeout(_TIMEOUT)
+        sock.connect(("127.0.0.1", port))
+        _prepare(sock)
+        for _ in range(rounds):
+            got = 0
+            while got < total_bytes:
+                n = sock.recv_into(target[got:], total_bytes - got, socket.MSG_WAITALL)
+                if n == 0:
+                    return
+                got += n
+            sock.sendall(b"\1")
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Blocking, with the kernel's own timeouts: those of Python would add a poll to each call."""
+    sock.settimeout(None)
+    set_send_timeout(sock, _TIMEOUT)
+    set_receive_timeout(sock, _TIMEOUT)
+
+
+def main(words: list[str]) -> None:
+    if words[0] == "receive":
+        _receive(*map(int, words[1:]))
+        return
+    total_bytes, repeats = int(words[0]), int(words[1]) if len(words) > 1 else 5
+    figures = {"total_bytes": total_bytes, "repeats": repeats, "gb_per_s": measure(total_bytes, repeats)}
+    sys.stdout.write(json.dumps(figures) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

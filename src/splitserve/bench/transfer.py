@@ -1,0 +1,186 @@
+"""`splitserve bench transfer`: each transport beside its limit, between two processes of this machine.
+
+1. For each total size: a receiving process and, here, the sending end; all memory touched, one session open.
+2. For each case of that size, runs in turn: the limit, then ours, so that what else the machine does hits both.
+3. Then single pages, one write after another: the latency of small transfers.
+4. The table is printed, and appended to a log where asked.
+
+What a transport does and how it is compared is not known here: see `transports/` and `limits.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from splitserve.bench.limits import LIMITS, Measure
+from splitserve.bench.machine import check_writable, describe_machine
+from splitserve.bench.stats import median, percentile
+from splitserve.bench.transfer_plan import FULL, GIB, QUICK, Case, TransferPlan, copies_of, fits, latency_writes
+from splitserve.bench.transfer_plan import writes_a_run as writes_of
+from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
+from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports import missing
+from splitserve.disaggregation.transports.base import PeerAddress, WriteState
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.testing.transfer_peer import End, PeerProcess
+
+# Seconds one write may take.
+_WRITE_TIMEOUT = 60.0
+
+
+class TransferBenchError(SplitserveError):
+    """A write of the benchmark failed."""
+
+    reason = "transfer_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBenchOptions:
+    # Empty: all that are present.
+    backends: tuple[str, ...]
+    # Markdown file that gets a section; None: none does.
+    append_to: Path | None
+    as_json: bool
+    quick: bool
+
+
+def run_transfer_bench(options: TransferBenchOptions) -> int:
+    """Returns the exit code. Raises ConfigError for a backend asked for by name that is not there; SplitserveError."""
+    console = Console(stderr=True)
+    if options.append_to is not None:
+        check_writable(options.append_to)
+    backends = list(_choose(options.backends, console))
+    plan = QUICK if options.quick else FULL
+    figures = [f for backend in backends for f in measure_backend(backend, plan, console)]
+    report = TransferReport(_command(options), describe_machine(), plan.runs, figures)
+    if options.as_json:
+        sys.stdout.write(json.dumps(report.as_list()) + "\n")
+    else:
+        Console().print(report.table())
+    if options.append_to is not None:
+        with options.append_to.open("a", encoding="utf-8") as log:
+            log.write(report.markdown(datetime.date.today()))
+        console.print(f"appended to {options.append_to}", highlight=False)
+    return 0
+
+
+def _choose(named: Sequence[str], console: Console) -> Iterator[str]:
+    for backend in named or LIMITS:
+        if backend not in LIMITS:
+            raise ConfigError(f"--backend {backend!r}: choose one of {', '.join(LIMITS)}")
+        problem = missing(backend)
+        if problem is None:
+            yield backend
+        elif named:
+            raise ConfigError(f"--backend {backend}: {problem}")
+        else:
+            console.print(f"{backend}: absent: {problem}", highlight=False, markup=False)
+
+
+def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferFigures]:
+    """All cases that fit into memory. Raises SplitserveError."""
+    measure_limit = LIMITS[backend].load()
+    for total in plan.totals:
+        available = psutil.virtual_memory().available
+        if not fits(total, available):
+            room = f"{available / GIB:.1f} GiB of memory are available"
+            console.print(f"{backend}: {size_text(total)} in all is left out: {room}", highlight=False)
+            continue
+        with console.status(f"{backend}: {size_text(total)} in all") as status, _Pair(backend, total) as pair:
+            for case in plan.cases(total):
+                order = "scattered" if case.scattered else "contiguous"
+                pages = f"pages of {size_text(case.page_bytes)}, {order}"
+                status.update(f"{backend}: {size_text(total)} in {pages}")
+                yield measure_case(pair, case, plan.runs, measure_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    gb_per_s: float
+    # Of both processes, user and system.
+    cpu_seconds: float
+
+
+class _Pair:
+    """The two ends of one backend, each with `total_bytes` of touched memory. The sending one is in this process."""
+
+    def __init__(self, backend: str, total_bytes: int) -> None:
+        self.backend = backend
+        self._receiver = PeerProcess(backend, [total_bytes])
+        self._sender = End(backend, [total_bytes], write_timeout=_WRITE_TIMEOUT)
+
+    def __enter__(self) -> _Pair:
+        self._sender.memory[0][:] = 1
+        self._receiver.ask("set", region=0, value=2)
+        self._session: PeerAddress = self._receiver.open_session()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._sender.close()
+        self._receiver.kill()
+
+    def write(self, copies: Copies) -> float:
+        """Seconds from the submission to the proof that all bytes are there. Raises TransferBenchError."""
+        began = time.perf_counter()
+        status = self._sender.outcome(self._sender.transport.write(self._session, copies), 2 * _WRITE_TIMEOUT)
+        seconds = time.perf_counter() - began
+        if status.state is not WriteState.DONE:
+            raise TransferBenchError(f"{self.backend}: a write ended as {status.state.name}: {status.error}")
+        return seconds
+
+    def cpu_seconds(self) -> float:
+        of_receiver: float = self._receiver.ask("cpu_seconds")
+        return time.process_time() + of_receiver
+
+
+def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> TransferFigures:
+    copies, repeats = copies_of(case), writes_of(case.total_bytes)
+    pair.write(copies)
+    limits, ours = [], []
+    for _ in range(runs):
+        limits.append(measure_limit(case.total_bytes, repeats))
+        ours.append(_run(pair, case, copies, repeats))
+    latencies = _latencies(pair, case)
+    return TransferFigures.of(
+        pair.backend,
+        case,
+        gb_per_s=median([run.gb_per_s for run in ours]),
+        limit_gb_per_s=median(limits),
+        p50=percentile(latencies, 50),
+        p99=percentile(latencies, 99),
+        cpu_seconds_per_gb=sum(run.cpu_seconds for run in ours) / (runs * repeats * case.total_bytes / 1e9),
+        num_writes=len(copies),
+    )
+
+
+def _run(pair: _Pair, case: Case, copies: Copies, repeats: int) -> _Run:
+    before = pair.cpu_seconds()
+    seconds = [pair.write(copies) for _ in range(repeats)]
+    return _Run(case.total_bytes / median(seconds) / 1e9, pair.cpu_seconds() - before)
+
+
+def _latencies(pair: _Pair, case: Case) -> list[float]:
+    """Seconds of writes of one page each, anywhere where the case is scattered."""
+    one_by_one = copies_of(Case(case.page_bytes, case.total_bytes, scattered=True), seed=1)
+    if not case.scattered:
+        one_by_one = np.sort(one_by_one, order="src_offset")
+    count = latency_writes(case.page_bytes)
+    return [pair.write(one_by_one[i % len(one_by_one)][None]) for i in range(count)]
+
+
+def _command(options: TransferBenchOptions) -> str:
+    words = ["splitserve", "bench", "transfer"]
+    for backend in options.backends:
+        words += ["--backend", backend]
+    return shlex.join([*words, *(["--quick"] if options.quick else [])])

@@ -1,0 +1,79 @@
+"""What `bench transfer` measures: sizes, the order of pages, and how much of it fits this machine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from splitserve.disaggregation.copies import COPY, Copies, coalesce
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+# A run moves at least so many bytes: totals below it are sent several times.
+_MIN_BYTES_A_RUN = 64 * MIB
+# For the latency of one page: so many writes, fewer where they would move more than so many bytes.
+_LATENCY_WRITES = 300
+_MIN_LATENCY_WRITES = 100
+_MAX_LATENCY_BYTES = 128 * MIB
+# Source and target of ours, and those of the limit.
+_BUFFERS = 4
+# Of the memory that is available: others live here too.
+_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`total_bytes` in pages of `page_bytes`."""
+
+    page_bytes: int
+    total_bytes: int
+    # Source and target pages each in a random order of their own; else both in order, which coalesces to one copy.
+    scattered: bool
+
+    @property
+    def num_pages(self) -> int:
+        return self.total_bytes // self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    page_sizes: tuple[int, ...]
+    totals: tuple[int, ...]
+    # Of each case; the figure is their median.
+    runs: int
+
+    def cases(self, total_bytes: int) -> Iterator[Case]:
+        for page_bytes in self.page_sizes:
+            if page_bytes <= total_bytes:
+                yield Case(page_bytes, total_bytes, scattered=True)
+                yield Case(page_bytes, total_bytes, scattered=False)
+
+
+FULL = TransferPlan((4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB), (MIB, 64 * MIB, GIB), runs=5)
+QUICK = TransferPlan((4 * KIB, 64 * KIB), (8 * MIB,), runs=3)
+
+
+def copies_of(case: Case, seed: int = 0) -> Copies:
+    """From region 0 into region 0, both of the case's size, coalesced as the planner of KV transfers does it."""
+    pages = np.arange(case.num_pages, dtype=np.uint64) * np.uint64(case.page_bytes)
+    table = np.zeros(case.num_pages, dtype=COPY)
+    random = np.random.default_rng(seed)
+    table["src_offset"] = random.permutation(pages) if case.scattered else pages
+    table["dst_offset"] = random.permutation(pages) if case.scattered else pages
+    table["length"] = case.page_bytes
+    return coalesce(table)
+
+
+def writes_a_run(total_bytes: int) -> int:
+    return max(1, _MIN_BYTES_A_RUN // total_bytes)
+
+
+def latency_writes(page_bytes: int) -> int:
+    return max(_MIN_LATENCY_WRITES, min(_LATENCY_WRITES, _MAX_LATENCY_BYTES // page_bytes))
+
+
+def fits(total_bytes: int, available_bytes: int) -> bool:
+    """Whether all buffers of a case leave enough of the machine's memory to others."""
+    return _BUFFERS * total_bytes <= _MEMORY_SHARE * available_bytes

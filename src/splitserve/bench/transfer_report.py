@@ -1,0 +1,149 @@
+"""The figures of `bench transfer`, and how they are shown: JSON, a full table, and a short one for a log. Pure."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from splitserve.bench.limits import LIMITS
+from splitserve.bench.transfer_plan import Case
+
+_COLUMNS = (
+    "transport",
+    "in all",
+    "pages",
+    "order",
+    "GB/s",
+    "limit",
+    "ratio",
+    "p50, µs",
+    "p99, µs",
+    "CPU s/GB",
+    "per copy",
+)
+_LEGEND = (
+    "GB/s: 10^9 bytes a second. Limit: {limits}, in turn with ours. p50, p99: one page a write. "
+    "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. Medians of {runs} runs. "
+    "A ratio well above 1 means that the limit was measured badly, not that it was beaten."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFigures:
+    """One case over one backend."""
+
+    backend: str
+    page_bytes: int
+    total_bytes: int
+    scattered: bool
+    gb_per_s: float
+    limit_gb_per_s: float
+    # gb_per_s / limit_gb_per_s.
+    ratio: float
+    # Of writes of one page, one after another, microseconds.
+    p50_us: float
+    p99_us: float
+    # User and system time of both processes, for 10^9 bytes.
+    cpu_seconds_per_gb: float
+    # Mean length of the copies handed to the transport.
+    bytes_per_write: float
+
+    @classmethod
+    def of(
+        cls,
+        backend: str,
+        case: Case,
+        *,
+        gb_per_s: float,
+        limit_gb_per_s: float,
+        p50: float,
+        p99: float,
+        cpu_seconds_per_gb: float,
+        num_writes: int,
+    ) -> TransferFigures:
+        """`p50`, `p99`: seconds. `num_writes`: copies that carry the case."""
+        return cls(
+            backend=backend,
+            page_bytes=case.page_bytes,
+            total_bytes=case.total_bytes,
+            scattered=case.scattered,
+            gb_per_s=gb_per_s,
+            limit_gb_per_s=limit_gb_per_s,
+            ratio=gb_per_s / limit_gb_per_s,
+            p50_us=p50 * 1e6,
+            p99_us=p99 * 1e6,
+            cpu_seconds_per_gb=cpu_seconds_per_gb,
+            bytes_per_write=case.total_bytes / num_writes,
+        )
+
+    def cells(self) -> list[str]:
+        return [
+            self.backend,
+            size_text(self.total_bytes),
+            size_text(self.page_bytes),
+            "scattered" if self.scattered else "contiguous",
+            f"{self.gb_per_s:.2f}",
+            f"{self.limit_gb_per_s:.2f}",
+            f"{self.ratio:.2f}",
+            f"{self.p50_us:,.0f}",
+            f"{self.p99_us:,.0f}",
+            f"{self.cpu_seconds_per_gb:.2f}",
+            size_text(self.bytes_per_write),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    # As it can be typed again.
+    command: str
+    machine: dict[str, str]
+    runs: int
+    figures: Sequence[TransferFigures]
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """For JSON: an object a case."""
+        return [asdict(f) for f in self.figures]
+
+    def table(self) -> Table:
+        table = Table(*_COLUMNS, caption=self._legend())
+        for figures in self.figures:
+            table.add_row(*figures.cells())
+        return table
+
+    def markdown(self, date: datetime.date) -> str:
+        """A section to append to a log: of each backend the largest total, scattered, and one contiguous case."""
+        lines = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|", *(_line(f.cells()) for f in self.digest())]
+        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
+        return (
+            f"\n## {date.isoformat()} · KV transfer between two processes\n\n`{self.command}`\n\n{machine}.\n\n"
+            f"{self._legend()}\n\n" + "\n".join(lines) + "\n"
+        )
+
+    def digest(self) -> list[TransferFigures]:
+        chosen = []
+        for backend in dict.fromkeys(f.backend for f in self.figures):
+            of_backend = [f for f in self.figures if f.backend == backend]
+            largest = max(f.total_bytes for f in of_backend)
+            of_largest = [f for f in of_backend if f.total_bytes == largest]
+            chosen += [f for f in of_largest if f.scattered] + [f for f in of_largest if not f.scattered][:1]
+        return chosen
+
+    def _legend(self) -> str:
+        names = dict.fromkeys(f"{LIMITS[f.backend].name} for {f.backend}" for f in self.figures)
+        return _LEGEND.format(limits=", ".join(names), runs=self.runs)
+
+
+def size_text(num_bytes: float) -> str:
+    """In the largest unit that leaves at least one."""
+    for unit, bytes_of_unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= bytes_of_unit:
+            return f"{num_bytes / bytes_of_unit:.3g} {unit}"
+    return f"{num_bytes:.3g} B"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,56 @@
+"""What `bench transfer` measures: each page once, in the order that is named, and no more than fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splitserve.bench.transfer_plan import FULL, GIB, KIB, MIB, Case, copies_of, fits, latency_writes, writes_a_run
+
+
+@pytest.mark.parametrize("side", ["src_offset", "dst_offset"])
+def test_scattered_pages_are_all_moved_once_and_in_no_order(side):
+    copies = copies_of(Case(4 * KIB, MIB, scattered=True))
+    ends = np.sort(copies[side]) + copies["length"][np.argsort(copies[side])]
+    assert copies["length"].sum() == MIB
+    # Without a gap and without an overlap.
+    assert list(np.sort(copies[side])[1:]) == list(ends[:-1])
+    assert list(copies[side]) != sorted(copies[side])
+
+
+def test_scattered_sources_and_targets_are_permuted_apart():
+    copies = copies_of(Case(4 * KIB, MIB, scattered=True))
+    assert list(copies["src_offset"]) != list(copies["dst_offset"])
+    assert len(copies) > 200
+
+
+@pytest.mark.parametrize("page_bytes", FULL.page_sizes)
+def test_contiguous_pages_coalesce_to_one_copy(page_bytes):
+    copies = copies_of(Case(page_bytes, 4 * MIB, scattered=False))
+    assert copies.tolist() == [(0, 0, 0, 0, 4 * MIB)]
+
+
+def test_the_full_plan_covers_pages_and_totals_from_the_smallest_to_the_largest():
+    assert (FULL.page_sizes[0], FULL.page_sizes[-1]) == (4 * KIB, 4 * MIB)
+    assert (FULL.totals[0], FULL.totals[-1]) == (MIB, GIB)
+    assert FULL.runs == 5
+    cases = list(FULL.cases(GIB))
+    assert {(c.page_bytes, c.scattered) for c in cases} == {(p, s) for p in FULL.page_sizes for s in (True, False)}
+
+
+def test_no_case_has_pages_larger_than_all_of_it():
+    assert max(c.page_bytes for c in FULL.cases(MIB)) == MIB
+
+
+def test_small_totals_are_sent_often_enough_to_be_timed():
+    assert all(writes_a_run(total) * total >= 64 * MIB for total in FULL.totals)
+    assert writes_a_run(GIB) == 1
+
+
+def test_a_percentile_has_enough_writes_behind_it():
+    assert all(latency_writes(page_bytes) >= 100 for page_bytes in FULL.page_sizes)
+
+
+def test_a_total_fits_where_four_buffers_leave_half_of_the_memory_that_is_available():
+    assert fits(GIB, 8 * GIB)
+    assert not fits(GIB, 8 * GIB - 1)
