@@ -9,7 +9,7 @@ import time
 from splitserve.core.arena import Arena
 
 
-def memcpy_gb_per_s(total_bytes: int, repeats: int) -> float:
+def measure(total_bytes: int, repeats: int) -> float:
     """Median of `repeats` copies of `total_bytes`, in 10^9 bytes a second. The memory is touched before."""
     source, target = Arena(total_bytes, shareable=True), Arena(total_bytes, shareable=True)
     for arena in (source, target):

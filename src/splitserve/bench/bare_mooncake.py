@@ -21,8 +21,8 @@ HOST = "127.0.0.1"
 _READY = "READY"
 
 
-def measure(total_bytes: int, repeats: int) -> list[float]:
-    """Seconds that each of `repeats` writes of `total_bytes` took. Raises MooncakeError, ConfigError."""
+def measure(total_bytes: int, repeats: int) -> float:
+    """GB/s of `total_bytes` in one piece, median of `repeats` writes. Raises MooncakeError, ConfigError."""
     engine, arena = _engine_over(total_bytes)
     # Real memory, not the system's one page of zeros.
     arena.buffer[:] = b"\x01" * total_bytes
@@ -37,7 +37,8 @@ def measure(total_bytes: int, repeats: int) -> list[float]:
             session_id, address = _place(receiver)
             # The first write opens the connections and touches the receiver's memory.
             engine.transfer_sync(session_id, arena.address, address, total_bytes)
-            return [_timed_write(engine, session_id, arena.address, address, total_bytes) for _ in range(repeats)]
+            place = (session_id, arena.address, address, total_bytes)
+            return total_bytes / statistics.median(_timed_write(engine, *place) for _ in range(repeats)) / 1e9
         finally:
             receiver.kill()
 
@@ -72,20 +73,6 @@ def _receive(total_bytes: int) -> None:
     sys.stdin.read()
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[0] == "receive":
-        _receive(int(arguments[1]))
-        return
-    total_bytes, repeats = (int(a) for a in arguments)
-    seconds = measure(total_bytes, repeats)
-    result = {
-        "total_bytes": total_bytes,
-        "repeats": repeats,
-        "gb_per_s": total_bytes / statistics.median(seconds) / 1e9,
-        "p50_us": statistics.median(seconds) * 1e6,
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    # `receive TOTAL_BYTES`: the second process.
+    _receive(int(sys.argv[2]))

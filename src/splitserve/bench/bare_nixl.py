@@ -9,7 +9,6 @@ Agents, and with them all settings of UCX, are made by the backend's own functio
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -31,8 +30,8 @@ WARM_UP = 2
 _READY = b"READY "
 
 
-def measure(total_bytes: int, repeats: int) -> dict[str, float]:
-    """`gb_per_s` and `seconds` of one transfer, medians of `repeats`. Raises ImportError without the library."""
+def measure(total_bytes: int, repeats: int) -> float:
+    """GB/s of `total_bytes` in one piece, median of `repeats`. Raises ImportError without the library."""
     from splitserve.disaggregation.transports.nixl import new_agent
 
     source = _filled(total_bytes)
@@ -43,8 +42,7 @@ def measure(total_bytes: int, repeats: int) -> dict[str, float]:
         theirs = agent.get_xfer_descs([(address, total_bytes, 0)], "DRAM")
         times = [_transfer(agent, ours, theirs, name) for _ in range(WARM_UP + repeats)][WARM_UP:]
         agent.remove_remote_agent(name)
-    seconds = statistics.median(times)
-    return {"total_bytes": total_bytes, "seconds": seconds, "gb_per_s": total_bytes / seconds / 1e9}
+    return total_bytes / statistics.median(times) / 1e9
 
 
 def _transfer(agent: Any, ours: Any, theirs: Any, name: str) -> float:
@@ -100,13 +98,6 @@ def _be_target(total_bytes: int) -> None:
     sys.stdin.read()
 
 
-def main(arguments: list[str]) -> None:
-    """`TOTAL_BYTES REPEATS`: prints the measurement as JSON. `--target TOTAL_BYTES`: is the second process."""
-    if arguments[0] == "--target":
-        _be_target(int(arguments[1]))
-    else:
-        sys.stdout.write(json.dumps(measure(int(arguments[0]), int(arguments[1]))) + "\n")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    # `--target TOTAL_BYTES`: the second process.
+    _be_target(int(sys.argv[2]))

@@ -30,13 +30,19 @@ class Staging:
     """`pool` is regions 0, 1, ... of our transport; the staging memory is its region `index`."""
 
     def __init__(
-        self, pool: Sequence[Region], index: int, *, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES
+        self,
+        pool: Sequence[Region],
+        index: int,
+        *,
+        num_slots: int = NUM_SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+        shareable: bool = False,
     ) -> None:
         self.index = index
         self._slot_bytes = slot_bytes
         self._slots_at_most = max(1, num_slots // _SHARE)
         self._pool = [memory_of(region) for region in pool]
-        self._arena = Arena(num_slots * slot_bytes)
+        self._arena = Arena(num_slots * slot_bytes, shareable=shareable)
         self._memory = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._free = list(range(num_slots))
         # Slot -> session it is taken for.

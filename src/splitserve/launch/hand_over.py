@@ -79,7 +79,8 @@ def _staging(config: DisaggregationConfig, engine: BuiltEngine) -> Staging | Non
     """Where a prefill packs and converts KV: only what the CPU can read."""
     if config.mode is not DisaggregationMode.PREFILL or engine.pool.device.type != "cpu":
         return None
-    return Staging(engine.regions, len(engine.regions) + 1)
+    shareable = needs_shareable_memory(config.transfer_backend)
+    return Staging(engine.regions, len(engine.regions) + 1, shareable=shareable)
 
 
 def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | None:
