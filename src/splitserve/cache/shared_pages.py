@@ -23,7 +23,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +34,8 @@ from splitserve.errors import ConfigError, WorkerUnavailableError
 MAX_WORKERS = 16
 _NOBODY = np.uint32(0xFFFFFFFF)
 _MAGIC = b"SSPP\0\0\0\1"
-# magic, pool id, pages of a worker, bytes of a page; then the generation of each place.
-_HEADER = struct.Struct("<8s16sQQ")
+# magic, pool id, pages of a worker, shape; then the generation of each place.
+_HEADER = struct.Struct("<8s16sQ16s")
 _GENERATIONS_AT = 64
 # The lock byte of place i is at this offset plus i.
 _LOCKS_AT = 1024
@@ -49,11 +49,12 @@ _FLOCK = struct.Struct("hhqqi4x")
 class SharedPages:
     """A worker's view of the pool's table. Close it when the worker is done: its place is free then.
 
-    `pages_per_worker` and `bytes_per_page` must be the same for all; whoever comes first lays the pool out. Raises
-    ConfigError where they differ from the pool's, where no place is free, and where the file cannot be used.
+    Whoever comes first lays the pool out, with `pages_per_worker` pages for each; `arena_bytes` says how much memory a
+    number of pages takes, and `shape` must be the same for all. Raises ConfigError where it differs from the pool's,
+    where no place is free, and where the file cannot be used.
     """
 
-    def __init__(self, file: Path, *, pages_per_worker: int, bytes_per_page: int) -> None:
+    def __init__(self, file: Path, *, pages_per_worker: int, shape: bytes, arena_bytes: Callable[[int], int]) -> None:
         try:
             self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -65,13 +66,15 @@ class SharedPages:
         self._offered: set[int] = set()
         # The lock belongs to the open file, which all our threads share.
         self._threads = threading.Lock()
-        self.pages_per_worker = pages_per_worker
-        # Of all workers that may ever join: page numbers are smaller than this.
-        self.num_pages = pages_per_worker * MAX_WORKERS
-        self.arena_offset = _round_up(_TABLE_AT + self.num_pages * 6 + 8, mmap.PAGESIZE)
         try:
             with self._locked(fcntl.LOCK_EX):
-                self._lay_out(file, bytes_per_page)
+                self.pages_per_worker = self._read_header(file, shape) or pages_per_worker
+                # Of all workers that may ever join: page numbers are smaller than this.
+                self.num_pages = self.pages_per_worker * MAX_WORKERS
+                # Where the pages begin in the file.
+                self.arena_offset = _round_up(_TABLE_AT + self.num_pages * 6 + 8, mmap.PAGESIZE)
+                if self._pool_id == b"":
+                    self._lay_out(shape, self.arena_offset + arena_bytes(self.num_pages))
                 self._map()
                 self.place = self._take_place(file)
                 self._generations[self.place] += 1
@@ -149,26 +152,30 @@ class SharedPages:
             os.close(self._fd)
             self._fd = -1
 
-    def _lay_out(self, file: Path, bytes_per_page: int) -> None:
-        size = self.arena_offset + self.num_pages * bytes_per_page
+    def _read_header(self, file: Path, shape: bytes) -> int:
+        """Pages of a worker; 0 where nobody has laid the pool out."""
         head = os.pread(self._fd, _HEADER.size, 0)
         if head.strip(b"\0") == b"":
-            os.ftruncate(self._fd, size)
-            self._pool_id = secrets.token_bytes(16)
-            owners = np.repeat(np.arange(MAX_WORKERS, dtype=np.uint8), self.pages_per_worker)
-            os.pwrite(self._fd, owners.tobytes(), _TABLE_AT)
-            os.pwrite(self._fd, b"\xff" * (4 * self.num_pages), self._partners_at)
-            os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, bytes_per_page), 0)
-            return
-        magic, self._pool_id, pages, page_bytes = _HEADER.unpack(head)
+            self._pool_id = b""
+            return 0
+        magic, self._pool_id, pages, theirs = _HEADER.unpack(head)
         if magic != _MAGIC:
             raise ConfigError(f"{file} is no shared pool of this release: give the workers a new file")
-        if (pages, page_bytes) != (self.pages_per_worker, bytes_per_page):
+        if theirs != shape:
             raise ConfigError(
-                f"the shared pool {file} has {pages} pages of {page_bytes} bytes a worker, this one wants "
-                f"{self.pages_per_worker} of {bytes_per_page}: give all workers the same model, dtype, page size and "
-                "--max-total-tokens"
+                f"the shared pool {file} was laid out for another KV cache ({theirs.hex()} against {shape.hex()}): "
+                "give all its workers the same model, dtype and page size"
             )
+        return int(pages)
+
+    def _lay_out(self, shape: bytes, size: int) -> None:
+        self._pool_id = secrets.token_bytes(16)
+        os.ftruncate(self._fd, size)
+        owners = np.repeat(np.arange(MAX_WORKERS, dtype=np.uint8), self.pages_per_worker)
+        os.pwrite(self._fd, owners.tobytes(), _TABLE_AT)
+        os.pwrite(self._fd, b"\xff" * (4 * self.num_pages), self._partners_at)
+        # Last: a worker killed before leaves a file that the next one lays out anew.
+        os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, shape), 0)
 
     @property
     def _partners_at(self) -> int:

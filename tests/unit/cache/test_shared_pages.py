@@ -27,8 +27,8 @@ def offered(worker, pages):
     return pages
 
 
-def join(file, pages=PAGES, page_bytes=4096):
-    return SharedPages(file, pages_per_worker=pages, bytes_per_page=page_bytes)
+def join(file, pages=PAGES, shape=b"s" * 16):
+    return SharedPages(file, pages_per_worker=pages, shape=shape, arena_bytes=lambda n: 4096 * n)
 
 
 def test_workers_own_different_pages_of_one_pool(file):
@@ -102,7 +102,7 @@ def test_a_successor_owns_what_its_predecessor_owned(file):
 def test_a_killed_process_frees_its_place(file):
     code = (
         "import sys\nfrom pathlib import Path\nfrom splitserve.cache.shared_pages import SharedPages\n"
-        f"pages = SharedPages(Path(sys.argv[1]), pages_per_worker={PAGES}, bytes_per_page=4096)\n"
+        f"pages = SharedPages(Path(sys.argv[1]), pages_per_worker={PAGES}, shape=b's' * 16, arena_bytes=lambda n: n)\n"
         "print(pages.place, flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen(
@@ -125,8 +125,15 @@ def test_only_whats_ours_can_be_given_and_only_as_many_as_asked_for(file):
 
 def test_a_pool_of_another_shape_is_refused_with_both_values(file):
     join(file)
-    with pytest.raises(ConfigError, match=r"12 pages of 4096 bytes.* wants 13 of 4096"):
-        join(file, pages=13)
+    with pytest.raises(ConfigError, match=f"{(b's' * 16).hex()} against {(b't' * 16).hex()}"):
+        join(file, shape=b"t" * 16)
+
+
+def test_whoever_comes_later_takes_the_size_that_the_first_chose(file):
+    first, second = join(file), join(file, pages=PAGES + 1)
+    assert len(second.owned()) == PAGES
+    assert second.arena_offset == first.arena_offset
+    assert os.fstat(second.fd).st_size == second.arena_offset + 4096 * first.num_pages
 
 
 def test_a_full_pool_and_a_missing_file_are_named(file):

@@ -107,6 +107,8 @@ class Door:
         self.inhabitant = inhabitant
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        # Before anyone connects: the window's scale is agreed on in the first packets.
+        tune(self._socket)
         name = f"[{host}]" if ":" in host else host
         self.endpoint = f"{name}:{self._socket.getsockname()[1]}"
         self._lock = threading.Lock()
