@@ -58,8 +58,8 @@ class _Grid:
     ours: Any
     theirs: Any
     # The number of each region's first block.
-    our_firsts: NDArray[np.int64]
-    their_firsts: NDArray[np.int64]
+    our_firsts: NDArray[np.uint64]
+    their_firsts: NDArray[np.uint64]
 
     def release(self) -> None:
         self.ours.release()
@@ -113,15 +113,15 @@ class Requests:
             self._grids[size] = _Grid(ours, theirs, our_firsts, their_firsts)
         return self._grids[size]
 
-    def _prepare(self, agent_name: str, memory: Memory, size: int) -> tuple[Any, NDArray[np.int64]]:
+    def _prepare(self, agent_name: str, memory: Memory, size: int) -> tuple[Any, NDArray[np.uint64]]:
         counts = _num_blocks(memory, size)
         rows = [(r.address, size, 0, size, n) for r, n in zip(memory.regions, counts, strict=True) if n]
         prepared = self._agent.prep_xfer_dlist(agent_name, np.array(rows, dtype=np.uint64), "DRAM")
         return prepared, np.cumsum(counts) - counts
 
 
-def _num_blocks(memory: Memory, size: int) -> NDArray[np.int64]:
-    return np.array([region.length // size for region in memory.regions], dtype=np.int64)
+def _num_blocks(memory: Memory, size: int) -> NDArray[np.uint64]:
+    return np.array([region.length // size for region in memory.regions], dtype=np.uint64)
 
 
 def _descriptors(addresses: NDArray[np.uint64], batch: Copies) -> NDArray[np.uint64]:
