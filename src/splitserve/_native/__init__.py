@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Bytes in one transfer from which on copying past the cache is faster than through it.
-STREAMING_BYTES = 8 << 20
+STREAMING_BYTES = 16 << 20
 
 
 class _Position(ctypes.Structure):
