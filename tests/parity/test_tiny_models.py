@@ -30,9 +30,14 @@ def colocated(settings, seed):
     )
 
 
-def disaggregated(settings, seed):
-    world = PairWorld(seed, prefill_settings=settings, decode_settings=settings, num_slots=32)
+def disaggregated(settings, seed, decode_page_size=16):
+    decode = settings | {"page_size": decode_page_size}
+    world = PairWorld(seed, prefill_settings=settings, decode_settings=decode, num_slots=32)
     return world, lambda world, rid, prompt, params, room: world.submit(rid, prompt, params, room=room)
+
+
+def disaggregated_between_page_sizes(settings, seed):
+    return disaggregated(settings, seed, decode_page_size=24)
 
 
 def tokens_of(world, rid):
@@ -43,8 +48,16 @@ def cached_of(world, rid):
     return (world.decode if isinstance(world, PairWorld) else world).cached(rid)
 
 
-@pytest.mark.parametrize("mode", [colocated, disaggregated])
-@pytest.mark.parametrize("chunk", [64, 2048])
+@pytest.mark.parametrize(
+    ("mode", "chunk"),
+    [
+        (colocated, 64),
+        (colocated, 2048),
+        (disaggregated, 64),
+        (disaggregated, 2048),
+        (disaggregated_between_page_sizes, 64),
+    ],
+)
 @pytest.mark.parametrize("at_a_time", [pytest.param(1, marks=pytest.mark.soak), 16])
 def test_greedy_output_equals_generate_cold_and_warm(tiny, mode, chunk, at_a_time):
     loaded, reference = tiny
