@@ -33,6 +33,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Of the device's free memory after the weights are loaded.
     mem_fraction: float = 0.15
     enable_prefix_cache: bool = True
+    # File in memory that holds one pool for several workers of this host; None: a pool of our own.
+    shared_pool: str | None = None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,6 +60,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     # Pieces that they went in.
     num_writes: int = 0
+    # Pages that changed owner instead: both workers compute in one pool.
+    num_pages_exchanged: int = 0
     # From the first write's submission to the last write's proof of completion, seconds.
     seconds: float
     # Of these, seconds after the prompt's last forward pass: what compute did not hide.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
@@ -63,6 +64,7 @@ class KVManager:
         directory: Directory | None = None,
         staging: Staging | None = None,
         arrivals: Arrivals | None = None,
+        shared: SharedPages | None = None,
         limits: Limits | None = None,
         epoch: int | None = None,
         wake: Callable[[], None] = _nobody_to_wake,
@@ -79,6 +81,7 @@ class KVManager:
             config=config,
             staging=staging,
             arrivals=arrivals,
+            shared=shared,
             limits=limits or Limits(),
             lock=self.lock,
             wake=wake,

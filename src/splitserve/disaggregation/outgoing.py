@@ -10,13 +10,14 @@ Knows neither rooms nor their states: what a failure means is the sender's to de
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 from splitserve.disaggregation.convert import CastPlan
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.reshard import Plan
 from splitserve.disaggregation.staging import Staging
-from splitserve.disaggregation.transports.base import PeerAddress, Ticket, Transport, WriteState
+from splitserve.disaggregation.transports.base import LocalTransport, PeerAddress, Ticket, Transport, WriteState
 from splitserve.errors import CapacityError
 
 
@@ -26,11 +27,14 @@ class _Write(NamedTuple):
     slot: int | None = None
 
 
+Action = Callable[[], None]
+
+
 class Outgoing:
     def __init__(self, transport: Transport, staging: Staging | None) -> None:
         self._transport = transport
         self._staging = staging
-        self._queue: deque[_Write | CastPlan] = deque()
+        self._queue: deque[_Write | CastPlan | Action] = deque()
         self._tickets: list[tuple[Ticket, int | None]] = []
         # Bytes and pieces given to the transport so far.
         self.num_bytes = self.num_writes = 0
@@ -43,26 +47,34 @@ class Outgoing:
         """Raises ValueError where the plan needs staging memory and there is none."""
         if len(plan.copies):
             self._queue.append(_Write(plan.copies))
-        for cast in plan.casts:
+        for conversion in plan.casts:
             if self._staging is None:
-                raise ValueError(f"no staging memory to convert {cast.src_dtype} to {cast.dst_dtype} in")
-            self._queue += self._staging.parts(cast)
+                raise ValueError(f"no staging memory to convert {conversion.src_dtype} to {conversion.dst_dtype} in")
+            self._queue += self._staging.parts(conversion)
+
+    def add_action(self, action: Action) -> None:
+        """Something to run in its turn, while the peer cannot fence us. The transport must be a LocalTransport."""
+        self._queue.append(action)
 
     def submit(self, peer: PeerAddress) -> None:
         """Give the transport what it takes; the next ticket that becomes final makes room for more."""
         while self._queue:
-            write = self._packed(self._queue[0], peer.session_id)
-            if write is None:
-                return
-            self._queue[0] = write
+            first = self._queue[0]
             try:
-                ticket = self._transport.write(peer, write.copies)
+                if isinstance(first, _Write | CastPlan):
+                    write = self._packed(first, peer.session_id)
+                    if write is None:
+                        return
+                    self._queue[0] = write
+                    ticket, slot = self._transport.write(peer, write.copies), write.slot
+                    self.num_bytes += num_bytes(write.copies)
+                    self.num_writes += len(write.copies)
+                else:
+                    ticket, slot = cast(LocalTransport, self._transport).call(peer, first), None
             except CapacityError:
                 return
             self._queue.popleft()
-            self._tickets.append((ticket, write.slot))
-            self.num_bytes += num_bytes(write.copies)
-            self.num_writes += len(write.copies)
+            self._tickets.append((ticket, slot))
 
     def poll(self) -> tuple[int, tuple[WriteState, str] | None]:
         """Forget final tickets: how many, and the worst of what went wrong with its cause, None where nothing did."""

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import RoomKey
@@ -48,6 +49,8 @@ class Context:
     staging: Staging | None
     # Decode: widens what travelled in a narrower dtype; None: nothing does.
     arrivals: Arrivals | None
+    # Where pages can be exchanged with workers that compute in the same pool; None: ours is our own.
+    shared: SharedPages | None
     limits: Limits
     # Guards the manager and all its rooms.
     lock: contextlib.AbstractContextManager[object]

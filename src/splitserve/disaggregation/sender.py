@@ -12,7 +12,7 @@ Knows the transport and its room. Who the peers are, and what is said to them, i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,8 +137,10 @@ class KVSender(Room):
         """Plan the queued chunks and give their writes to the transport, as far as it takes them. Raises ValueError."""
         assert self.peer is not None
         while self._chunks:
-            for part in self._plan(self._chunks[0], self.peer):
-                self._outgoing.add(part)
+            if self._exchanges:
+                self._plan_exchange(self._chunks[0], self.peer)
+            else:
+                self._plan_copies(self._chunks[0], self.peer)
             self._chunks.popleft()
         self._outgoing.submit(self.peer.session)
 
@@ -159,6 +161,7 @@ class KVSender(Room):
         self._stats = TransferStats(
             num_bytes=self._outgoing.num_bytes,
             num_writes=self._outgoing.num_writes,
+            num_pages_exchanged=len(self._pages) if self._exchanges else 0,
             seconds=now - self._first_send_at,
             exposed_seconds=now - self._last_send_at,
         )
@@ -174,14 +177,35 @@ class KVSender(Room):
             return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"
         return None
 
-    def _plan(self, chunk: _Chunk, peer: DecodePeer) -> Iterator[Plan]:
+    @property
+    def _exchanges(self) -> bool:
+        """Both sides compute in one pool: pages change owner."""
+        pool = self.context.args.shared_pool
+        return pool != "" and self.peer is not None and self.peer.args.shared_pool == pool
+
+    def _plan_exchange(self, chunk: _Chunk, peer: DecodePeer) -> None:
+        """Nothing until the last chunk: then all pages at once, and the metadata row."""
+        assert self.info is not None
+        if chunk.metadata_index is None:
+            return
+        ours, theirs, shared = self._pages[: chunk.stop], self.info.pages, self.context.shared
+        assert shared is not None
+
+        def exchange() -> None:
+            if not shared.exchange(ours, theirs, generation=peer.args.generation):
+                raise ValueError("decode has left the shared pool")
+
+        self._outgoing.add_action(exchange)
+        self._outgoing.add(self._metadata_row(chunk.metadata_index, peer))
+
+    def _plan_copies(self, chunk: _Chunk, peer: DecodePeer) -> None:
         """The writes of a chunk: its tokens, then the metadata row."""
         assert self.info is not None
         info, ours, theirs = self.info, self.context.args, peer.args
         page_size = ours.layout.page_size
         # Every chunk ends with a whole page of ours, but the last with the prompt.
         start, stop = (min(n * page_size, info.num_tokens) for n in (chunk.first, chunk.stop))
-        yield plan(
+        tokens = plan(
             ours.layout,
             theirs.layout,
             self._pages[: chunk.stop],
@@ -191,9 +215,15 @@ class KVSender(Room):
             wire_dtype=theirs.transfer_dtype,
             pack_below=PACK_BELOW if self.context.staging else 0,
         )
+        self._outgoing.add(tokens)
         if chunk.metadata_index is not None:
-            if not 0 <= info.metadata_index < theirs.num_metadata_rows:
-                raise ValueError(f"decode announced metadata row {info.metadata_index}, which it does not have")
-            size = ours.metadata_row_bytes
-            source = (len(ours.layout.components), chunk.metadata_index * size)
-            yield Plan(copy_table([(*source, len(theirs.layout.components), info.metadata_index * size, size)]), [])
+            self._outgoing.add(self._metadata_row(chunk.metadata_index, peer))
+
+    def _metadata_row(self, index: int, peer: DecodePeer) -> Plan:
+        assert self.info is not None
+        ours, theirs, target = self.context.args, peer.args, self.info.metadata_index
+        if not 0 <= target < theirs.num_metadata_rows:
+            raise ValueError(f"decode announced metadata row {target}, which it does not have")
+        size = ours.metadata_row_bytes
+        source = (len(ours.layout.components), index * size)
+        return Plan(copy_table([(*source, len(theirs.layout.components), target * size, size)]), [])

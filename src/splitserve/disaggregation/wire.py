@@ -71,6 +71,9 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     can_convert: bool = False
     # Decode: KV is to travel as this where that is narrower than its pool; None: as its pool's dtype.
     transfer_dtype: str | None = None
+    # The pool of several workers of one host that this one computes in, and its instance there; "": a pool of its own.
+    shared_pool: str = ""
+    generation: int = 0
 
     def difference(self, target: KVArgs) -> str | None:
         """Why this prefill rank cannot hand over to the decode rank `target`, naming both values; None where it can.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
+
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.layout import KVLayout, Region
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.engine.pool import KVPool, layout_for, num_pages_for
+from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.errors import ConfigError
 
@@ -20,6 +25,8 @@ class BuiltEngine:
 
     loaded: LoadedModel
     pool: KVPool
+    # The pool's table of owners, where several workers compute in it.
+    shared: SharedPages | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -36,9 +43,14 @@ class BuiltEngine:
         return self.loaded.fingerprint
 
     @property
+    def num_pages(self) -> int:
+        """Pages that are this worker's."""
+        return self.shared.pages_per_worker if self.shared else self.layout.num_pages
+
+    @property
     def max_total_tokens_per_request(self) -> int:
-        """Longest prompt + output: the context, or the whole pool where that is smaller."""
-        return min(self.loaded.context_length, self.layout.num_pages * self.layout.page_size)
+        """Longest prompt + output: the context, or all our pages where that is smaller."""
+        return min(self.loaded.context_length, self.num_pages * self.layout.page_size)
 
     def runner(self, page_table: PageTable) -> ModelRunner:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row]."""
@@ -46,6 +58,8 @@ class BuiltEngine:
 
     def close(self) -> None:
         self.pool.close()
+        if self.shared is not None:
+            self.shared.close()
 
 
 def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False) -> BuiltEngine:
@@ -58,5 +72,24 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
     loaded = load_model(model)
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
     num_pages = num_pages_for(one_page, cache, loaded.device)
-    layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
-    return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool))
+    if cache.shared_pool is None:
+        layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
+        return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool))
+    shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
+    if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
+        raise ConfigError(
+            f"max_total_tokens is {cache.max_total_tokens}, and the shared pool has "
+            f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
+        )
+    layout = replace(one_page, num_pages=shared.num_pages)
+    return BuiltEngine(loaded, KVPool(layout, loaded.device, shared=shared), shared)
+
+
+def _join_pool(file: Path, one_page: KVLayout, num_pages: int) -> SharedPages:
+    shape = hashlib.blake2b(msgspec.json.encode(one_page), digest_size=16).digest()
+    return SharedPages(
+        file,
+        pages_per_worker=num_pages,
+        shape=shape,
+        arena_bytes=lambda n: pool_bytes(replace(one_page, num_pages=n)),
+    )

@@ -9,11 +9,13 @@ The pool does not know which page belongs to whom. Memory nobody wrote to reads 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig
 from splitserve.core.arena import Arena
 from splitserve.core.layout import KVComponent, KVLayout, Region
@@ -78,25 +80,26 @@ class KVPool:
 
     `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
     must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
-    ConfigError where the device has none, and where the system refuses the memory.
+    ConfigError where the device has none, and where the system refuses the memory. With `shared` the memory is that of
+    a pool of several workers, and so are the page numbers.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device, *, shareable: bool = False) -> None:
+    def __init__(
+        self, layout: KVLayout, device: torch.device, *, shareable: bool = False, shared: SharedPages | None = None
+    ) -> None:
         self.layout = layout
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._regions: list[Region] = []
-        sizes = [layout.num_pages * c.page_bytes(layout.page_size) for c in layout.components]
-        num_bytes = sum(_aligned(n) for n in sizes)
         # Memory of the CPU; a device's is the tensors' alone.
-        self._arena = _arena(num_bytes, device, shareable)
+        self._arena = _arena(pool_bytes(layout), device, shareable, shared)
         if self._arena is None:
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            memory = torch.zeros(pool_bytes(layout), dtype=torch.uint8, device=device)
         else:
             memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
-        offset = 0
-        for component, size in zip(layout.components, sizes, strict=True):
+        offset = shared.arena_offset if shared else 0
+        for component, size in zip(layout.components, _sizes(layout), strict=True):
             part = memory[offset : offset + size]
             self._add(component, part)
             self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
@@ -119,20 +122,31 @@ class KVPool:
         self._arena = None
 
 
+def pool_bytes(layout: KVLayout) -> int:
+    """What a pool of this layout takes."""
+    return sum(_aligned(size) for size in _sizes(layout))
+
+
+def _sizes(layout: KVLayout) -> list[int]:
+    return [layout.num_pages * c.page_bytes(layout.page_size) for c in layout.components]
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _arena(num_bytes: int, device: torch.device, shareable: bool) -> Arena | None:
+def _arena(num_bytes: int, device: torch.device, shareable: bool, shared: SharedPages | None) -> Arena | None:
     """Zeroed memory of the CPU, which the system hands out page by page on first write; None for another device."""
     if device.type != "cpu":
-        if shareable:
+        if shareable or shared:
             raise ConfigError(
                 f"The KV pool is on {device}, and other processes can map memory of the CPU only: "
                 "choose another transfer backend than shm, or --device cpu."
             )
         return None
     try:
+        if shared is not None:
+            return Arena.attach(os.dup(shared.fd))
         return Arena(num_bytes, shareable=shareable)
     except OSError as error:
         raise ConfigError(

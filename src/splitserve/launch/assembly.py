@@ -69,10 +69,12 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
         if mode is DisaggregationMode.DECODE
         else ReqToTokenPool(max_running, longest, page_size)
     )
-    # The decode role has no prompts to look up.
-    has_prefixes = config.cache.enable_prefix_cache and mode is not DisaggregationMode.DECODE
+    # The decode role has no prompts to look up, and pages that change owner cannot stay in a cache.
+    has_prefixes = config.cache.enable_prefix_cache and mode is not DisaggregationMode.DECODE and not engine.shared
     prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
-    return PagedKVCache(PageAllocator(engine.layout.num_pages), rows, prefix, page_size)
+    owned = engine.shared.owned() if engine.shared else None
+    pages = PageAllocator(engine.layout.num_pages, owned)
+    return PagedKVCache(pages, rows, prefix, page_size, engine.shared)
 
 
 def _role(

@@ -65,6 +65,7 @@ def open_hand_over(
         directory=directory,
         staging=staging,
         arrivals=arrivals,
+        shared=engine.shared,
         wake=waker.wake,
     )
     thread = ManagerThread(manager, channel, waker, on_change)
@@ -105,6 +106,8 @@ def _kv_args(
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
         can_convert=can_convert,
+        shared_pool=engine.shared.identity if engine.shared else "",
+        generation=engine.shared.generation if engine.shared else 0,
         transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
     )
 

@@ -80,7 +80,7 @@ def _ready(engine: BuiltEngine) -> SchedulerReady:
     return SchedulerReady(
         max_total_tokens_per_request=engine.max_total_tokens_per_request,
         vocab_size=engine.loaded.vocab_size,
-        pages_total=engine.layout.num_pages,
+        pages_total=engine.num_pages,
         page_size=engine.layout.page_size,
         dtype=engine.loaded.dtype_name,
         kv_bytes_per_token=engine.layout.bytes_per_token,

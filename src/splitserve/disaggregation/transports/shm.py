@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,13 @@ class ShmOutgoing:
                 raise WriteRefused("interrupted")
             with self._key.held():
                 copy.advance(PART_BYTES)
+
+    def call(self, action: Callable[[], None]) -> None:
+        with self._key.held():
+            try:
+                action()
+            except Exception as error:
+                raise WriteRefused(str(error)) from error
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
