@@ -129,17 +129,12 @@ class PagedKVCache:
         request.pages = []
         request.row = None
 
-    def offer(self, request: Request) -> None:
-        """The request's pages are about to be announced: another worker of a shared pool may exchange them."""
-        if self._shared is not None:
-            self._shared.offer(request.pages)
-
     def settle(self, request: Request) -> None:
         """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
-        if self._shared is None or not request.pages:
+        if self._shared is None or request.bootstrap is None:
             return
         _, row = self._held(request)
-        request.pages = self._shared.settle(request.pages)
+        request.pages = self._shared.settle(request.pages, tag=request.bootstrap.key.tag)
         self.rows.write(row, 0, request.pages)
 
     def holds(self, request: Request) -> bool:

@@ -4,8 +4,8 @@ The pool is a file in memory that every worker maps: a table that says who owns 
 The file is sparse; memory is taken by pages that were written to.
 
 1. A worker joins: it takes a free place and owns the pages of that place, those of a dead predecessor included.
-2. A decode worker offers pages of its own and announces them. A prefill worker computes the prompt in pages of its own
-   and swaps them for those (`exchange`): each side owns as many as before.
+2. A decode worker announces pages of its own. A prefill worker computes the prompt in pages of its own and swaps them
+   for those (`exchange`): each side owns as many as before.
 3. Each side asks `settle` which pages it has now in place of those it held.
 4. A worker that leaves or dies frees its place: the kernel lets go of its lock.
 
@@ -32,14 +32,17 @@ from splitserve.errors import ConfigError, WorkerUnavailableError
 
 # Workers of one pool at a time.
 MAX_WORKERS = 16
-_NOBODY = np.uint32(0xFFFFFFFF)
 _MAGIC = b"SSPP\0\0\0\1"
 # magic, pool id, pages of a worker, shape; then the generation of each place.
 _HEADER = struct.Struct("<8s16sQ16s")
 _GENERATIONS_AT = 64
+# The tag of each place's exchange that is being carried out; 0: none.
+_UNDER_WAY_AT = 256
 # The lock byte of place i is at this offset plus i.
 _LOCKS_AT = 1024
 _TABLE_AT = 4096
+# Owner, giver, page given for, tag.
+_TABLE_ROW_BYTES = 1 + 1 + 4 + 8
 # Seconds. It is held for microseconds.
 _LOCK_TIMEOUT = 10.0
 # struct flock on 64-bit Linux: type, whence, start, length, pid.
@@ -61,9 +64,8 @@ class SharedPages:
             raise ConfigError(
                 f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
             ) from None
-        # What we got for pages we gave, and pages we offered to others; until we settle.
-        self._received: dict[int, int] = {}
-        self._offered: set[int] = set()
+        # By tag, what we got for the pages we gave; until we settle.
+        self._received: dict[int, dict[int, int]] = {}
         # The lock belongs to the open file, which all our threads share.
         self._threads = threading.Lock()
         try:
@@ -72,14 +74,15 @@ class SharedPages:
                 # Of all workers that may ever join: page numbers are smaller than this.
                 self.num_pages = self.pages_per_worker * MAX_WORKERS
                 # Where the pages begin in the file.
-                self.arena_offset = _round_up(_TABLE_AT + self.num_pages * 6 + 8, mmap.PAGESIZE)
+                self.arena_offset = _round_up(_TABLE_AT + self.num_pages * _TABLE_ROW_BYTES, mmap.PAGESIZE)
                 if self._pool_id == b"":
                     self._lay_out(shape, self.arena_offset + arena_bytes(self.num_pages))
                 self._map()
                 self.place = self._take_place(file)
                 self._generations[self.place] += 1
-                # What a predecessor had offered and not settled.
-                self._partners[self._owners == self.place] = _NOBODY
+                # What a predecessor had got and not settled.
+                self._tags[self._owners == self.place] = 0
+                self._under_way[self.place] = 0
         except BaseException:
             os.close(self._fd)
             raise
@@ -99,11 +102,12 @@ class SharedPages:
         """Our pages, in order."""
         return [int(p) for p in np.flatnonzero(self._owners == self.place)]
 
-    def exchange(self, ours: Sequence[int], theirs: Sequence[int], *, generation: int) -> bool:
+    def exchange(self, ours: Sequence[int], theirs: Sequence[int], *, tag: int, generation: int) -> bool:
         """Give our pages for as many of another worker's, whose `generation` the handshake named.
 
-        False, changing nothing, where that worker is gone: its successor may use the pages for something else already.
-        Raises ValueError for pages that are not ours to give, or not as many as asked for.
+        `tag` names the hand-over for both sides; 64 bits, not 0. False, changing nothing, where that worker is gone:
+        its successor may use the pages for something else already. Raises ValueError for pages that are not ours to
+        give, or not as many as asked for.
         """
         if len(ours) != len(theirs):
             raise ValueError(f"{len(ours)} pages cannot be exchanged for {len(theirs)}")
@@ -116,33 +120,27 @@ class SharedPages:
                 return False
             if not (self._owners[a] == self.place).all():
                 raise ValueError("a page is given away that is not ours")
-            self._partners[a], self._givers[b], self._partners[b] = _NOBODY, self.place, a
+            self._given_for[a], self._givers[a], self._tags[a] = b, self.place, tag
             # From here on the exchange counts: where we are killed, `settle` on the other side goes on.
+            self._under_way[self.place] = tag
             self._owners[a] = receiver
             self._owners[b] = self.place
-            self._received.update(zip(ours, theirs, strict=True))
+            self._under_way[self.place] = 0
+            self._received[tag] = dict(zip(ours, theirs, strict=True))
         return True
 
-    def offer(self, pages: Sequence[int]) -> None:
-        """Before they are announced: others may exchange these pages for theirs until we settle."""
-        self._partners[np.asarray(pages, dtype=np.int64)] = _NOBODY
-        self._offered.update(pages)
-
-    def settle(self, pages: Sequence[int]) -> list[int]:
-        """What we own in place of pages that we gave or offered: call it when nobody can exchange them any more."""
-        if all(page in self._received for page in pages):
-            return [self._received.pop(page) for page in pages]
-        if not self._offered.issuperset(pages):
-            return list(pages)
-        self._offered.difference_update(pages)
-        held = np.asarray(pages, dtype=np.int64)
-        partners = self._partners[held]
-        given = partners != _NOBODY
-        given[given] = self._owners[partners[given]] == self.place
-        # Killed between the two steps: the page goes to the other's place, for whoever takes that next.
-        self._owners[held[given]] = self._givers[held[given]]
-        self._partners[held] = _NOBODY
-        return [int(p) for p in np.where(given, partners, held)]
+    def settle(self, pages: Sequence[int], *, tag: int) -> list[int]:
+        """What we own in place of pages that we gave or announced. When nobody can exchange them any more."""
+        if (received := self._received.pop(tag, None)) is not None:
+            return [received.get(page, page) for page in pages]
+        given = np.flatnonzero((self._tags == tag) & (self._owners == self.place))
+        self._tags[given] = 0
+        for_ours = self._given_for[given]
+        # Killed between the two steps: the page goes to the giver's place, for whoever takes that next.
+        unfinished = self._under_way[self._givers[given]] == tag
+        self._owners[for_ours[unfinished]] = self._givers[given[unfinished]]
+        now = dict(zip(for_ours.tolist(), given.tolist(), strict=True))
+        return [now.get(page, page) for page in pages]
 
     def close(self) -> None:
         """Free our place. Idempotent."""
@@ -173,21 +171,20 @@ class SharedPages:
         os.ftruncate(self._fd, size)
         owners = np.repeat(np.arange(MAX_WORKERS, dtype=np.uint8), self.pages_per_worker)
         os.pwrite(self._fd, owners.tobytes(), _TABLE_AT)
-        os.pwrite(self._fd, b"\xff" * (4 * self.num_pages), self._partners_at)
         # Last: a worker killed before leaves a file that the next one lays out anew.
         os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, shape), 0)
 
-    @property
-    def _partners_at(self) -> int:
-        return _round_up(_TABLE_AT + self.num_pages, 8)
-
     def _map(self) -> None:
         memory = mmap.mmap(self._fd, self.arena_offset, flags=mmap.MAP_SHARED)
+        self._under_way = np.frombuffer(memory, np.uint64, MAX_WORKERS, _UNDER_WAY_AT)
         self._generations = np.frombuffer(memory, np.uint64, MAX_WORKERS, _GENERATIONS_AT)
-        self._owners = np.frombuffer(memory, np.uint8, self.num_pages, _TABLE_AT)
-        # Of a page that was offered: what was given for it, and by whom; _NOBODY: nothing.
-        self._partners = np.frombuffer(memory, np.uint32, self.num_pages, self._partners_at)
-        self._givers = np.frombuffer(memory, np.uint8, self.num_pages, self._partners_at + 4 * self.num_pages)
+        # MAX_WORKERS is a multiple of 8, so every column is aligned.
+        n = self.num_pages
+        self._owners = np.frombuffer(memory, np.uint8, n, _TABLE_AT)
+        # Of a page that was given and not settled: by which place, for which page, in which hand-over (0: none).
+        self._givers = np.frombuffer(memory, np.uint8, n, _TABLE_AT + n)
+        self._given_for = np.frombuffer(memory, np.uint32, n, _TABLE_AT + 2 * n)
+        self._tags = np.frombuffer(memory, np.uint64, n, _TABLE_AT + 6 * n)
 
     def _take_place(self, file: Path) -> int:
         for place in range(MAX_WORKERS):

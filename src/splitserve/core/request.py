@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from splitserve.core.batch import TokenLogprob
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import SamplingParams, mix64
 
 
 class DisaggregationMode(enum.StrEnum):
@@ -27,6 +27,11 @@ class RoomKey:
 
     room: int
     sample: int = 0
+
+    @property
+    def tag(self) -> int:
+        """64 bits for tables in memory that both sides look at; never 0."""
+        return mix64(self.room, self.sample) | 1
 
     def __str__(self) -> str:
         return f"{self.room}/{self.sample}"

@@ -95,7 +95,6 @@ class DecodePreallocQueue:
         self._cache.extend(request, request.num_prompt_tokens)
         entry.metadata_index = self._slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
-        self._cache.offer(request)
         entry.receiver.init(request.pages, entry.metadata_index, num_tokens=request.num_prompt_tokens)
         return True
 

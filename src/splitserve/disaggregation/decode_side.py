@@ -275,8 +275,10 @@ class DecodeSide:
         self._fence(peer)
         for receiver in self._rooms_of(peer):
             receiver.abort_again_at = None
-            if receiver.poll() is not KVPoll.BOOTSTRAPPING:
-                receiver.fail(PeerLostError(receiver.key.room, f"{peer} was lost: {why}"))
+            lost = PeerLostError(receiver.key.room, f"{peer} was lost: {why}")
+            if receiver.poll() is not KVPoll.BOOTSTRAPPING and receiver.fail(lost) and peer.info is not None:
+                # It may live on, and wait for pages that were announced through the lost session.
+                self._send_abort(receiver)
         self._forget(peer)
         self._release_rooms(peer, PeerLostError(0, why), again=True)
         self._context.changed = True

@@ -192,7 +192,7 @@ class KVSender(Room):
         assert shared is not None
 
         def exchange() -> None:
-            if not shared.exchange(ours, theirs, generation=peer.args.generation):
+            if not shared.exchange(ours, theirs, tag=self.key.tag, generation=peer.args.generation):
                 raise ValueError("decode has left the shared pool")
 
         self._outgoing.add_action(exchange)

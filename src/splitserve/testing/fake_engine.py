@@ -28,10 +28,15 @@ Slots = npt.NDArray[np.uint64]
 
 
 class FakeEngine:
-    """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own."""
+    """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own, or one it shares."""
 
     def __init__(
-        self, page_table: npt.NDArray[np.int32], num_pages: int, page_size: int, vocab_size: int = 512
+        self,
+        page_table: npt.NDArray[np.int32],
+        num_pages: int,
+        page_size: int,
+        vocab_size: int = 512,
+        pool: Slots | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self._table = page_table
@@ -39,7 +44,7 @@ class FakeEngine:
         # Tokens of every step run so far.
         self.step_sizes: list[int] = []
         # One value a token: [num_pages, page_size].
-        self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64)
+        self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64) if pool is None else pool
         # Two float32 elements are the eight bytes of one value.
         component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2)
         self.layout = KVLayout(page_size, num_pages, (component,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.clock import ManualClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
@@ -41,6 +42,7 @@ class DisaggregatedWorker(SimWorker):
         directory: Directory | None,
         config: DisaggregationConfig,
         num_slots: int,
+        shared: SharedPages | None = None,
         **settings: Any,
     ) -> None:
         metadata, slots = MetadataBuffers(num_slots), ReqToMetadataIdxAllocator(num_slots)
@@ -53,6 +55,8 @@ class DisaggregatedWorker(SimWorker):
                 layout=worker.engine.layout,
                 metadata_row_bytes=metadata.row_bytes,
                 num_metadata_rows=num_slots,
+                shared_pool=shared.identity if shared else "",
+                generation=shared.generation if shared else 0,
             )
             self.manager = KVManager(
                 mode,
@@ -63,6 +67,7 @@ class DisaggregatedWorker(SimWorker):
                 metadata=metadata,
                 config=config,
                 directory=directory,
+                shared=shared,
             )
             role = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
             return role(running, worker.cache, outbox, clock, HandOverKit(self.manager, metadata, slots))
@@ -72,7 +77,8 @@ class DisaggregatedWorker(SimWorker):
             clock,
             make_role,
             lambda r: r.num_prompt_tokens if is_prefill else r.num_tokens_at_most,
-            prefix=is_prefill,
+            prefix=is_prefill and shared is None,
+            shared=shared,
             **settings,
         )
 
@@ -90,11 +96,12 @@ class PairWorld:
         decode_settings: dict[str, Any] | None = None,
         config: DisaggregationConfig | None = None,
         num_slots: int = 8,
+        late_fences: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.control = Wires(step=True)
-        self.data = FakeNetwork(step=True)
+        self.data = FakeNetwork(step=True, late_fences=late_fences)
         config = config or DisaggregationConfig()
         directory = Book()
         self.prefill = DisaggregatedWorker(

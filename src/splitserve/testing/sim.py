@@ -16,6 +16,7 @@ from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.radix import RadixCache
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.clock import ManualClock
 from splitserve.core.batch import Engine, TokenLogprob
@@ -76,13 +77,15 @@ class SimWorker:
         prefix: bool = True,
         eos_token_ids: frozenset[int] = frozenset(),
         make_engine: EngineMaker = FakeEngine,
+        shared: SharedPages | None = None,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
         rows = ReqToTokenPool(max_running, self.longest, page_size)
-        self.engine = make_engine(rows.table, num_pages, page_size)
+        self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
         cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
-        self.cache = PagedKVCache(PageAllocator(num_pages), rows, cache_of_prefixes, page_size)
+        pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
+        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared)
         self.inbox = ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []

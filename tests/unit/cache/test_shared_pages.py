@@ -13,6 +13,7 @@ from splitserve.cache.shared_pages import MAX_WORKERS, SharedPages
 from splitserve.errors import ConfigError
 
 PAGES = 12
+TAG = 77
 
 
 @pytest.fixture
@@ -20,11 +21,6 @@ def file():
     fd = os.memfd_create("pool")
     yield Path(f"/proc/{os.getpid()}/fd/{fd}")
     os.close(fd)
-
-
-def offered(worker, pages):
-    worker.offer(pages)
-    return pages
 
 
 def join(file, pages=PAGES, shape=b"s" * 16):
@@ -40,10 +36,10 @@ def test_workers_own_different_pages_of_one_pool(file):
 
 def test_an_exchange_swaps_owners_and_both_sides_learn_of_it(file):
     prefill, decode = join(file), join(file)
-    ours, theirs = prefill.owned()[:3], offered(decode, decode.owned()[4:7])
-    assert prefill.exchange(ours, theirs, generation=decode.generation)
-    assert decode.settle(theirs) == ours
-    assert prefill.settle(ours) == theirs
+    ours, theirs = prefill.owned()[:3], decode.owned()[4:7]
+    assert prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
+    assert decode.settle(theirs, tag=TAG) == ours
+    assert prefill.settle(ours, tag=TAG) == theirs
     assert set(theirs) < set(prefill.owned())
     assert set(ours) < set(decode.owned())
     assert len(prefill.owned()) == len(decode.owned()) == PAGES
@@ -51,32 +47,44 @@ def test_an_exchange_swaps_owners_and_both_sides_learn_of_it(file):
 
 def test_pages_that_were_not_exchanged_stay(file):
     decode = join(file)
-    pages = offered(decode, decode.owned()[:4])
-    assert decode.settle(pages) == pages
+    pages = decode.owned()[:4]
+    assert decode.settle(pages, tag=TAG) == pages
 
 
-def test_what_an_earlier_owner_left_in_the_journal_does_not_count(file):
+def test_a_page_that_went_on_before_the_first_exchange_was_settled_does_not_confuse_it(file):
+    """Decode is slow: what it gave comes back to it in another hand-over before it looks at the first."""
     prefill, decode = join(file), join(file)
-    ours, theirs = prefill.owned()[:1], offered(decode, decode.owned()[:1])
-    prefill.exchange(ours, theirs, generation=decode.generation)
-    # Decode never settles. What it gave comes to serve on this side, is offered, and nothing comes of it.
-    prefill.settle(ours)
-    assert prefill.settle(offered(prefill, theirs)) == theirs
-    assert prefill.settle(theirs) == theirs
+    first, second = decode.owned()[:1], decode.owned()[1:2]
+    ours = prefill.owned()[:1]
+    prefill.exchange(ours, first, tag=1, generation=decode.generation)
+    prefill.exchange(prefill.settle(ours, tag=1), second, tag=2, generation=decode.generation)
+    assert decode.settle(second, tag=2) == first
+    assert decode.settle(first, tag=1) == ours
+    assert set(first + ours) < set(decode.owned())
+
+
+def test_an_exchange_whose_giver_is_killed_between_its_two_steps_is_finished_by_the_other(file):
+    prefill, decode = join(file), join(file)
+    ours, theirs = prefill.owned()[:2], decode.owned()[:2]
+    prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
+    # As if the second step had not been taken.
+    decode._owners[theirs] = decode.place
+    decode._under_way[prefill.place] = TAG
+    assert decode.settle(theirs, tag=TAG) == ours
+    assert set(theirs) < set(prefill.owned())
+    assert len(decode.owned()) == PAGES
 
 
 def test_a_second_round_with_the_same_pages_is_not_confused_by_the_first(file):
     prefill, decode = join(file), join(file)
-    ours, theirs = prefill.owned()[:2], offered(decode, decode.owned()[:2])
-    prefill.exchange(ours, theirs, generation=decode.generation)
-    now = decode.settle(theirs)
+    ours, theirs = prefill.owned()[:2], decode.owned()[:2]
+    prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
+    now = decode.settle(theirs, tag=TAG)
     # Announced again, and this time nothing comes of it.
-    decode.offer(now)
-    assert decode.settle(now) == now
+    assert decode.settle(now, tag=TAG) == now
     # And back.
-    decode.offer(now)
-    prefill.exchange(theirs, now, generation=decode.generation)
-    assert decode.settle(now) == theirs
+    prefill.exchange(theirs, now, tag=TAG, generation=decode.generation)
+    assert decode.settle(now, tag=TAG) == theirs
 
 
 def test_a_worker_that_is_gone_gets_nothing(file):
@@ -85,18 +93,18 @@ def test_a_worker_that_is_gone_gets_nothing(file):
     decode.close()
     successor = join(file)
     assert successor.owned()[:2] == theirs
-    assert not prefill.exchange(prefill.owned()[:2], theirs, generation=generation)
+    assert not prefill.exchange(prefill.owned()[:2], theirs, tag=TAG, generation=generation)
     assert len(prefill.owned()) == len(successor.owned()) == PAGES
 
 
 def test_a_successor_owns_what_its_predecessor_owned(file):
     prefill, decode = join(file), join(file)
-    prefill.exchange(prefill.owned()[:5], decode.owned()[:5], generation=decode.generation)
+    prefill.exchange(prefill.owned()[:5], decode.owned()[:5], tag=TAG, generation=decode.generation)
     owned = decode.owned()
     decode.close()
     successor = join(file)
     assert successor.owned() == owned
-    assert successor.settle(owned) == owned
+    assert successor.settle(owned, tag=TAG) == owned
 
 
 def test_a_killed_process_frees_its_place(file):
@@ -118,9 +126,9 @@ def test_a_killed_process_frees_its_place(file):
 def test_only_whats_ours_can_be_given_and_only_as_many_as_asked_for(file):
     prefill, decode = join(file), join(file)
     with pytest.raises(ValueError, match="not ours"):
-        prefill.exchange(decode.owned()[:1], decode.owned()[1:2], generation=decode.generation)
+        prefill.exchange(decode.owned()[:1], decode.owned()[1:2], tag=TAG, generation=decode.generation)
     with pytest.raises(ValueError, match="2 pages cannot be exchanged for 1"):
-        prefill.exchange(prefill.owned()[:2], decode.owned()[:1], generation=decode.generation)
+        prefill.exchange(prefill.owned()[:2], decode.owned()[:1], tag=TAG, generation=decode.generation)
 
 
 def test_a_pool_of_another_shape_is_refused_with_both_values(file):
@@ -156,11 +164,11 @@ def test_whatever_is_exchanged_each_page_has_one_owner_and_each_worker_as_many_a
         for giver, taker, count, restarts in steps:
             if giver == taker:
                 continue
-            ours, theirs = held[giver][:count], offered(workers[taker], held[taker][-count:])
-            assert workers[giver].exchange(ours, theirs, generation=workers[taker].generation)
+            ours, theirs = held[giver][:count], held[taker][-count:]
+            assert workers[giver].exchange(ours, theirs, tag=TAG, generation=workers[taker].generation)
             held[giver] = held[giver][count:] + theirs
-            workers[giver].settle(ours)
-            held[taker] = held[taker][:-count] + workers[taker].settle(theirs)
+            workers[giver].settle(ours, tag=TAG)
+            held[taker] = held[taker][:-count] + workers[taker].settle(theirs, tag=TAG)
             if restarts:
                 workers[taker].close()
                 workers[taker] = join(Path(f"/proc/self/fd/{fd}"))

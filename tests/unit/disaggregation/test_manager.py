@@ -730,6 +730,22 @@ def test_a_connection_that_breaks_half_way_fences_the_session_and_the_next_room_
     world.paired(room=2)
 
 
+def test_a_room_announced_through_a_lost_session_ends_on_both_sides_at_once():
+    world = World(step=True)
+    sender, _ = world.paired(1, (5, 6, 7))
+    late_sender, late_receiver = world.sender(2), world.receiver(2)
+    world.tick()
+    sender.send([1, 2, 3], is_last=False)
+    world.prefill.manager.tick()
+    session = world.network.busy_sessions()[0]
+    world.network.run_one(session)
+    world.network.break_session(session)
+    late_receiver.init([9], 2, num_tokens=PAGE_SIZE)
+    world.prefill.manager.tick()
+    world.tick()
+    assert (late_sender.poll(), late_receiver.poll()) == (KVPoll.FAILED, KVPoll.FAILED)
+
+
 def test_a_refused_write_fails_its_room_alone():
     world = World(step=True)
     (a, ra), (b, rb) = world.paired(1, (5,)), world.paired(2, (6,))
