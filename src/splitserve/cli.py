@@ -25,7 +25,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import USER_BACKENDS
+from splitserve.disaggregation.transports import USER_BACKENDS, missing
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
@@ -45,6 +45,10 @@ ModelArgument = Annotated[
 DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
+HandOverOption = Annotated[
+    bool,
+    typer.Option(help="With shm: workers compute in one KV pool, and pages change owner instead of being copied."),
+]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option(
@@ -71,6 +75,7 @@ def up(
         int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
     ] = 0,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    hand_over: HandOverOption = False,
     threads: ThreadsOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in each worker's KV pool.")] = None,
@@ -101,6 +106,7 @@ def up(
         threads=threads,
         worker_args=worker_args,
         cluster_token_file=cluster_token_file,
+        hand_over=hand_over,
         log_level=log_level,
     )
     raise typer.Exit(run_up(cluster, model))
@@ -136,6 +142,10 @@ def serve(
     threads: ThreadsOption = None,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV pool.")] = 16,
     max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in the KV pool.")] = None,
+    shared_pool: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compute in one pool with other workers of this host (backend shm)."),
+    ] = None,
     mem_fraction_static: Annotated[float, typer.Option(help="Of free memory, for the KV pool.")] = 0.15,
     disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
@@ -167,6 +177,7 @@ def serve(
             max_total_tokens=max_total_tokens,
             mem_fraction=mem_fraction_static,
             enable_prefix_cache=not disable_radix_cache,
+            shared_pool=None if shared_pool is None else str(shared_pool),
         ),
         scheduler=SchedulerConfig(
             chunked_prefill_size=chunked_prefill_size,
@@ -292,6 +303,7 @@ def verify(
     as_json: JsonOption = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    hand_over: HandOverOption = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each worker's model.")] = None,
 ) -> None:
     """Compare colocated and disaggregated output, token by token. Exit code 0: equal."""
@@ -304,6 +316,7 @@ def verify(
         prompts_file=prompts,
         max_tokens=max_tokens,
         transfer_backend=transfer_backend,
+        hand_over=hand_over,
         threads=threads,
     )
     raise typer.Exit(run_verify(options, as_json=as_json))
@@ -406,6 +419,8 @@ def _check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = D
 def _check_backend(backend: str, option: str) -> None:
     if backend not in USER_BACKENDS:
         raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(USER_BACKENDS)}")
+    if problem := missing(backend):
+        raise ConfigError(problem)
 
 
 def _check_worker(config: WorkerConfig) -> None:
@@ -413,7 +428,10 @@ def _check_worker(config: WorkerConfig) -> None:
     _check_dtype(config.model.dtype)
     _check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
     _check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
+    shares_pool = config.cache.shared_pool is not None
+    can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
     checks = (
+        ("--shared-pool", can_share or not shares_pool, "is for prefill and decode workers with the backend shm"),
         ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
         ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
         ("--page-size", config.cache.page_size >= 1, "must be at least 1"),

@@ -60,6 +60,7 @@ class LocalCluster:
 
     `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
     `worker_args` go to every worker's `splitserve serve`. `threads`: of each worker, None: the cores divided fairly.
+    `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
     `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
     """
 
@@ -77,6 +78,7 @@ class LocalCluster:
         threads: int | None = None,
         worker_args: Sequence[str] = (),
         cluster_token_file: Path | None = None,
+        hand_over: bool = False,
         log_level: str = "info",
     ) -> None:
         if (prefill > 0) != (decode > 0):
@@ -96,6 +98,11 @@ class LocalCluster:
         if self.threads < 1:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
+        if hand_over and backend != "shm":
+            raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")
+        self._hands_over = hand_over
+        # The file of the pool that prefill and decode workers share; -1: each has its own.
+        self._pool_fd = -1
         self._token_file = cluster_token_file
         self._folder: Path | None = None
         self._router: ChildProcess | None = None
@@ -110,6 +117,8 @@ class LocalCluster:
             self._folder = Path(tempfile.mkdtemp(prefix="splitserve-"))
             if self._token_file is None:
                 write_token_file(self._folder / _TOKEN_FILE)
+            if self._hands_over:
+                self._pool_fd = os.memfd_create("splitserve-pool", os.MFD_CLOEXEC)
             self.router_url = f"http://{reachable_host(self._host)}:{port_of(sock)}"
             args = [
                 "router",
@@ -137,6 +146,8 @@ class LocalCluster:
         args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
         if role is not DisaggregationMode.NULL:
             args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
+            if self._hands_over:
+                args += ["--shared-pool", f"/proc/{os.getpid()}/fd/{self._pool_fd}"]
         beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)
         if not beside:
             args += ["--router", self.router_url]
@@ -231,6 +242,9 @@ class LocalCluster:
             for child in self.children:
                 child.close()
             self._router, self._workers = None, []
+            if self._pool_fd >= 0:
+                os.close(self._pool_fd)
+                self._pool_fd = -1
             if self._folder is not None:
                 (self._folder / _TOKEN_FILE).unlink(missing_ok=True)
                 if not self._failed:

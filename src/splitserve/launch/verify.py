@@ -50,6 +50,8 @@ class VerifyOptions:
     # Of each answer, at most.
     max_tokens: int
     transfer_backend: str
+    # Pages change owner in one pool instead of being copied; with shm.
+    hand_over: bool
     # CPU threads of each worker; None: the cores divided fairly.
     threads: int | None
 
@@ -111,6 +113,7 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         null=1,
         dtype=options.dtype,
         backend=options.transfer_backend,
+        hand_over=options.hand_over,
         threads=options.threads,
         worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
     )

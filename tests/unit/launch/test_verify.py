@@ -14,7 +14,7 @@ from splitserve.launch.verify import Sides, VerifyOptions, compare_sides, run_ve
 from splitserve.launch.verify_compare import VerifyError
 
 OPTIONS = VerifyOptions(
-    model="m", dtype="float32", prompts_file=None, max_tokens=3, transfer_backend="tcp", threads=None
+    model="m", dtype="float32", prompts_file=None, max_tokens=3, transfer_backend="tcp", hand_over=False, threads=None
 )
 SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://p", "http://d"])
 
@@ -119,6 +119,6 @@ def test_a_refused_prompt_is_named_with_the_workers_reason():
 
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
-    options = VerifyOptions("m", "float32", None, 3, "pigeon", None)
+    options = VerifyOptions("m", "float32", None, 3, "pigeon", hand_over=False, threads=None)
     with pytest.raises(ConfigError, match="--transfer-backend 'pigeon'"):
         run_verify(options, as_json=True)
