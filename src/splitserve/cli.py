@@ -131,6 +131,9 @@ def serve(
         ),
     ] = 8998,
     disaggregation_transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    transfer_checksum: Annotated[
+        bool, typer.Option(help="Compare every prompt's KV cache end to end; enough on one side.")
+    ] = False,
     transfer_dtype: Annotated[
         str, typer.Option(help=f"Decode: dtype of the KV cache on its way here: auto, {', '.join(TRANSFER_DTYPES)}.")
     ] = "auto",
@@ -188,6 +191,7 @@ def serve(
             mode=disaggregation_mode,
             transfer_backend=disaggregation_transfer_backend,
             transfer_dtype=transfer_dtype,
+            transfer_checksum=transfer_checksum,
             host=disaggregation_host or peer_host,
             cluster_token=token,
             bootstrap_port=disaggregation_bootstrap_port,

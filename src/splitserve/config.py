@@ -71,6 +71,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster_token: ClusterToken = ClusterToken()
     # Prefill: port of the bootstrap server, 0: any free one.
     bootstrap_port: int = 8998
+    # Compare every room's KV end to end.
+    transfer_checksum: bool = False
     # Deadlines, seconds.
     bootstrap_timeout: float = 300.0
     transfer_timeout: float = 300.0

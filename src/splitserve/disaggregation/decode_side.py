@@ -151,7 +151,7 @@ class DecodeSide:
         if status.failure is not None:
             receiver.fail(status.failure.to_error(receiver.key))
         elif receiver.poll() is KVPoll.TRANSFERRING:
-            receiver.complete()
+            receiver.complete(status.checksum)
         receiver.settled = True
 
     def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> KVReceiver | None:

@@ -19,6 +19,7 @@ from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
 from splitserve.disaggregation.arrival import Arrivals
+from splitserve.disaggregation.checksum import Checksums
 from splitserve.disaggregation.decode_side import DecodeSide
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVReceiver, FakeKVSender
 from splitserve.disaggregation.mail import ControlChannel, Mailbox
@@ -64,6 +65,7 @@ class KVManager:
         directory: Directory | None = None,
         staging: Staging | None = None,
         arrivals: Arrivals | None = None,
+        checksums: Checksums | None = None,
         shared: SharedPages | None = None,
         limits: Limits | None = None,
         epoch: int | None = None,
@@ -81,6 +83,7 @@ class KVManager:
             config=config,
             staging=staging,
             arrivals=arrivals,
+            checksums=checksums,
             shared=shared,
             limits=limits or Limits(),
             lock=self.lock,

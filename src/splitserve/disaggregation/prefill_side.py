@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from splitserve.core.request import RoomKey
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.sender import DecodePeer, KVSender
@@ -191,9 +193,7 @@ class PrefillSide:
         """TransferInfo of a room that is not open: its request is still to come, or has been and gone."""
         closed, early = self._closed.get(info.key), self._early.get(info.key)
         if closed is not None and closed.attempt in (None, info.attempt):
-            failure = closed.verdict.failure
-            status = TransferStatus(key=info.key, attempt=info.attempt, stats=closed.verdict.stats, failure=failure)
-            self._context.mailbox.reply(mail, status)
+            self._context.mailbox.reply(mail, msgspec.structs.replace(closed.verdict, attempt=info.attempt))
         elif early is not None and isinstance(early.word, AbortRoom) and early.word.attempt == info.attempt:
             status = TransferStatus(key=info.key, attempt=info.attempt, failure=early.word.cause)
             self._context.mailbox.reply(mail, status)
@@ -309,7 +309,9 @@ class PrefillSide:
 
     def _verdict(self, sender: KVSender, attempt: int) -> TransferStatus:
         failure = Cause.of(sender.failure()) if sender.poll() is KVPoll.FAILED else None
-        return TransferStatus(key=sender.key, attempt=attempt, stats=sender.stats(), failure=failure)
+        return TransferStatus(
+            key=sender.key, attempt=attempt, stats=sender.stats(), failure=failure, checksum=sender.checksum
+        )
 
     def _refuse(self, mail: Mail, info: TransferInfo, error: SplitserveError) -> None:
         status = TransferStatus(key=info.key, attempt=info.attempt, failure=Cause.of(error))

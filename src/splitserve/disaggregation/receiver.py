@@ -16,7 +16,7 @@ from splitserve.core.request import BootstrapInfo
 from splitserve.disaggregation.peers import PrefillPeer
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
-from splitserve.errors import SplitserveError
+from splitserve.errors import KVTransferError, SplitserveError
 
 
 class ReceiverHost(Protocol):
@@ -58,11 +58,27 @@ class KVReceiver(Room):
             self._host.announce(self, self._pages, metadata_index, num_tokens)
         self.context.wake()
 
-    def complete(self) -> None:
+    def complete(self, checksum: int | None) -> None:
         """All bytes are in place, and nobody writes any more. For DecodeSide, under the lock."""
+        if checksum is not None and (error := self._checksum_error(checksum)):
+            self.fail(error)
+            return
         if self.context.arrivals is not None:
             self.context.arrivals.widen(self._pages, self._num_tokens)
         self.advance(KVEvent.COMPLETED)
+
+    def _checksum_error(self, expected: int) -> KVTransferError | None:
+        checksums, info = self.context.checksums, self.peer.info
+        if checksums is None or info is None:
+            return None
+        found = checksums.of(self._pages, range(self._num_tokens), self._num_tokens, info.args.layout.page_size)
+        if found == expected:
+            return None
+        return KVTransferError(
+            self.key.room,
+            f"the KV cache of room {self.key} of request {self.rid} arrived damaged: checksum {found:016x} against "
+            f"{expected:016x}: send the request again, and look at the network and the memory of both hosts",
+        )
 
     def abort(self, reason: str, *, status_code: int = 499) -> None:
         with self.context.lock:

@@ -14,6 +14,7 @@ from splitserve.clock import Clock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import RoomKey
 from splitserve.disaggregation.arrival import Arrivals
+from splitserve.disaggregation.checksum import Checksums
 from splitserve.disaggregation.mail import Mailbox
 from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.state import KVEvent, KVPoll, advance
@@ -49,6 +50,8 @@ class Context:
     staging: Staging | None
     # Decode: widens what travelled in a narrower dtype; None: nothing does.
     arrivals: Arrivals | None
+    # Of rooms in our pool; None: the CPU cannot read it.
+    checksums: Checksums | None
     # Where pages can be exchanged with workers that compute in the same pool; None: ours is our own.
     shared: SharedPages | None
     limits: Limits

@@ -76,6 +76,8 @@ class KVSender(Room):
         self._last_sent = False
         self._chunks: deque[_Chunk] = deque()
         self._outgoing = Outgoing(context.transport, context.staging)
+        # Of what was sent so far; None where it is not asked for.
+        self.checksum: int | None = None
         self._first_send_at = self._last_send_at = 0.0
         self._stats: TransferStats | None = None
 
@@ -216,8 +218,17 @@ class KVSender(Room):
             pack_below=PACK_BELOW if self.context.staging else 0,
         )
         self._outgoing.add(tokens)
+        self._add_to_checksum(range(start, stop), peer)
         if chunk.metadata_index is not None:
             self._outgoing.add(self._metadata_row(chunk.metadata_index, peer))
+
+    def _add_to_checksum(self, tokens: range, peer: DecodePeer) -> None:
+        assert self.info is not None
+        checksums = self.context.checksums
+        if checksums is None or not self.context.args.checksums(peer.args):
+            return
+        part = checksums.of(self._pages, tokens, self.info.num_tokens, peer.args.layout.page_size)
+        self.checksum = ((self.checksum or 0) + part) % (1 << 64)
 
     def _metadata_row(self, index: int, peer: DecodePeer) -> Plan:
         assert self.info is not None

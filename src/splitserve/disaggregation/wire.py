@@ -24,6 +24,7 @@ import msgspec
 
 from splitserve.core.layout import KVLayout
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.checksum import can_compare
 from splitserve.disaggregation.convert import is_convertible, travels_as
 from splitserve.disaggregation.pairing import sources_of
 from splitserve.disaggregation.transports.base import PeerAddress
@@ -74,6 +75,9 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     # The pool of several workers of one host that this one computes in, and its instance there; "": a pool of its own.
     shared_pool: str = ""
     generation: int = 0
+    # Every room's KV is to be compared end to end (`checksum.py`); the pool is such that it can be.
+    wants_checksum: bool = False
+    can_checksum: bool = False
 
     def difference(self, target: KVArgs) -> str | None:
         """Why this prefill rank cannot hand over to the decode rank `target`, naming both values; None where it can.
@@ -98,6 +102,19 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
             b = travels_as(target.layout.components[pair.dst].dtype, target.transfer_dtype)
             if a != b and not (self.can_convert and is_convertible(a, b)):
                 return f"KV dtype {a} against {b}, which this prefill cannot convert to: give both the same --dtype"
+        return self._checksum_difference(target)
+
+    def checksums(self, other: KVArgs) -> bool:
+        """Whether rooms between the two are compared end to end: where one of them wants it."""
+        return self.wants_checksum or other.wants_checksum
+
+    def _checksum_difference(self, target: KVArgs) -> str | None:
+        if not self.checksums(target):
+            return None
+        if not (self.can_checksum and target.can_checksum):
+            return "--transfer-checksum needs KV pools that the CPU can read on both sides"
+        if target.transfer_dtype is not None or not can_compare(self.layout, target.layout):
+            return "--transfer-checksum needs the same KV layout and dtype on both sides, and --transfer-dtype auto"
         return None
 
 
@@ -168,12 +185,16 @@ class AbortRoom(Body, frozen=True):
 
 
 class TransferStatus(Body, frozen=True):
-    """Success where `failure` is None; then `stats` is set. Either way nothing is written for the room any more."""
+    """Success where `failure` is None; then `stats` is set. Either way nothing is written for the room any more.
+
+    `checksum` is that of the KV as prefill read it; None where neither side asked for one, or no byte was copied.
+    """
 
     key: RoomKey
     attempt: int
     stats: TransferStats | None = None
     failure: Cause | None = None
+    checksum: int | None = None
 
 
 class Ping(Body, frozen=True):

@@ -10,6 +10,7 @@ from splitserve.clock import SystemClock
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.arrival import Arrivals
+from splitserve.disaggregation.checksum import Checksums
 from splitserve.disaggregation.control import ManagerThread, ZmqChannel
 from splitserve.disaggregation.directory import HttpDirectory, register_rank
 from splitserve.disaggregation.kit import HandOverKit
@@ -65,6 +66,7 @@ def open_hand_over(
         directory=directory,
         staging=staging,
         arrivals=arrivals,
+        checksums=Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None,
         shared=engine.shared,
         wake=waker.wake,
     )
@@ -76,9 +78,13 @@ def open_hand_over(
     return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
+def _is_on_cpu(engine: BuiltEngine) -> bool:
+    return engine.pool.device.type == "cpu"
+
+
 def _staging(config: DisaggregationConfig, engine: BuiltEngine) -> Staging | None:
     """Where a prefill packs and converts KV: only what the CPU can read."""
-    if config.mode is not DisaggregationMode.PREFILL or engine.pool.device.type != "cpu":
+    if config.mode is not DisaggregationMode.PREFILL or not _is_on_cpu(engine):
         return None
     shareable = needs_shareable_memory(config.transfer_backend)
     return Staging(engine.regions, len(engine.regions) + 1, shareable=shareable)
@@ -88,7 +94,7 @@ def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | N
     """What widens the KV cache at its end of the way. Raises ConfigError where the CPU cannot read the pool."""
     if config.mode is not DisaggregationMode.DECODE or config.transfer_dtype == "auto":
         return None
-    if engine.pool.device.type != "cpu":
+    if not _is_on_cpu(engine):
         raise ConfigError(
             f"--transfer-dtype {config.transfer_dtype} needs a KV pool on the CPU, and this one is on "
             f"{engine.pool.device}: leave it at auto"
@@ -106,6 +112,8 @@ def _kv_args(
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
         can_convert=can_convert,
+        wants_checksum=config.transfer_checksum,
+        can_checksum=_is_on_cpu(engine),
         shared_pool=engine.shared.identity if engine.shared else "",
         generation=engine.shared.generation if engine.shared else 0,
         transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,

@@ -13,6 +13,7 @@ from splitserve.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.arrival import Arrivals
+from splitserve.disaggregation.checksum import Checksums
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
@@ -77,6 +78,7 @@ class Worker:
             args=KVArgs(
                 **{
                     "backend": "fake",
+                    "can_checksum": True,
                     "model": "tiny",
                     "layout": self.layout,
                     "metadata_row_bytes": self.metadata.row_bytes,
@@ -91,6 +93,7 @@ class Worker:
             directory=world.book if role is DisaggregationMode.DECODE else None,
             staging=self.staging,
             arrivals=Arrivals(self.layout, pool_regions, transfer_dtype) if transfer_dtype else None,
+            checksums=Checksums(self.layout, pool_regions),
             limits=limits,
             epoch=epoch,
         )
