@@ -23,6 +23,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
+from splitserve.bench.extras import measure_extras
 from splitserve.bench.limits import LIMITS, Measure
 from splitserve.bench.machine import check_writable, describe_machine
 from splitserve.bench.stats import median, percentile
@@ -63,6 +64,8 @@ def run_transfer_bench(options: TransferBenchOptions) -> int:
     backends = list(_choose(options.backends, console))
     plan = QUICK if options.quick else FULL
     figures = [f for backend in backends for f in measure_backend(backend, plan, console)]
+    if not options.backends:
+        figures += measure_extras(plan)
     report = TransferReport(_command(options), describe_machine(), plan.runs, figures)
     if options.as_json:
         sys.stdout.write(json.dumps(report.as_list()) + "\n")

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from splitserve.errors import ConfigError, WorkerUnavailableError
 
@@ -49,6 +50,9 @@ _LOCK_TIMEOUT = 10.0
 _FLOCK = struct.Struct("hhqqi4x")
 
 
+_Pages = NDArray[np.int64]
+
+
 class SharedPages:
     """A worker's view of the pool's table. Close it when the worker is done: its place is free then.
 
@@ -65,7 +69,7 @@ class SharedPages:
                 f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
             ) from None
         # By tag, what we got for the pages we gave; until we settle.
-        self._received: dict[int, dict[int, int]] = {}
+        self._received: dict[int, tuple[_Pages, _Pages]] = {}
         # The lock belongs to the open file, which all our threads share.
         self._threads = threading.Lock()
         try:
@@ -126,21 +130,20 @@ class SharedPages:
             self._owners[a] = receiver
             self._owners[b] = self.place
             self._under_way[self.place] = 0
-            self._received[tag] = dict(zip(ours, theirs, strict=True))
+            self._received[tag] = (a, b)
         return True
 
     def settle(self, pages: Sequence[int], *, tag: int) -> list[int]:
         """What we own in place of pages that we gave or announced. When nobody can exchange them any more."""
         if (received := self._received.pop(tag, None)) is not None:
-            return [received.get(page, page) for page in pages]
+            return _exchanged(pages, *received)
         given = np.flatnonzero((self._tags == tag) & (self._owners == self.place))
         self._tags[given] = 0
-        for_ours = self._given_for[given]
+        for_ours = self._given_for[given].astype(np.int64)
         # Killed between the two steps: the page goes to the giver's place, for whoever takes that next.
         unfinished = self._under_way[self._givers[given]] == tag
         self._owners[for_ours[unfinished]] = self._givers[given[unfinished]]
-        now = dict(zip(for_ours.tolist(), given.tolist(), strict=True))
-        return [now.get(page, page) for page in pages]
+        return _exchanged(pages, for_ours, given)
 
     def close(self) -> None:
         """Free our place. Idempotent."""
@@ -216,6 +219,18 @@ class SharedPages:
                 yield
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _exchanged(pages: Sequence[int], old: _Pages, new: _Pages) -> list[int]:
+    """`pages` with each that is in `old` replaced by what stands in its place in `new`."""
+    if not len(old):
+        return list(pages)
+    order = np.argsort(old)
+    held = np.asarray(pages, dtype=np.int64)
+    places = np.minimum(np.searchsorted(old, held, sorter=order), len(old) - 1)
+    found = order[places]
+    now: list[int] = np.where(old[found] == held, new[found], held).tolist()
+    return now
 
 
 def _lock_of(kind: int, place: int) -> bytes:
