@@ -131,6 +131,10 @@ def serve(
         ),
     ] = 8998,
     disaggregation_transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    transfer_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Backend's own setting, repeatable: mooncake takes protocol, device."),
+    ] = None,
     transfer_checksum: Annotated[
         bool, typer.Option(help="Compare every prompt's KV cache end to end; enough on one side.")
     ] = False,
@@ -192,6 +196,7 @@ def serve(
             transfer_backend=disaggregation_transfer_backend,
             transfer_dtype=transfer_dtype,
             transfer_checksum=transfer_checksum,
+            transfer_options=_named_values(transfer_option or (), "--transfer-option"),
             host=disaggregation_host or peer_host,
             cluster_token=token,
             bootstrap_port=disaggregation_bootstrap_port,
@@ -452,6 +457,17 @@ def _check_worker(config: WorkerConfig) -> None:
     for option, ok, rule in checks:
         if not ok:
             raise ConfigError(f"{option} {rule}")
+
+
+def _named_values(words: Sequence[str], option: str) -> dict[str, str]:
+    """Of NAME=VALUE each. Raises ConfigError."""
+    values = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"{option} {word!r}: give NAME=VALUE")
+        values[name] = value
+    return values
 
 
 def _is_positive(value: int | None) -> bool:

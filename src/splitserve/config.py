@@ -71,6 +71,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster_token: ClusterToken = ClusterToken()
     # Prefill: port of the bootstrap server, 0: any free one.
     bootstrap_port: int = 8998
+    # The backend's own settings, by name.
+    transfer_options: dict[str, str] = {}
     # Compare every room's KV end to end.
     transfer_checksum: bool = False
     # Deadlines, seconds.

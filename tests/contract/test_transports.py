@@ -518,6 +518,11 @@ def test_a_broken_connection_is_made_anew_for_the_next_write(tcp):
     assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.DONE
 
 
+def test_an_unknown_option_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="'tcp' has no option 'device': it takes none"):
+        create_transport("tcp", TransportOptions(extra={"device": "mlx5_0"}))
+
+
 def test_an_unknown_backend_names_those_there_are():
     with pytest.raises(ConfigError, match="fake, tcp"):
         create_transport("carrier-pigeon", TransportOptions())

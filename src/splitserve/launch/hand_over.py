@@ -44,7 +44,9 @@ def open_hand_over(
     waker = Waker()
     closing.callback(waker.close)
     token = config.cluster_token.secret
-    options = TransportOptions(host=config.host, token=token, on_progress=waker.wake)
+    options = TransportOptions(
+        host=config.host, token=token, on_progress=waker.wake, extra=dict(config.transfer_options)
+    )
     transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
     staging, arrivals = _staging(config, engine), _arrivals(config, engine)

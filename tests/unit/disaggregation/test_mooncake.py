@@ -102,7 +102,7 @@ def test_an_engine_is_used_again_but_not_for_another_process_at_the_same_address
     ("extra", "said"),
     [
         ({"protocol": "pigeon"}, "tcp, rdma"),
-        ({"devices": "mlx5_0"}, "not devices"),
+        ({"devices": "mlx5_0"}, "it takes device, protocol"),
         ({"protocol": "rdma"}, "use protocol=tcp"),
     ],
 )

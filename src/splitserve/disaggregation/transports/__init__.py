@@ -56,6 +56,8 @@ class _Entry:
     # Module that must be there, and how it comes there; "" where nothing beyond our own requirements is needed.
     needs: str = ""
     hint: str = ""
+    # Names it takes in TransportOptions.extra.
+    options: frozenset[str] = frozenset()
     # Registered memory must lie where other processes can map it: shareable arenas.
     shareable: bool = False
     # What else is missing, and what to do.
@@ -68,12 +70,15 @@ _ENTRIES = {
     TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
     TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", shareable=True),
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
-    TransferBackend.NCCL: _Entry(f"{_HERE}.process_group", "nccl_transport", lacks=_missing_for_nccl),
+    TransferBackend.NCCL: _Entry(
+        f"{_HERE}.process_group", "nccl_transport", options=frozenset({"device"}), lacks=_missing_for_nccl
+    ),
     TransferBackend.MOONCAKE: _Entry(
         f"{_HERE}.mooncake",
         "mooncake_transport",
         "mooncake",
         "pip install 'splitserve[mooncake]' (it links to libibverbs: on Debian, apt-get install libibverbs1)",
+        options=frozenset({"protocol", "device"}),
     ),
     TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl_cu12", "pip install 'splitserve[nixl]'"),
 }
@@ -106,6 +111,9 @@ def create_transport(backend: str, options: TransportOptions) -> Transport:
     if problem := missing(backend):
         raise ConfigError(problem)
     entry = _ENTRIES[TransferBackend(backend)]
+    if unknown := set(options.extra) - entry.options:
+        known = ", ".join(sorted(entry.options)) or "none"
+        raise ConfigError(f"the transfer backend {backend!r} has no option {min(unknown)!r}: it takes {known}")
     try:
         factory: Callable[[TransportOptions], Transport] = getattr(importlib.import_module(entry.module), entry.factory)
     except ImportError as error:

@@ -49,7 +49,6 @@ from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decod
 from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.staging import Pieces, Staging
-from splitserve.errors import ConfigError
 
 MAGIC = b"MOON"
 MAX_TEXT_BYTES = 4096
@@ -83,8 +82,6 @@ class Welcome(msgspec.Struct, frozen=True):
 
 def mooncake_transport(options: TransportOptions) -> SessionTransport:
     """Options: protocol (tcp, rdma) and device (names of RDMA devices, by commas). Raises ConfigError."""
-    if unknown := set(options.extra) - {"protocol", "device"}:
-        raise ConfigError(f"mooncake knows the options protocol and device, not {', '.join(sorted(unknown))}")
     return SessionTransport(MooncakeBackend(options), options)
 
 
