@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from splitserve.disaggregation.transports import missing
+
 pytestmark = pytest.mark.process
 
 
@@ -15,10 +17,16 @@ def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_verify_proves_equality_for_scripts(tmp_path):
+@pytest.mark.parametrize(
+    "transport", [["tcp"], ["shm"], ["shm", "--hand-over"], ["gloo"], ["mooncake"], ["nixl"]], ids=" ".join
+)
+def test_verify_proves_equality_over_every_transport(tmp_path, transport):
+    if problem := missing(transport[0]):
+        pytest.skip(problem)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "The capital of France is"}\n{"input_ids": [19556, 28]}\n"One, two, three,"\n')
-    done = splitserve("verify", "smollm2", "--prompts", str(prompts), "--max-tokens", "4", "--threads", "1", "--json")
+    options = ["--prompts", str(prompts), "--max-tokens", "4", "--threads", "1", "--json"]
+    done = splitserve("verify", "smollm2", "--transfer-backend", *transport, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["equal"], report["prompts"], report["mismatches"]) == (True, 3, [])
