@@ -36,7 +36,7 @@ system-packages:
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "Installing$$missing"; apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; \
 	else \
-	  echo "Missing Debian packages:$$missing. Tests of the transfer backends that need them will fail; as root: make system-packages"; \
+	  echo "Missing Debian packages:$$missing. Tests of the transfer backends that need them are skipped; as root: make system-packages"; \
 	fi
 
 demo: setup

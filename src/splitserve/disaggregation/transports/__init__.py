@@ -49,6 +49,15 @@ def _missing_for_nccl() -> str | None:
     return None
 
 
+def _missing_for_mooncake() -> str | None:
+    for library, package in (("ibverbs.so.1", "ibverbs1"), ("numa.so.1", "numa1"), ("curl.so.4", "curl4")):
+        try:
+            ctypes.CDLL(f"lib{library}")
+        except OSError:
+            return f"the system library lib{library}: on Debian, apt-get install lib{package}"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     module: str
@@ -77,8 +86,9 @@ _ENTRIES = {
         f"{_HERE}.mooncake",
         "mooncake_transport",
         "mooncake",
-        "pip install 'splitserve[mooncake]' (it links to libibverbs: on Debian, apt-get install libibverbs1)",
+        "pip install 'splitserve[mooncake]'",
         options=frozenset({"protocol", "device"}),
+        lacks=_missing_for_mooncake,
     ),
     TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl_cu12", "pip install 'splitserve[nixl]'"),
 }
