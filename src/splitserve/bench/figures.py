@@ -7,10 +7,7 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from rich.console import Console
 
 from splitserve.bench.jobs import FULL, QUICK, Plan
 from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
+from splitserve.bench.publish import publish
 from splitserve.bench.report import Report, SystemFigures
 from splitserve.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.bench.systems import ServedSystem, System, TransformersSystem
@@ -58,14 +56,7 @@ def run_bench(options: BenchOptions) -> int:
         machine=machine,
         systems=measure(systems, plan, Tokenizer.load(folder), console),
     )
-    if options.as_json:
-        sys.stdout.write(json.dumps(report.as_object()) + "\n")
-    else:
-        Console().print(report.table())
-    if options.append_to is not None:
-        with options.append_to.open("a", encoding="utf-8") as log:
-            log.write(report.markdown(datetime.date.today()))
-        console.print(f"appended to {options.append_to}", highlight=False)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 0
 
 

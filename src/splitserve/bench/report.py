@@ -36,7 +36,7 @@ class Report:
     # Each measured in the same way, in the same order.
     systems: Sequence[SystemFigures]
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For JSON. Seconds and tokens/s."""
         return asdict(self)
 

@@ -9,10 +9,7 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +21,7 @@ from rich.console import Console
 from splitserve.bench.jobs import Job, PromptMaker
 from splitserve.bench.load import LoadError
 from splitserve.bench.machine import check_writable, describe_machine
+from splitserve.bench.publish import publish
 from splitserve.bench.serve_report import ServeFigures, ServeReport
 from splitserve.bench.stats import StreamRecord, TtftFigures
 from splitserve.bench.systems import READY_TIMEOUT, ServedSystem
@@ -73,14 +71,7 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
     for chunk in CHUNK_SIZES:
         figures += _measure_chunk(options, backends, chunk, prompts, console)
     report = ServeReport(options.model, options.dtype, _command(options), describe_machine(), figures)
-    if options.as_json:
-        sys.stdout.write(json.dumps(report.as_list()) + "\n")
-    else:
-        Console().print(report.table())
-    if options.append_to is not None:
-        with options.append_to.open("a", encoding="utf-8") as log:
-            log.write(report.markdown(datetime.date.today()))
-        console.print(f"appended to {options.append_to}", highlight=False)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 0
 
 

@@ -97,7 +97,7 @@ class ServeReport:
     machine: dict[str, str]
     figures: Sequence[ServeFigures]
 
-    def as_list(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, Any]]:
         """For JSON: an object a system and chunk size. Seconds, bytes."""
         return [asdict(f) for f in self.figures]
 

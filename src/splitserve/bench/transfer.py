@@ -10,10 +10,7 @@ What a transport does and how it is compared is not known here: see `transports/
 
 from __future__ import annotations
 
-import datetime
-import json
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from rich.console import Console
 from splitserve.bench.extras import measure_extras
 from splitserve.bench.limits import LIMITS, Measure
 from splitserve.bench.machine import check_writable, describe_machine
+from splitserve.bench.publish import publish
 from splitserve.bench.stats import median, percentile
 from splitserve.bench.transfer_plan import FULL, GIB, QUICK, Case, TransferPlan, copies_of, fits, latency_writes
 from splitserve.bench.transfer_plan import writes_a_run as writes_of
@@ -67,14 +65,7 @@ def run_transfer_bench(options: TransferBenchOptions) -> int:
     if not options.backends:
         figures += measure_extras(plan)
     report = TransferReport(_command(options), describe_machine(), plan.runs, figures)
-    if options.as_json:
-        sys.stdout.write(json.dumps(report.as_list()) + "\n")
-    else:
-        Console().print(report.table())
-    if options.append_to is not None:
-        with options.append_to.open("a", encoding="utf-8") as log:
-            log.write(report.markdown(datetime.date.today()))
-        console.print(f"appended to {options.append_to}", highlight=False)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 0
 
 

@@ -106,7 +106,7 @@ class TransferReport:
     runs: int
     figures: Sequence[TransferFigures]
 
-    def as_list(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, Any]]:
         """For JSON: an object a case."""
         return [asdict(f) for f in self.figures]
 

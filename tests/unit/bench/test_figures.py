@@ -86,7 +86,7 @@ def test_the_markdown_section_is_dated_and_says_how_to_repeat_it(report):
 
 
 def test_the_json_form_holds_everything(report):
-    found = json.loads(json.dumps(report.as_object()))
+    found = json.loads(json.dumps(report.to_json()))
     assert [s["name"] for s in found["systems"]] == ["fast", "slow"]
     assert found["systems"][0]["ttft"][0]["num_prompt_tokens"] == 16
 

@@ -60,7 +60,7 @@ def test_the_report_has_a_row_a_system_and_chunk_size(report):
     lines = [line for line in section.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert lines[-1] == "| 512 | tcp | 2,100 (2,000-2,200) | 1.050 | 1000.0 | 2000.0 | 0.50 | 200.0 | 90% |"
-    found = json.loads(json.dumps(report.as_list()))
+    found = json.loads(json.dumps(report.to_json()))
     assert [(entry["system"], entry["chunk_tokens"]) for entry in found] == [("colocated", 512), ("tcp", 512)]
 
 

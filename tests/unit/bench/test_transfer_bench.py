@@ -61,7 +61,7 @@ def test_figures_are_set_against_the_limit():
 
 def test_the_json_form_is_a_list_of_cases():
     report = TransferReport("c", {}, 5, [figures(Case(4 * KIB, MIB, scattered=s)) for s in (True, False)])
-    found = json.loads(json.dumps(report.as_list()))
+    found = json.loads(json.dumps(report.to_json()))
     assert [set(entry) for entry in found] == [KEYS, KEYS]
     assert [entry["scattered"] for entry in found] == [True, False]
 
