@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
+from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import iovec, sockets
 from splitserve.disaggregation.transports.base import TransportOptions
-from splitserve.disaggregation.transports.door import GRACE_SECONDS
+from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
-from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.disaggregation.transports.memory import Memory, decode_regions, encode_regions
+from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
 from splitserve.disaggregation.transports.sockets import Deadline
+
+# Of a write that goes in one frame.
+PART_BYTES = 8 << 20
 
 
 def tcp_transport(options: TransportOptions) -> SessionTransport:
@@ -40,25 +46,40 @@ class TcpBackend:
         return TcpIncoming(self._memory)
 
     def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> TcpOutgoing:
-        return TcpOutgoing(sock, self._memory)
+        try:
+            return TcpOutgoing(sock, self._memory, Memory(decode_regions(welcome)))
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 class TcpOutgoing:
-    def __init__(self, sock: socket.socket, memory: Memory) -> None:
+    def __init__(self, sock: socket.socket, memory: Memory, theirs: Memory) -> None:
         self._socket = sock
         self._memory = memory
+        # Lengths alone: where the receiver's regions lie is its own business.
+        self._theirs = theirs
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        # Here as well as there: once the first part has landed, it would be too late.
+        if error := self._theirs.target_error(copies):
+            raise WriteRefused(error)
+        # The receiver prepares for a part while the one before is under way.
+        parts = list(_parts(copies))
+        for part in parts:
+            self._send(ticket_id, part, deadline)
+        for _ in parts:
+            receive_reply(self._socket, ticket_id, deadline)
+
+    def _send(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         head = write_frame(ticket_id, copies)
         # Both of dtype uint64: an array of anything else would turn the addresses into floats.
         addresses = np.append(np.uint64(head.ctypes.data), self._memory.sources(copies))
         lengths = np.append(np.uint64(head.nbytes), copies["length"])
         sockets.set_send_timeout(self._socket, deadline.remaining())
         iovec.send_all(self._socket, iovec.iovec_table(addresses, lengths))
-        receive_reply(self._socket, ticket_id, deadline)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -75,7 +96,7 @@ class TcpIncoming:
         self._memory = memory
 
     def welcome(self) -> bytes:
-        return b""
+        return encode_regions([Region(0, region.length) for region in self._memory.regions])
 
     def serve(self, sock: socket.socket) -> None:
         while self._receive_write(sock):
@@ -99,6 +120,17 @@ class TcpIncoming:
         iovec.receive_all(sock, iovec.iovec_table(self._memory.targets(frame.targets), frame.targets["length"]))
         send_reply(sock, frame.ticket_id)
         return True
+
+
+def _parts(copies: Copies) -> Iterator[Copies]:
+    """The same copies, as frames of about PART_BYTES; at least one."""
+    ends = np.cumsum(copies["length"])
+    first = 0
+    while first < len(copies) or first == 0:
+        start = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, start + PART_BYTES, side="right")))
+        yield copies[first:stop]
+        first = stop
 
 
 def _discard(sock: socket.socket, length: int) -> None:
