@@ -61,6 +61,9 @@ class WorkerMetrics:
             "request_queue_time_seconds", "Scheduler's receipt to first scheduling, seconds.", _SLOW
         )
         self._kv_bytes = self._histogram("kv_transfer_bytes", "KV cache handed over by one request, bytes.", _BYTES)
+        self._kv_writes = self._histogram(
+            "kv_transfer_bytes_per_write", "Mean length of the pieces a hand-over went in, bytes.", _BYTES
+        )
         self._kv_seconds = self._histogram(
             "kv_transfer_latency_seconds", "First write to proof of the last in a hand-over, seconds.", _FAST
         )
@@ -100,6 +103,8 @@ class WorkerMetrics:
             self._queue.observe(min(scheduled))
         if transfer is not None:
             self._kv_bytes.observe(transfer.num_bytes)
+            if transfer.num_writes:
+                self._kv_writes.observe(transfer.num_bytes / transfer.num_writes)
             self._kv_seconds.observe(transfer.seconds)
             self._kv_exposed.observe(transfer.exposed_seconds)
             self._kv_speed.observe(gb_per_s(transfer))

@@ -134,6 +134,8 @@ def answer_object(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str,
     if answer.transfer is not None:
         meta["kv_transfer"] = {
             "bytes": answer.transfer.num_bytes,
+            "writes": answer.transfer.num_writes,
+            "pages_exchanged": answer.transfer.num_pages_exchanged,
             "seconds": answer.transfer.seconds,
             "exposed_seconds": answer.transfer.exposed_seconds,
             "gb_per_s": gb_per_s(answer.transfer),

@@ -205,6 +205,8 @@ async def test_a_prefill_worker_answers_with_one_token_and_its_transfer(start_wo
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
         assert answer["meta_info"]["kv_transfer"] == {
             "bytes": 2 * 10**9,
+            "writes": 0,
+            "pages_exchanged": 0,
             "seconds": 0.5,
             "exposed_seconds": 0.1,
             "gb_per_s": 4.0,
