@@ -5,7 +5,6 @@ Nothing has a name in the file system, so nothing is left behind when a process 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -41,10 +40,6 @@ class Arena:
         self.num_bytes = num_bytes
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self._fd < 0 else mmap.MAP_SHARED
         self._memory = mmap.mmap(self._fd, size, flags=kind)
-        if self._fd < 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-            # Scattered pages of 4 KiB cost an address translation each otherwise. A kernel without them says EINVAL.
-            with contextlib.suppress(OSError):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = memoryview(self._memory)[:num_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
