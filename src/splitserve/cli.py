@@ -25,7 +25,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import USER_BACKENDS, missing
+from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
@@ -130,7 +130,10 @@ def serve(
             help="Prefill: port of its bootstrap server, 0: any free one. Decode: used where a request names none."
         ),
     ] = 8998,
-    disaggregation_transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    disaggregation_transfer_backend: Annotated[
+        str,
+        typer.Option("--disaggregation-transfer-backend", "--transfer-backend", help="How the KV cache travels."),
+    ] = "tcp",
     transfer_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Backend's own setting, repeatable: mooncake takes protocol, device."),
@@ -436,10 +439,17 @@ def _check_worker(config: WorkerConfig) -> None:
     """Raises ConfigError naming the first option that is out of range."""
     _check_dtype(config.model.dtype)
     _check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
+    check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
     _check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
+    narrows, is_decode = config.disaggregation.transfer_dtype != "auto", config.disaggregation.mode == "decode"
     shares_pool = config.cache.shared_pool is not None
     can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
     checks = (
+        (
+            "--transfer-dtype",
+            is_decode or not narrows,
+            "is for decode workers, which say how the KV cache reaches them",
+        ),
         ("--shared-pool", can_share or not shares_pool, "is for prefill and decode workers with the backend shm"),
         ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
         ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),

@@ -72,7 +72,7 @@ def run_transfer_bench(options: TransferBenchOptions) -> int:
 def _choose(named: Sequence[str], console: Console) -> Iterator[str]:
     for backend in named or LIMITS:
         if backend not in LIMITS:
-            raise ConfigError(f"--backend {backend!r}: choose one of {', '.join(LIMITS)}")
+            raise ConfigError(f"--backend {backend!r}: choose one of {', '.join(LIMITS)}, which move memory of the CPU")
         problem = missing(backend)
         if problem is None:
             yield backend

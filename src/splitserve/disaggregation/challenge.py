@@ -20,7 +20,7 @@ from collections import OrderedDict
 
 from splitserve.clock import Clock
 
-TOKENS_DIFFER = "the cluster tokens differ: start all workers with the same --cluster-token-file"
+TOKENS_DIFFER = "the cluster tokens differ, or one side has none: start all workers with the same --cluster-token-file"
 # Nonces that wait for their request: more than a flood of strangers gets answered while a member's request travels.
 MAX_OUTSTANDING = 65_536
 LIFETIME_SECONDS = 30.0

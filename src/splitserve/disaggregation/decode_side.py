@@ -9,6 +9,7 @@ for it again, and find its successor without anybody restarting.
 from __future__ import annotations
 
 import itertools
+import logging
 
 from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.disaggregation.backoff import Backoff
@@ -39,6 +40,8 @@ from splitserve.errors import (
     SplitserveError,
     WorkerUnavailableError,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeSide:
@@ -196,6 +199,7 @@ class DecodeSide:
             case LookupFailure(message=message, is_definitive=definitive):
                 del self._peers[peer.address]
                 error = WorkerUnavailableError(f"{peer} was not found: {message}")
+                logger.warning("%s", error.message)
                 self._release_rooms(peer, error, again=not definitive)
             case None:
                 pass
@@ -261,6 +265,7 @@ class DecodeSide:
 
     def _reject(self, peer: PrefillPeer, why: str) -> None:
         """The two sides do not fit: fail its rooms for good. The next room looks again; it may have been replaced."""
+        logger.warning("%s cannot be used: %s", peer, why)
         self._fence(peer)
         for receiver in self._rooms_of(peer):
             self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))

@@ -12,6 +12,7 @@ anew.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ from splitserve.errors import (
     PeerLostError,
     SplitserveError,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,8 @@ class PrefillSide:
         if refusal is None and session_id not in self._peers:
             now = self._context.clock.now()
             self._peers[session_id] = DecodePeer(body.session, mail.sender, mail.epoch, body.args, now)
+        if refusal is not None:
+            logger.warning("refused the decode worker at %s: %s", mail.sender, refusal)
         self._context.mailbox.reply(mail, RegisterReply(session_id=session_id, refusal=refusal))
 
     def _on_transfer_info(self, mail: Mail, info: TransferInfo) -> None:

@@ -114,7 +114,11 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
         if not (self.can_checksum and target.can_checksum):
             return "--transfer-checksum needs KV pools that the CPU can read on both sides"
         if target.transfer_dtype is not None or not can_compare(self.layout, target.layout):
-            return "--transfer-checksum needs the same KV layout and dtype on both sides, and --transfer-dtype auto"
+            a, b = self.layout.components[0].dtype, target.layout.components[0].dtype
+            return (
+                f"--transfer-checksum needs the same KV layout and dtype on both sides: {a} against {b}, carried as "
+                f"{target.transfer_dtype or b}"
+            )
         return None
 
 

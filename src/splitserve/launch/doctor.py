@@ -67,7 +67,7 @@ def _devices() -> tuple[str, bool]:
 def _transport_problem(backend: TransferBackend) -> str | None:
     """Why a transport cannot be opened here; None if it can."""
     try:
-        create_transport(backend, TransportOptions()).close()
+        create_transport(backend.value, TransportOptions()).close()
     except (SplitserveError, OSError, ImportError) as error:
         return f"absent: {error}"
     return None

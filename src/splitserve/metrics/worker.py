@@ -60,7 +60,9 @@ class WorkerMetrics:
         self._queue = self._histogram(
             "request_queue_time_seconds", "Scheduler's receipt to first scheduling, seconds.", _SLOW
         )
-        self._kv_bytes = self._histogram("kv_transfer_bytes", "KV cache handed over by one request, bytes.", _BYTES)
+        self._kv_bytes = self._histogram(
+            "kv_transfer_bytes", "Bytes copied by one hand-over; pages that change owner are not copied.", _BYTES
+        )
         self._kv_writes = self._histogram(
             "kv_transfer_bytes_per_write", "Mean length of the pieces a hand-over went in, bytes.", _BYTES
         )
@@ -71,6 +73,9 @@ class WorkerMetrics:
             "kv_transfer_exposed_seconds", "Of a hand-over, after the prompt's last forward pass, seconds.", _FAST
         )
         self._kv_speed = self._histogram("kv_transfer_speed_gb_s", "Speed of a hand-over, 10^9 bytes a second.", _GB_S)
+        self._kv_pages_exchanged = self._counter(
+            "kv_pages_exchanged", "KV pages that changed owner instead of being copied."
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of samples that got a token.")
         self._output_tokens = self._counter("generation_tokens", "Output tokens.")
         self._finished = Counter(
@@ -103,6 +108,7 @@ class WorkerMetrics:
             self._queue.observe(min(scheduled))
         if transfer is not None:
             self._kv_bytes.observe(transfer.num_bytes)
+            self._kv_pages_exchanged.inc(transfer.num_pages_exchanged)
             if transfer.num_writes:
                 self._kv_writes.observe(transfer.num_bytes / transfer.num_writes)
             self._kv_seconds.observe(transfer.seconds)

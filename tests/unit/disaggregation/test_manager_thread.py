@@ -176,7 +176,7 @@ def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger
     _, _, port = pair
     receiver = stranger.manager.receiver("d", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     stranger.wait(receiver, KVPoll.FAILED)
-    remedy = "the cluster tokens differ: start all workers with the same --cluster-token-file"
+    remedy = "the cluster tokens differ, or one side has none: start all workers with the same --cluster-token-file"
     assert remedy in receiver.failure().message
 
 

@@ -1,6 +1,7 @@
 """What is mooncake's own, beyond the contract of transports: the wrapper of the library, its options, its failures."""
 
 import contextlib
+import ctypes
 import sys
 import threading
 
@@ -116,7 +117,16 @@ def test_a_library_that_cannot_be_loaded_is_a_config_error_with_the_hint(monkeyp
     monkeypatch.delitem(sys.modules, mooncake.__name__)
     monkeypatch.delitem(sys.modules, mooncake_engine.__name__)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(ConfigError, match="libibverbs1"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*pip install 'splitserve\[mooncake\]'"):
+        create_transport("mooncake", TransportOptions())
+
+
+def test_a_missing_system_library_is_named_with_its_package(monkeypatch):
+    def load(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(ConfigError, match=r"needs the system library libibverbs\.so\.1.*apt-get install libibverbs1"):
         create_transport("mooncake", TransportOptions())
 
 

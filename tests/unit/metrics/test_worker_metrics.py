@@ -83,10 +83,13 @@ def test_the_queue_time_ends_at_the_first_scheduling() -> None:
 
 def test_a_hand_over_shows_in_bytes_seconds_and_speed_and_what_compute_did_not_hide() -> None:
     metrics = WorkerMetrics("m")
-    stats = TransferStats(num_bytes=3 * 10**9, num_writes=3000, seconds=1.5, exposed_seconds=0.25)
+    stats = TransferStats(
+        num_bytes=3 * 10**9, num_writes=3000, num_pages_exchanged=5, seconds=1.5, exposed_seconds=0.25
+    )
     metrics.observe_finish("length", 1.0, None, stats)
     assert sample(metrics, "kv_transfer_bytes_sum") == 3 * 10**9
     assert sample(metrics, "kv_transfer_bytes_per_write_sum") == 10**6
+    assert sample(metrics, "kv_pages_exchanged_total") == 5
     assert sample(metrics, "kv_transfer_latency_seconds_sum") == 1.5
     assert sample(metrics, "kv_transfer_exposed_seconds_sum") == 0.25
     assert sample(metrics, "kv_transfer_speed_gb_s_sum") == 2.0

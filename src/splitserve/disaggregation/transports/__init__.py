@@ -9,7 +9,7 @@ import ctypes
 import enum
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,14 +116,20 @@ def needs_shareable_memory(backend: str) -> bool:
     return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].shareable
 
 
+def check_options(backend: str, given: Mapping[str, str]) -> None:
+    """Raises ConfigError for an option that a known backend does not have."""
+    options = _ENTRIES[TransferBackend(backend)].options
+    if unknown := set(given) - options:
+        known = ", ".join(sorted(options)) or "none"
+        raise ConfigError(f"the transfer backend {backend!r} has no option {min(unknown)!r}: it takes {known}")
+
+
 def create_transport(backend: str, options: TransportOptions) -> Transport:
     """The transport named `backend`. Raises ConfigError for an unknown one, and for one whose library is missing."""
     if problem := missing(backend):
         raise ConfigError(problem)
     entry = _ENTRIES[TransferBackend(backend)]
-    if unknown := set(options.extra) - entry.options:
-        known = ", ".join(sorted(entry.options)) or "none"
-        raise ConfigError(f"the transfer backend {backend!r} has no option {min(unknown)!r}: it takes {known}")
+    check_options(backend, options.extra)
     try:
         factory: Callable[[TransportOptions], Transport] = getattr(importlib.import_module(entry.module), entry.factory)
     except ImportError as error:
