@@ -15,9 +15,11 @@ import time
 import numpy as np
 import pytest
 
+from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import TransferBackend, create_transport, door, missing
 from splitserve.disaggregation.transports.base import PeerAddress, TransportOptions, WriteState
+from splitserve.disaggregation.transports.memory import encode_regions
 from splitserve.disaggregation.transports.session import MAX_PENDING_WRITES
 from splitserve.errors import CapacityError, ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
@@ -414,7 +416,8 @@ def let_in(connection):
     proof = door._proof(b"", b"receiver", theirs, bytes(16), name)
     connection.sendall(struct.pack("<4sH16s32s", door.MAGIC, door.VERSION, bytes(16), proof))
     connection.recv(32)
-    connection.sendall(bytes(8))
+    welcome = encode_regions([Region(0, 1 << 30)])
+    connection.sendall(struct.pack("<II", 0, len(welcome)) + welcome)
 
 
 class MutePeer:
