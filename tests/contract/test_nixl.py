@@ -40,7 +40,7 @@ def world():
 @pytest.fixture
 def far_away(monkeypatch):
     """Receivers of this process say that they run on another machine: no gate, and no link inside the host."""
-    monkeypatch.setattr(nixl, "_boot_id", lambda: "another machine")
+    monkeypatch.setattr(nixl, "boot_id", lambda: "another machine")
 
 
 def write(end, peer, copies):
@@ -109,7 +109,7 @@ def test_without_the_gate_a_stopped_sender_is_fenced_at_once(world, far_away):
 def test_without_the_gate_a_stopped_receiver_costs_at_most_the_deadline(world, monkeypatch):
     here = world(N, write_timeout=4.0)
     with PeerProcess("nixl", [N]) as there:
-        monkeypatch.setattr(nixl, "_boot_id", lambda: "another machine")
+        monkeypatch.setattr(nixl, "boot_id", lambda: "another machine")
         session = there.open_session()
         assert write(here, session, WHOLE).state is WriteState.DONE
         there.signal(signal.SIGSTOP)

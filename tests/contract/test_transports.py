@@ -334,12 +334,18 @@ def test_a_receiver_killed_in_the_middle_makes_every_ticket_final(pair):
     assert last.error
 
 
-def test_a_sender_killed_in_the_middle_leaves_a_session_that_can_be_fenced(pair):
-    here, there = pair
+def begin_writing_here(here, there):
+    """A session of ours, through which the process writes for ever; its first bytes have landed."""
     session = here.transport.open_session()
     there.ask("set", region=0, value=7)
     there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
     until(lambda: here.memory[0].any())
+    return session
+
+
+def test_a_sender_killed_in_the_middle_leaves_a_session_that_can_be_fenced(pair):
+    here, there = pair
+    session = begin_writing_here(here, there)
     there.kill()
     here.transport.drain(session.session_id)
     until(lambda: here.transport.is_fenced(session.session_id))
@@ -364,10 +370,7 @@ def test_a_stopped_receiver_costs_at_most_the_deadline_of_a_write(pair):
 
 def test_a_sender_stopped_in_the_middle_cannot_write_after_the_fence(pair):
     here, there = pair
-    session = here.transport.open_session()
-    there.ask("set", region=0, value=7)
-    there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
-    until(lambda: here.memory[0].any())
+    session = begin_writing_here(here, there)
     there.signal(signal.SIGSTOP)
     here.transport.drain(session.session_id)
     if not here.transport.is_fenced(session.session_id):

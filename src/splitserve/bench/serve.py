@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from splitserve.bench.backends import choose_backends
 from splitserve.bench.jobs import Job, PromptMaker
 from splitserve.bench.load import LoadError
 from splitserve.bench.machine import check_writable, describe_machine
@@ -27,7 +28,6 @@ from splitserve.bench.stats import StreamRecord, TtftFigures
 from splitserve.bench.systems import READY_TIMEOUT, ServedSystem
 from splitserve.config import DTYPES
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import missing
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.local import LocalCluster, num_cores
@@ -64,7 +64,7 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
         raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.append_to is not None:
         check_writable(options.append_to)
-    backends = _choose(options.backends, console)
+    backends = choose_backends(options.backends, DEFAULT_BACKENDS, "--transfer-backend", console)
     tokenizer = Tokenizer.load(resolve_model(options.model))
     prompts = PromptMaker(lambda text: tokenizer.encode(text, add_special_tokens=False))
     figures = []
@@ -73,19 +73,6 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
     report = ServeReport(options.model, options.dtype, _command(options), describe_machine(), figures)
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 0
-
-
-def _choose(named: Sequence[str], console: Console) -> list[str]:
-    chosen = []
-    for backend in named or DEFAULT_BACKENDS:
-        problem = missing(backend)
-        if problem is None:
-            chosen.append(backend)
-        elif named:
-            raise ConfigError(f"--transfer-backend {backend}: {problem}")
-        else:
-            console.print(f"{backend}: absent: {problem}", highlight=False, markup=False)
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)

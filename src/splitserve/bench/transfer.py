@@ -20,6 +20,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
+from splitserve.bench.backends import choose_backends
 from splitserve.bench.extras import measure_extras
 from splitserve.bench.limits import LIMITS, Measure
 from splitserve.bench.machine import check_writable, describe_machine
@@ -29,7 +30,6 @@ from splitserve.bench.transfer_plan import FULL, GIB, QUICK, Case, TransferPlan,
 from splitserve.bench.transfer_plan import writes_a_run as writes_of
 from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
 from splitserve.disaggregation.copies import Copies
-from splitserve.disaggregation.transports import missing
 from splitserve.disaggregation.transports.base import PeerAddress, WriteState
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.testing.transfer_peer import End, PeerProcess
@@ -59,7 +59,7 @@ def run_transfer_bench(options: TransferBenchOptions) -> int:
     console = Console(stderr=True)
     if options.append_to is not None:
         check_writable(options.append_to)
-    backends = list(_choose(options.backends, console))
+    backends = _choose(options.backends, console)
     plan = QUICK if options.quick else FULL
     figures = [f for backend in backends for f in measure_backend(backend, plan, console)]
     if not options.backends:
@@ -69,17 +69,10 @@ def run_transfer_bench(options: TransferBenchOptions) -> int:
     return 0
 
 
-def _choose(named: Sequence[str], console: Console) -> Iterator[str]:
-    for backend in named or LIMITS:
-        if backend not in LIMITS:
-            raise ConfigError(f"--backend {backend!r}: choose one of {', '.join(LIMITS)}, which move memory of the CPU")
-        problem = missing(backend)
-        if problem is None:
-            yield backend
-        elif named:
-            raise ConfigError(f"--backend {backend}: {problem}")
-        else:
-            console.print(f"{backend}: absent: {problem}", highlight=False, markup=False)
+def _choose(named: Sequence[str], console: Console) -> list[str]:
+    if unknown := [backend for backend in named if backend not in LIMITS]:
+        raise ConfigError(f"--backend {unknown[0]!r}: choose one of {', '.join(LIMITS)}, which move memory of the CPU")
+    return choose_backends(named, LIMITS, "--backend", console)
 
 
 def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferFigures]:

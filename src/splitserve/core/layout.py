@@ -41,6 +41,11 @@ class KVComponent:
         return page_size * self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
+def first_token_read(window: int | None, num_tokens: int) -> int:
+    """Of a prompt of `num_tokens`, the first token that decode reads: its first step is at position `num_tokens`."""
+    return 0 if window is None else max(0, num_tokens - window + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The pool of one rank. Component i is memory region i of the rank's transport."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from splitserve.core.layout import KVLayout, Region
+from splitserve.core.layout import KVLayout, Region, first_token_read
 from splitserve.disaggregation.convert import memory_of
 
 _MASK64 = (1 << 64) - 1
@@ -34,7 +34,7 @@ class Checksums:
             memory, page_bytes = self._pool[i], component.page_bytes(page_size)
             token_bytes = page_bytes // page_size
             # Of a sliding-window layer only what decode will read has travelled.
-            first = 0 if component.window is None else num_tokens - component.window + 1
+            first = first_token_read(component.window, num_tokens)
             for start, stop in _pieces(range(max(tokens.start, first), tokens.stop), page_size, other_page_size):
                 offset = pages[start // page_size] * page_bytes + start % page_size * token_bytes
                 piece = memory[offset : offset + (stop - start) * token_bytes]

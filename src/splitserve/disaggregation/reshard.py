@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout
+from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout, first_token_read
 from splitserve.disaggregation.convert import CastPlan, Rows, travels_as
 from splitserve.disaggregation.copies import COPY, Copies, coalesce, over_regions
 from splitserve.disaggregation.pairing import Pair, overlap
@@ -64,9 +64,8 @@ class _Geometry(NamedTuple):
     window: int | None
 
     def tokens(self, chunk: range, num_tokens: int) -> Rows:
-        """Those of `chunk` that decode will read. The first token that it computes is at position `num_tokens`."""
-        start = chunk.start if self.window is None else max(chunk.start, num_tokens - self.window + 1)
-        return np.arange(start, chunk.stop)
+        """Those of `chunk` that decode will read."""
+        return np.arange(max(chunk.start, first_token_read(self.window, num_tokens)), chunk.stop)
 
 
 def plan(

@@ -49,7 +49,7 @@ def open_hand_over(
     )
     transport = create_transport(config.transfer_backend, options)
     closing.callback(transport.close)
-    staging, arrivals = _staging(config, engine), _arrivals(config, engine)
+    staging, arrivals = _staging(config, engine, shareable), _arrivals(config, engine)
     extra = [staging.region()] if staging else []
     transport.register([*engine.regions, metadata.region(), *extra])
     directory = None
@@ -84,11 +84,10 @@ def _is_on_cpu(engine: BuiltEngine) -> bool:
     return engine.pool.device.type == "cpu"
 
 
-def _staging(config: DisaggregationConfig, engine: BuiltEngine) -> Staging | None:
+def _staging(config: DisaggregationConfig, engine: BuiltEngine, shareable: bool) -> Staging | None:
     """Where a prefill packs and converts KV: only what the CPU can read."""
     if config.mode is not DisaggregationMode.PREFILL or not _is_on_cpu(engine):
         return None
-    shareable = needs_shareable_memory(config.transfer_backend)
     return Staging(engine.regions, len(engine.regions) + 1, shareable=shareable)
 
 

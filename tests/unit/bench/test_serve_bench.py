@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from splitserve.bench import serve
+from splitserve.bench import backends
 from splitserve.bench.serve import ServeBenchOptions, run_serve_bench
 from splitserve.bench.serve_report import ServeFigures, ServeReport
 from splitserve.bench.stats import TtftFigures
@@ -72,6 +72,6 @@ def test_wrong_options_are_refused_before_anything_starts():
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(serve, "missing", lambda backend: "it needs a library: pip install it")
+    monkeypatch.setattr(backends, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--transfer-backend nixl: .*pip install it"):
         run_serve_bench(options(backends=("nixl",)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from splitserve.bench import transfer
+from splitserve.bench import backends
 from splitserve.bench.limits import LIMITS, Limit
 from splitserve.bench.transfer import TransferBenchOptions, measure_backend, run_transfer_bench
 from splitserve.bench.transfer_plan import KIB, MIB, Case, TransferPlan
@@ -95,7 +95,7 @@ def test_every_limit_belongs_to_a_transport():
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(transfer, "missing", lambda backend: "it needs a library: pip install it")
+    monkeypatch.setattr(backends, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--backend nixl: .*pip install it"):
         run_transfer_bench(options("nixl"))
 
@@ -106,7 +106,7 @@ def test_a_backend_that_cannot_be_measured_is_refused():
 
 
 def test_absent_backends_are_named_with_their_hint_and_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(transfer, "missing", lambda backend: f"{backend} needs a library: pip install it")
+    monkeypatch.setattr(backends, "missing", lambda backend: f"{backend} needs a library: pip install it")
     assert run_transfer_bench(options()) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "nixl: absent: nixl needs a library: pip install it" in said

@@ -22,7 +22,6 @@ The library's listening ports are open on every address of the machine, whatever
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
@@ -36,6 +35,7 @@ from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.aux_data import AuxDataCodec
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.frames import MAX_TEXT_BYTES, WriteFrame
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.mooncake_engine import (
     MooncakeError,
@@ -51,7 +51,6 @@ from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.staging import Pieces, Staging
 
 MAGIC = b"MOON"
-MAX_TEXT_BYTES = 4096
 # Writes up to here go inline: one round trip of the socket instead of two and one of the engine, a third of the time.
 INLINE_BYTES = 256 << 10
 INLINE_PIECES = 128
@@ -213,7 +212,7 @@ class MooncakeOutgoing:
                 with sockets.timeouts_by_name():
                     self._socket.sendall(_READY.pack(ticket_id, ready))
                 ready += 1
-            if not self._under_way or _has_data(self._socket):
+            if not self._under_way or sockets.has_data(self._socket):
                 taken = self._receive_reply(ticket_id, deadline)
             else:
                 time.sleep(POLL_SECONDS)
@@ -307,10 +306,7 @@ class MooncakeIncoming:
             raise ProtocolError("not a write")
         targets = decode_targets(sockets.receive_exactly(sock, num_ranges * RANGE.itemsize))
         data = sockets.receive_exactly(sock, length) if inline else b""
-        refusal = self._backend.memory.target_error(targets)
-        if refusal is None and num_bytes(targets) != length:
-            refusal = f"{length} bytes announced for ranges of {num_bytes(targets)}"
-        if refusal is not None:
+        if refusal := WriteFrame(ticket_id, targets, length).refusal(self._backend.memory):
             # The sender ends the connection.
             _send_reply(sock, ticket_id, 0, refusal)
             return True
@@ -337,9 +333,3 @@ def _receive_staged(sock: socket.socket, ticket_id: int, staging: Staging, piece
 def _send_reply(sock: socket.socket, ticket_id: int, taken: int, refusal: str = "") -> None:
     text = refusal.encode()[:MAX_TEXT_BYTES]
     sock.sendall(_REPLY.pack(ticket_id, taken, len(text)) + text)
-
-
-def _has_data(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(0))

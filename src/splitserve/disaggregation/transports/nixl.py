@@ -36,6 +36,7 @@ from splitserve.disaggregation.copies import Copies, coalesce
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
+from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.nixl_requests import Requests, batches
 from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
@@ -93,9 +94,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     regions: list[tuple[int, int]]
     # Which start of which machine the receiver runs on.
     boot_id: str
-    # Where the session's gate is found there, and its device and inode, by which it is recognised.
-    gate_path: str
-    gate_file: tuple[int, int]
+    # The session's gate, and the process there that has it open.
+    gate: FileRef
+    pid: int
 
 
 class NixlBackend:
@@ -131,13 +132,12 @@ class NixlIncoming:
     def welcome(self) -> bytes:
         if self._agent is None:
             self._agent = new_agent(self._host, self._memory)
-        gate = os.fstat(self._gate.fd)
         told = Welcome(
             self._agent.get_agent_metadata(),
             [(r.address, r.length) for r in self._memory.regions],
-            _boot_id(),
-            f"/proc/{os.getpid()}/fd/{self._gate.fd}",
-            (gate.st_dev, gate.st_ino),
+            boot_id(),
+            file_ref(self._gate.fd),
+            os.getpid(),
         )
         return msgspec.msgpack.encode(told)
 
@@ -248,22 +248,17 @@ class NixlOutgoing:
 
 def _reach(told: Welcome) -> GateKey | None:
     """The key to the session's gate; None where the receiver is not of this host, or out of sight on it."""
+    if told.boot_id != boot_id():
+        return None
     with contextlib.suppress(OSError):
-        found = os.stat(told.gate_path)
-        if told.boot_id == _boot_id() and (found.st_dev, found.st_ino) == told.gate_file:
-            fd = os.open(told.gate_path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                return GateKey(fd)
-            finally:
-                os.close(fd)
-    if told.boot_id == _boot_id() and "UCX_TLS" in os.environ:
+        fd = open_file(told.pid, told.gate)
+        try:
+            return GateKey(fd)
+        finally:
+            os.close(fd)
+    if "UCX_TLS" in os.environ:
         raise ProtocolError(
-            f"{told.gate_path} of a receiver on this host cannot be opened, and UCX_TLS forbids to leave out the links "
-            "that need it: unset UCX_TLS, or run both workers as one user in one PID namespace"
+            f"{path_of(told.pid, told.gate)} of a receiver on this host cannot be opened, and UCX_TLS forbids to leave "
+            "out the links that need it: unset UCX_TLS, or run both workers as one user in one PID namespace"
         )
     return None
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()

@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -27,6 +26,13 @@ from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.local_files import (
+    FileRef,
+    OtherFileError,
+    boot_id,
+    file_ref,
+    open_file,
+)
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
 from splitserve.disaggregation.transports.sockets import Deadline
@@ -50,20 +56,12 @@ class _Host(msgspec.Struct, frozen=True):
     boot_id: str
 
 
-class _File(msgspec.Struct, frozen=True):
-    """An anonymous file of the receiver's: its descriptor there, and what proves that we opened the right one."""
-
-    fd: int
-    device: int
-    inode: int
-
-
 class _Welcome(msgspec.Struct, frozen=True):
     host: _Host
     pid: int
-    gate: _File
+    gate: FileRef
     # The receiver's regions in order: (file, offset in it, length).
-    regions: list[tuple[_File, int, int]]
+    regions: list[tuple[FileRef, int, int]]
 
 
 class ShmBackend:
@@ -97,8 +95,8 @@ class ShmIncoming:
         self._gate = WriteGate()
 
     def welcome(self) -> bytes:
-        regions = [(_file(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
-        return msgspec.msgpack.encode(_Welcome(_this_host(), os.getpid(), _file(self._gate.fd), regions))
+        regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
+        return msgspec.msgpack.encode(_Welcome(_this_host(), os.getpid(), file_ref(self._gate.fd), regions))
 
     def serve(self, sock: socket.socket) -> None:
         sockets.wait_until_closed(sock)
@@ -158,7 +156,7 @@ class ShmOutgoing:
 
 
 def _this_host() -> _Host:
-    return _Host(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return _Host(socket.gethostname(), boot_id())
 
 
 def _check_host(theirs: _Host) -> None:
@@ -170,23 +168,15 @@ def _check_host(theirs: _Host) -> None:
         )
 
 
-def _file(fd: int) -> _File:
-    status = os.fstat(fd)
-    return _File(fd, status.st_dev, status.st_ino)
-
-
-def _open(pid: int, file: _File) -> int:
+def _open(pid: int, file: FileRef) -> int:
     """A descriptor of our own. Raises ProtocolError where the kernel does not let us, or it is another file."""
     remedy = "'shm' needs both workers under one user and in one process namespace; otherwise start them with 'tcp'"
     try:
-        fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+        return open_file(pid, file)
+    except OtherFileError as error:
+        raise ProtocolError(f"{error}. {remedy}") from error
     except OSError as error:
         raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
-    opened = _file(fd)
-    if (opened.device, opened.inode) != (file.device, file.inode):
-        os.close(fd)
-        raise ProtocolError(f"process {pid} is another one here than at the receiver's. {remedy}")
-    return fd
 
 
 def _region(arena: Arena, offset: int, length: int) -> Region:

@@ -65,6 +65,11 @@ def shut(sock: socket.socket) -> None:
 
 def is_broken(sock: socket.socket) -> bool:
     """Whether the peer has closed an idle connection (or says something unasked, which is as bad)."""
+    return has_data(sock)
+
+
+def has_data(sock: socket.socket) -> bool:
+    """Whether a read would not block: something was said, or the connection has ended."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     return bool(poller.poll(0))
