@@ -14,8 +14,21 @@ from typing import Annotated
 import typer
 
 from splitserve import __version__
+from splitserve.cli.bench import bench_app
+from splitserve.cli.checks import check_backend, check_dtype, check_worker, named_values
+from splitserve.cli.options import (
+    DtypeOption,
+    HandOverOption,
+    HostOption,
+    JsonOption,
+    LogLevelOption,
+    ModelArgument,
+    ParentOption,
+    ReadyFileOption,
+    ThreadsOption,
+    TokenFileOption,
+)
 from splitserve.config import (
-    DTYPES,
     TRANSFER_DTYPES,
     CacheConfig,
     DisaggregationConfig,
@@ -25,7 +38,6 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
@@ -36,31 +48,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app)
-
-ModelArgument = Annotated[
-    str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
-]
-DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
-HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
-LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
-HandOverOption = Annotated[
-    bool,
-    typer.Option(help="With shm: workers compute in one KV pool, and pages change owner instead of being copied."),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", envvar="SPLITSERVE_CLUSTER_TOKEN_FILE", help="Its content lets prefill and decode workers join."
-    ),
-]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
-ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
-AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs.")]
-ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
 
 
 @app.command()
@@ -87,8 +75,8 @@ def up(
     from splitserve.launch.local import LocalCluster
     from splitserve.launch.up import run_up
 
-    _check_dtype(dtype)
-    _check_backend(transfer_backend, "--transfer-backend")
+    check_dtype(dtype)
+    check_backend(transfer_backend, "--transfer-backend")
     worker_args = ["--served-model-name", served_model_name or model]
     if max_total_tokens is not None:
         worker_args += ["--max-total-tokens", str(max_total_tokens)]
@@ -199,7 +187,7 @@ def serve(
             transfer_backend=disaggregation_transfer_backend,
             transfer_dtype=transfer_dtype,
             transfer_checksum=transfer_checksum,
-            transfer_options=_named_values(transfer_option or (), "--transfer-option"),
+            transfer_options=named_values(transfer_option or (), "--transfer-option"),
             host=disaggregation_host or peer_host,
             cluster_token=token,
             bootstrap_port=disaggregation_bootstrap_port,
@@ -214,7 +202,7 @@ def serve(
             log_level=log_level,
         ),
     )
-    _check_worker(config)
+    check_worker(config)
     from splitserve.launch.worker import ProcessOptions, run_worker
 
     options = ProcessOptions(
@@ -276,7 +264,7 @@ def demo(
     """One question, answered by a prefill and a decode process, measured, and compared with a colocated worker."""
     from splitserve.launch.demo import run_demo
 
-    _check_dtype(dtype)
+    check_dtype(dtype)
     raise typer.Exit(run_demo(model, prompt, max_tokens=max_tokens, dtype=dtype))
 
 
@@ -321,7 +309,7 @@ def verify(
     """Compare colocated and disaggregated output, token by token. Exit code 0: equal."""
     from splitserve.launch.verify import VerifyOptions, run_verify
 
-    _check_dtype(dtype)
+    check_dtype(dtype)
     options = VerifyOptions(
         model=model,
         dtype=dtype,
@@ -332,62 +320,6 @@ def verify(
         threads=threads,
     )
     raise typer.Exit(run_verify(options, as_json=as_json))
-
-
-@bench_app.command("main")
-def bench_main(
-    model: ModelArgument = "smollm2",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    append_to: AppendOption = None,
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-) -> None:
-    """Throughput and time to first token: colocated, disaggregated and plain transformers. Takes minutes."""
-    from splitserve.bench.figures import BenchOptions, run_bench
-
-    options = BenchOptions(model=model, dtype=dtype, append_to=append_to, as_json=as_json, quick=quick)
-    raise typer.Exit(run_bench(options))
-
-
-@bench_app.command("transfer")
-def bench_transfer(
-    backend: Annotated[list[str] | None, typer.Option(help="Repeatable; default: all that are present.")] = None,
-    append_to: AppendOption = None,
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-) -> None:
-    """Speed of each transport between two processes, beside its limit on this machine. Takes minutes."""
-    from splitserve.bench.transfer import TransferBenchOptions, run_transfer_bench
-
-    options = TransferBenchOptions(tuple(backend or ()), append_to=append_to, as_json=as_json, quick=quick)
-    raise typer.Exit(run_transfer_bench(options))
-
-
-@bench_app.command("serve")
-def bench_serve(
-    model: ModelArgument = "smollm2",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    transfer_backend: Annotated[
-        list[str] | None, typer.Option(help="Repeatable; default: tcp, and shm where it is present.")
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 2048,
-    runs: Annotated[int, typer.Option(min=1, help="Prompts measured on each system.")] = 5,
-    append_to: AppendOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Time to first token of a long prompt: colocated, and over each transport. Takes minutes."""
-    from splitserve.bench.serve import ServeBenchOptions, run_serve_bench
-
-    options = ServeBenchOptions(
-        model=model,
-        dtype=dtype,
-        backends=tuple(transfer_backend or ()),
-        prompt_tokens=prompt_tokens,
-        runs=runs,
-        append_to=append_to,
-        as_json=as_json,
-    )
-    raise typer.Exit(run_serve_bench(options))
 
 
 @app.command()
@@ -421,68 +353,6 @@ def join_prefill_ports(argv: Sequence[str]) -> list[str]:
             word = f"{word} {words.pop(0)}"
         joined.append(word)
     return joined
-
-
-def _check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = DTYPES) -> None:
-    if dtype not in ("auto", *choices):
-        raise ConfigError(f"{option} {dtype!r}: choose one of auto, {', '.join(choices)}")
-
-
-def _check_backend(backend: str, option: str) -> None:
-    if backend not in USER_BACKENDS:
-        raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(USER_BACKENDS)}")
-    if problem := missing(backend):
-        raise ConfigError(problem)
-
-
-def _check_worker(config: WorkerConfig) -> None:
-    """Raises ConfigError naming the first option that is out of range."""
-    _check_dtype(config.model.dtype)
-    _check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
-    check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
-    _check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
-    narrows, is_decode = config.disaggregation.transfer_dtype != "auto", config.disaggregation.mode == "decode"
-    shares_pool = config.cache.shared_pool is not None
-    can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
-    checks = (
-        (
-            "--transfer-dtype",
-            is_decode or not narrows,
-            "is for decode workers, which say how the KV cache reaches them",
-        ),
-        ("--shared-pool", can_share or not shares_pool, "is for prefill and decode workers with the backend shm"),
-        ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
-        ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
-        ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
-        ("--max-total-tokens", _is_positive(config.cache.max_total_tokens), "must be at least 1"),
-        ("--mem-fraction-static", 0.0 < config.cache.mem_fraction <= 1.0, "must be in (0, 1]"),
-        ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
-        ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
-        ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
-        ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
-        ("--threads", _is_positive(config.model.threads), "must be at least 1"),
-        ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
-        ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
-    )
-    for option, ok, rule in checks:
-        if not ok:
-            raise ConfigError(f"{option} {rule}")
-
-
-def _named_values(words: Sequence[str], option: str) -> dict[str, str]:
-    """Of NAME=VALUE each. Raises ConfigError."""
-    values = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"{option} {word!r}: give NAME=VALUE")
-        values[name] = value
-    return values
-
-
-def _is_positive(value: int | None) -> bool:
-    """None stands for a default."""
-    return value is None or value >= 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:

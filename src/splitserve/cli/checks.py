@@ -1,0 +1,71 @@
+"""What the values of options must be, checked before anything starts. All raise ConfigError with the option's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitserve.config import DTYPES, TRANSFER_DTYPES, WorkerConfig
+from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
+from splitserve.errors import ConfigError
+
+
+def check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = DTYPES) -> None:
+    if dtype not in ("auto", *choices):
+        raise ConfigError(f"{option} {dtype!r}: choose one of auto, {', '.join(choices)}")
+
+
+def check_backend(backend: str, option: str) -> None:
+    if backend not in USER_BACKENDS:
+        raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(USER_BACKENDS)}")
+    if problem := missing(backend):
+        raise ConfigError(problem)
+
+
+def check_worker(config: WorkerConfig) -> None:
+    """Raises ConfigError naming the first option that is out of range."""
+    check_dtype(config.model.dtype)
+    check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
+    check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
+    check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
+    narrows, is_decode = config.disaggregation.transfer_dtype != "auto", config.disaggregation.mode == "decode"
+    shares_pool = config.cache.shared_pool is not None
+    can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
+    checks = (
+        (
+            "--transfer-dtype",
+            is_decode or not narrows,
+            "is for decode workers, which say how the KV cache reaches them",
+        ),
+        ("--shared-pool", can_share or not shares_pool, "is for prefill and decode workers with the backend shm"),
+        ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
+        ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
+        ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
+        ("--max-total-tokens", _is_positive(config.cache.max_total_tokens), "must be at least 1"),
+        ("--mem-fraction-static", 0.0 < config.cache.mem_fraction <= 1.0, "must be in (0, 1]"),
+        ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
+        ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
+        ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
+        ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
+        ("--threads", _is_positive(config.model.threads), "must be at least 1"),
+        ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
+        ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
+    )
+    for option, ok, rule in checks:
+        if not ok:
+            raise ConfigError(f"{option} {rule}")
+
+
+def named_values(words: Sequence[str], option: str) -> dict[str, str]:
+    """Of NAME=VALUE each. Raises ConfigError."""
+    values = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"{option} {word!r}: give NAME=VALUE")
+        values[name] = value
+    return values
+
+
+def _is_positive(value: int | None) -> bool:
+    """None stands for a default."""
+    return value is None or value >= 1
