@@ -85,6 +85,8 @@ def mooncake_transport(options: TransportOptions) -> SessionTransport:
 
 
 class MooncakeBackend:
+    brief_bytes = 0
+
     def __init__(self, options: TransportOptions) -> None:
         self.protocol = options.extra.get("protocol", "tcp")
         self.device = options.extra.get("device", "")

@@ -100,6 +100,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlBackend:
+    brief_bytes = 0
+
     def __init__(self, host: str) -> None:
         self._host = host
         self._memory = Memory()

@@ -4,7 +4,9 @@ A backend brings two small things, made by its `Backend`:
 - `Outgoing`: the sending end of one connection; its `write` blocks until the write is proven;
 - `Incoming`: the receiving end of one session, whoever connects to it.
 Everything else is here: who may come in (`door.py`), the order of writes, deadlines, what a failure proves, the drain.
-One thread and one connection for each session, on either side, so a slow or stopped peer holds up no other.
+One thread and one connection for each session, on either side, so a slow or stopped peer holds up no other. Waking the
+thread takes longer than a small write to shared memory: where a backend says that such a write never waits for the
+peer, the caller carries it out itself, if it is its turn. One turn at a time, whoever has it.
 """
 
 from __future__ import annotations
@@ -93,6 +95,9 @@ class Incoming(Protocol):
 
 
 class Backend(Protocol):
+    # Writes up to so many bytes never wait for the peer, once there is a connection. 0: every write may.
+    brief_bytes: int
+
     def register(self, memory: Memory) -> None:
         """Called whenever regions were added to `memory`, which stays the same object."""
         ...
@@ -194,6 +199,7 @@ class SessionTransport:
             if not sender.offer(write):
                 del self._statuses[ticket]
                 raise CapacityError(f"{MAX_PENDING_WRITES} writes to {peer.endpoint} are pending")
+        sender.go_on()
         return ticket
 
 
@@ -204,6 +210,9 @@ class _Write:
     # To be called instead of copying anything.
     action: Callable[[], None] | None = None
 
+    def is_brief(self, brief_bytes: int) -> bool:
+        return self.action is None and num_bytes(self.copies) <= brief_bytes
+
     def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> None:
         if self.action is None:
             outgoing.write(self.ticket.id, self.copies, deadline)
@@ -212,13 +221,19 @@ class _Write:
 
 
 class _Sender:
-    """The writes to one session: a bounded queue, a connection made when it is needed, one thread for both."""
+    """The writes to one session: a bounded queue, a connection made when it is needed, one thread for both.
+
+    1. `offer` queues a write. `go_on` carries it out at once where it is brief, else it wakes the thread.
+    2. Who takes a write from the queue has the turn until the write is final; it alone uses the connection.
+    3. `stop` wakes the thread, which waits for the turn a last time: then nobody writes, and nobody will.
+    """
 
     def __init__(self, transport: SessionTransport, peer: PeerAddress) -> None:
         self._transport = transport
         self._peer = peer
         self._ready = threading.Condition()
         self._queue: deque[_Write] = deque()
+        self._is_taken = False
         self._socket: socket.socket | None = None
         self._outgoing: Outgoing | None = None
         self._stopped: str | None = None
@@ -230,8 +245,21 @@ class _Sender:
             if len(self._queue) >= MAX_PENDING_WRITES:
                 return False
             self._queue.append(write)
-            self._ready.notify()
             return True
+
+    def go_on(self) -> None:
+        """After an `offer`, and without its caller's locks."""
+        with self._ready:
+            # Who has the turn looks into the queue again.
+            if self._is_taken or self._stopped or not self._queue:
+                return
+            outgoing = self._outgoing
+            is_brief = self._queue[0].is_brief(self._transport.backend.brief_bytes)
+            if not is_brief or outgoing is None or not outgoing.is_alive():
+                self._ready.notify()
+                return
+            write = self._take()
+        self._carry_out(write, outgoing)
 
     def stop(self, why: str) -> None:
         """Break the connection, end the thread, fail what is pending."""
@@ -247,23 +275,38 @@ class _Sender:
     def _run(self) -> None:
         while True:
             with self._ready:
-                self._ready.wait_for(lambda: self._queue or self._stopped)
+                self._ready.wait_for(lambda: not self._is_taken and (self._queue or self._stopped))
                 if self._stopped:
                     break
-                write = self._queue.popleft()
-            status = self._carry_out(write)
-            if status.state is not WriteState.DONE:
-                self._disconnect()
-            self._transport.finish(write.ticket, status)
+                write = self._take()
+            self._carry_out(write)
         self._disconnect()
         for write in self._queue:
             self._transport.finish(write.ticket, WriteStatus(WriteState.FAILED, self._stopped))
 
-    def _carry_out(self, write: _Write) -> WriteStatus:
+    def _take(self) -> _Write:
+        """The next write, and with it the turn. With the lock held."""
+        self._is_taken = True
+        return self._queue.popleft()
+
+    def _carry_out(self, write: _Write, outgoing: Outgoing | None = None) -> None:
+        """Have the turn until the write is final. Without a live connection, make one."""
+        try:
+            status = self._outcome(write, outgoing)
+            if status.state is not WriteState.DONE:
+                self._disconnect()
+            self._transport.finish(write.ticket, status)
+        finally:
+            with self._ready:
+                self._is_taken = False
+                if self._queue or self._stopped:
+                    self._ready.notify()
+
+    def _outcome(self, write: _Write, outgoing: Outgoing | None) -> WriteStatus:
         deadline = Deadline(self._transport.options.write_timeout)
         where = f"session {self._peer.session_id} at {self._peer.endpoint}"
         try:
-            outgoing = self._connect()
+            outgoing = outgoing or self._connect()
         except Exception as error:
             # Not a byte of this write was sent.
             return WriteStatus(WriteState.FAILED, self._stopped or f"cannot connect to {where}: {_text(error)}")

@@ -41,6 +41,8 @@ from splitserve.errors import ConfigError
 
 # Copied in one go inside the gate: about a millisecond, which is what a drain waits.
 PART_BYTES = 8 << 20
+# Copied by the caller itself, in about the time that waking a thread takes.
+BRIEF_BYTES = 1 << 20
 
 
 def shm_transport(options: TransportOptions) -> SessionTransport:
@@ -65,6 +67,8 @@ class _Welcome(msgspec.Struct, frozen=True):
 
 
 class ShmBackend:
+    brief_bytes = BRIEF_BYTES
+
     def __init__(self) -> None:
         self._memory = Memory()
 
