@@ -211,7 +211,7 @@ class _Write:
     action: Callable[[], None] | None = None
 
     def is_brief(self, brief_bytes: int) -> bool:
-        return self.action is None and num_bytes(self.copies) <= brief_bytes
+        return brief_bytes > 0 and self.action is None and num_bytes(self.copies) <= brief_bytes
 
     def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> None:
         if self.action is None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import iovec, sockets
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
@@ -65,11 +65,11 @@ class TcpOutgoing:
         self._theirs = theirs
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        # Here as well as there: once the first part has landed, it would be too late.
-        if error := self._theirs.target_error(copies):
-            raise WriteRefused(error)
         # The receiver prepares for a part while the one before is under way.
-        parts = list(_parts(copies))
+        parts = [copies] if num_bytes(copies) <= PART_BYTES else list(_parts(copies))
+        # Checked there as well, but once the first part has landed, it would be too late.
+        if len(parts) > 1 and (error := self._theirs.target_error(copies)):
+            raise WriteRefused(error)
         for part in parts:
             self._send(ticket_id, part, deadline)
         for _ in parts:
@@ -123,10 +123,10 @@ class TcpIncoming:
 
 
 def _parts(copies: Copies) -> Iterator[Copies]:
-    """The same copies, as frames of about PART_BYTES; at least one."""
+    """The same copies, as frames of about PART_BYTES."""
     ends = np.cumsum(copies["length"])
     first = 0
-    while first < len(copies) or first == 0:
+    while first < len(copies):
         start = int(ends[first - 1]) if first else 0
         stop = max(first + 1, int(np.searchsorted(ends, start + PART_BYTES, side="right")))
         yield copies[first:stop]
