@@ -45,13 +45,14 @@ class Memory:
     def _out_of_bounds(
         self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
     ) -> str | None:
-        if regions.max(initial=0) >= len(self.regions) and len(regions):
-            unknown = regions[regions >= len(self.regions)]
-            return f"region {int(unknown[0])} is not registered ({len(self.regions)} are)"
+        # Most tables are short: `any` alone would take as long as the comparison.
+        unknown = regions >= len(self.regions)
+        if np.count_nonzero(unknown):
+            return f"region {int(regions[unknown][0])} is not registered ({len(self.regions)} are)"
         limits, ends = self._lengths[regions], offsets + lengths
         # A sum that has wrapped around is less than either part.
         outside = (ends > limits) | (ends < offsets)
-        if not outside.any():
+        if not np.count_nonzero(outside):
             return None
         i = int(outside.argmax())
         first, end = int(offsets[i]), int(offsets[i]) + int(lengths[i])
