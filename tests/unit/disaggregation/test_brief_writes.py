@@ -7,7 +7,7 @@ import time
 import pytest
 
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import session, shm
+from splitserve.disaggregation.transports import sending, shm
 from splitserve.disaggregation.transports.base import WriteState
 from splitserve.disaggregation.transports.shm import BRIEF_BYTES
 from splitserve.testing.transfer_peer import End
@@ -137,13 +137,13 @@ def test_a_caller_never_waits_for_a_new_connection(ends, monkeypatch):
     src, dst = ends
     peer = connect(src, dst)
     knocking = []
-    knock = session.knock
+    knock = sending.knock
 
     def noted(*args):
         knocking.append(threading.get_ident())
         return knock(*args)
 
-    monkeypatch.setattr(session, "knock", noted)
+    monkeypatch.setattr(sending, "knock", noted)
     dst.transport.close()
     assert src.outcome(write(src, peer, 1)).state is WriteState.FAILED
     assert knocking

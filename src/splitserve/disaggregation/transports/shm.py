@@ -24,6 +24,7 @@ from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import (
@@ -34,7 +35,7 @@ from splitserve.disaggregation.transports.local_files import (
     open_file,
 )
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 from splitserve.errors import ConfigError

@@ -20,11 +20,12 @@ import numpy as np
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import iovec, sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
 from splitserve.disaggregation.transports.memory import Memory, decode_regions, encode_regions
-from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 
 # Of a write that goes in one frame.
