@@ -15,7 +15,8 @@ def way(request, monkeypatch):
         monkeypatch.setattr(_native, "_library", None)
     elif not _native.is_built:
         pytest.skip("installed without a C compiler")
-    monkeypatch.setattr(_native, "STREAMING_BYTES", 1 if request.param == "streaming" else 1 << 62)
+    for limit in ("STREAMING_BYTES", "ORDERED_BYTES"):
+        monkeypatch.setattr(_native, limit, 1 if request.param == "streaming" else 1 << 62)
 
 
 def address(array):
@@ -58,8 +59,8 @@ def test_a_part_ends_on_the_byte(way):
     assert there.all()
 
 
-def test_pieces_beyond_the_cache_are_taken_in_the_order_of_their_sources(monkeypatch):
-    monkeypatch.setattr(_native, "STREAMING_BYTES", 1)
+def test_pieces_of_a_large_copy_are_taken_in_the_order_of_their_sources(monkeypatch):
+    monkeypatch.setattr(_native, "ORDERED_BYTES", 1)
     here, there = np.arange(1, 101, dtype=np.uint8), np.zeros(100, np.uint8)
     sources = np.array([70, 10, 40], dtype=np.uint64)
     targets = np.array([0, 10, 20], dtype=np.uint64)
