@@ -36,7 +36,7 @@ def bench_transfer(
 ) -> None:
     """Speed of each transport between two processes, beside its limit on this machine. Takes minutes.
 
-    Limits: one piece through raw sockets (tcp, gloo), one memcpy (shm), the same pieces by the bare library (the others).
+    Limits: raw sockets (tcp, gloo) and memcpy (shm) in one piece, the bare library in the same pieces (the others).
     """
     from splitserve.bench.transfer import TransferBenchOptions, run_transfer_bench
 
