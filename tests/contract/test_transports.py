@@ -20,7 +20,7 @@ from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import TransferBackend, create_transport, door, missing
 from splitserve.disaggregation.transports.base import PeerAddress, TransportOptions, WriteState
 from splitserve.disaggregation.transports.memory import encode_regions
-from splitserve.disaggregation.transports.session import MAX_PENDING_WRITES
+from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES
 from splitserve.errors import CapacityError, ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
 

@@ -15,7 +15,8 @@ def way(request, monkeypatch):
         monkeypatch.setattr(_native, "_library", None)
     elif not _native.is_built:
         pytest.skip("installed without a C compiler")
-    monkeypatch.setattr(_native, "STREAMING_BYTES", 1 if request.param == "streaming" else 1 << 62)
+    for limit in ("STREAMING_BYTES", "ORDERED_BYTES"):
+        monkeypatch.setattr(_native, limit, 1 if request.param == "streaming" else 1 << 62)
 
 
 def address(array):
@@ -39,7 +40,7 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_nothing_beside_them_ch
     while not copy.is_complete:
         copy.advance(part)
         landed = min(landed + part, int(lengths.sum()))
-        done = int(lengths[order][: copy._at.piece].sum()) + copy._at.offset
+        done = int(copy._table[2][: copy._at.piece].sum()) + copy._at.offset
         assert done == landed
     assert (there == expected).all()
 
@@ -56,6 +57,18 @@ def test_a_part_ends_on_the_byte(way):
     copy.advance(1999)
     assert copy.is_complete
     assert there.all()
+
+
+def test_pieces_of_a_large_copy_are_taken_in_the_order_of_their_sources(monkeypatch):
+    monkeypatch.setattr(_native, "ORDERED_BYTES", 1)
+    here, there = np.arange(1, 101, dtype=np.uint8), np.zeros(100, np.uint8)
+    sources = np.array([70, 10, 40], dtype=np.uint64)
+    targets = np.array([0, 10, 20], dtype=np.uint64)
+    copy = ScatterCopy(targets + address(there), sources + address(here), np.full(3, 10, dtype=np.uint64))
+    for first, target in ((11, 10), (41, 20), (71, 0)):
+        copy.advance(10)
+        assert (there[target : target + 10] == np.arange(first, first + 10)).all()
+    assert copy.is_complete
 
 
 def test_no_pieces_are_complete_at_once(way):

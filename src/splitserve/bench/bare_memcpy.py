@@ -7,10 +7,12 @@ import statistics
 import time
 
 from splitserve.core.arena import Arena
+from splitserve.disaggregation.copies import Copies, num_bytes
 
 
-def measure(total_bytes: int, repeats: int) -> float:
-    """Median of `repeats` copies of `total_bytes`, in 10^9 bytes a second. The memory is touched before."""
+def measure(copies: Copies, repeats: int) -> float:
+    """GB/s (10^9 bytes a second) of as many bytes in one block, median of `repeats`. The memory is touched before."""
+    total_bytes = num_bytes(copies)
     source, target = Arena(total_bytes, shareable=True), Arena(total_bytes, shareable=True)
     for arena in (source, target):
         ctypes.memset(arena.address, 1, total_bytes)

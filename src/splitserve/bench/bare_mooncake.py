@@ -1,8 +1,7 @@
 """What Mooncake's library does by itself: the limit against which the transfer backend `mooncake` is measured.
 
-Two processes with an engine each. One writes a contiguous range of its memory into the other's, again and again, by
-the library's own synchronous call with the library's own settings. Run as `python -m splitserve.bench.bare_mooncake
-TOTAL_BYTES REPEATS`; prints one JSON object.
+Two processes with an engine each. One writes pieces of its memory into the other's, again and again, by the library's
+own synchronous calls with the library's own settings: one piece at once, many in batches of what the library accepts.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import time
 
 from splitserve.core.arena import Arena
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports.mooncake_engine import MooncakeTransferEngine
 
 HOST = "127.0.0.1"
@@ -21,8 +21,9 @@ HOST = "127.0.0.1"
 _READY = "READY"
 
 
-def measure(total_bytes: int, repeats: int) -> float:
-    """GB/s of `total_bytes` in one piece, median of `repeats` writes. Raises MooncakeError, ConfigError."""
+def measure(copies: Copies, repeats: int) -> float:
+    """GB/s of all copies, median of `repeats` writes. Raises MooncakeError, ConfigError."""
+    total_bytes = num_bytes(copies)
     engine, arena = _engine_over(total_bytes)
     # Real memory, not the system's one page of zeros.
     arena.buffer[:] = b"\x01" * total_bytes
@@ -37,15 +38,22 @@ def measure(total_bytes: int, repeats: int) -> float:
             session_id, address = _place(receiver)
             # The first write opens the connections and touches the receiver's memory.
             engine.transfer_sync(session_id, arena.address, address, total_bytes)
-            place = (session_id, arena.address, address, total_bytes)
-            return total_bytes / statistics.median(_timed_write(engine, *place) for _ in range(repeats)) / 1e9
+            sources = (arena.address + copies["src_offset"]).tolist()
+            targets = (address + copies["dst_offset"]).tolist()
+            pieces = (sources, targets, copies["length"].tolist())
+            return total_bytes / statistics.median(_seconds(engine, session_id, *pieces) for _ in range(repeats)) / 1e9
         finally:
             receiver.kill()
 
 
-def _timed_write(engine: MooncakeTransferEngine, session_id: str, source: int, target: int, length: int) -> float:
+def _seconds(
+    engine: MooncakeTransferEngine, session_id: str, sources: list[int], targets: list[int], lengths: list[int]
+) -> float:
     begin = time.perf_counter()
-    engine.transfer_sync(session_id, source, target, length)
+    if len(lengths) == 1:
+        engine.transfer_sync(session_id, sources[0], targets[0], lengths[0])
+    else:
+        engine.batch_transfer_sync(session_id, sources, targets, lengths)
     return time.perf_counter() - begin
 
 

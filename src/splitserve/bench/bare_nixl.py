@@ -1,7 +1,8 @@
 """NIXL alone, as the limit that the transfer backend `nixl` is compared with: no sessions, no fence, no thread of ours.
 
 1. A second process makes an agent over `total_bytes` of memory and says its metadata and address on standard output.
-2. We write all of it in one contiguous transfer, again and again, each time until the library calls it done.
+2. We write all of it in one transfer, described piece by piece, again and again, each time until the library calls it
+   done. The descriptors are made once, outside the time that counts: the library keeps such lists for that.
 3. The median of the times counts. The second process ends when its standard input does.
 
 Agents, and with them all settings of UCX, are made by the backend's own function.
@@ -17,8 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports.memory import Memory
 
 HOST = "127.0.0.1"
@@ -30,19 +35,25 @@ WARM_UP = 2
 _READY = b"READY "
 
 
-def measure(total_bytes: int, repeats: int) -> float:
-    """GB/s of `total_bytes` in one piece, median of `repeats`. Raises ImportError without the library."""
+def measure(copies: Copies, repeats: int) -> float:
+    """GB/s of one transfer of all copies, median of `repeats`. Raises ImportError without the library."""
     from splitserve.disaggregation.transports.nixl import new_agent
 
+    total_bytes = num_bytes(copies)
     source = _filled(total_bytes)
     agent = new_agent(HOST, Memory([source.region()]), has_thread=False)
     with _peer(total_bytes) as (metadata, address):
         name = agent.add_remote_agent(metadata)
-        ours = agent.get_xfer_descs([(source.address, total_bytes, 0)], "DRAM")
-        theirs = agent.get_xfer_descs([(address, total_bytes, 0)], "DRAM")
+        ours = agent.get_xfer_descs(_descriptors(source.address, copies["src_offset"], copies["length"]), "DRAM")
+        theirs = agent.get_xfer_descs(_descriptors(address, copies["dst_offset"], copies["length"]), "DRAM")
         times = [_transfer(agent, ours, theirs, name) for _ in range(WARM_UP + repeats)][WARM_UP:]
         agent.remove_remote_agent(name)
     return total_bytes / statistics.median(times) / 1e9
+
+
+def _descriptors(base: int, offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """As the library takes them: address, length, device 0."""
+    return np.stack([np.uint64(base) + offsets, lengths, np.zeros_like(lengths)], axis=1)
 
 
 def _transfer(agent: Any, ours: Any, theirs: Any, name: str) -> float:

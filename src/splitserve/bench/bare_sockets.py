@@ -23,14 +23,16 @@ import numpy as np
 
 from splitserve.bench.stats import median
 from splitserve.core.arena import Arena
+from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
 from splitserve.disaggregation.transports.sockets import set_receive_timeout, set_send_timeout, tune
 
 # Seconds for the receiver to appear, and for one round.
 _TIMEOUT = 120.0
 
 
-def measure(total_bytes: int, repeats: int = 5) -> float:
-    """GB/s (10^9 bytes a second) of `total_bytes` in one piece. Raises OSError where the receiver is lost."""
+def measure(copies: Copies, repeats: int = 5) -> float:
+    """GB/s (10^9 bytes a second) of as many bytes in one piece. Raises OSError where the receiver is lost."""
+    total_bytes = num_bytes(copies)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # What is accepted inherits it. The window's scale is agreed on in the handshake.
         tune(listener)
@@ -95,7 +97,8 @@ def main(words: list[str]) -> None:
         _receive(*map(int, words[1:]))
         return
     total_bytes, repeats = int(words[0]), int(words[1]) if len(words) > 1 else 5
-    figures = {"total_bytes": total_bytes, "repeats": repeats, "gb_per_s": measure(total_bytes, repeats)}
+    copies = copy_table([(0, 0, 0, 0, total_bytes)])
+    figures = {"total_bytes": total_bytes, "repeats": repeats, "gb_per_s": measure(copies, repeats)}
     sys.stdout.write(json.dumps(figures) + "\n")
 
 

@@ -136,7 +136,7 @@ def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> 
     pair.write(copies)
     limits, ours = [], []
     for _ in range(runs):
-        limits.append(measure_limit(case.total_bytes, repeats))
+        limits.append(measure_limit(copies, repeats))
         ours.append(_run(pair, case, copies, repeats))
     latencies = _latencies(pair, case)
     return TransferFigures.of(

@@ -34,7 +34,10 @@ def bench_transfer(
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """Speed of each transport between two processes, beside its limit on this machine. Takes minutes."""
+    """Speed of each transport between two processes, beside its limit on this machine. Takes minutes.
+
+    Limits: raw sockets (tcp, gloo) and memcpy (shm) in one piece, the bare library in the same pieces (the others).
+    """
     from splitserve.bench.transfer import TransferBenchOptions, run_transfer_bench
 
     options = TransferBenchOptions(tuple(backend or ()), append_to=append_to, as_json=as_json, quick=quick)

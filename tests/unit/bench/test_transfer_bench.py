@@ -15,9 +15,9 @@ from rich.console import Console
 from splitserve.bench import backends
 from splitserve.bench.limits import LIMITS, Limit
 from splitserve.bench.transfer import TransferBenchOptions, measure_backend, run_transfer_bench
-from splitserve.bench.transfer_plan import KIB, MIB, Case, TransferPlan
+from splitserve.bench.transfer_plan import KIB, MIB, Case, TransferPlan, copies_of
 from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
-from splitserve.disaggregation.transports import USER_BACKENDS
+from splitserve.disaggregation.transports import USER_BACKENDS, missing
 from splitserve.errors import ConfigError
 
 KEYS = {
@@ -80,7 +80,7 @@ def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contig
     assert {f.total_bytes for f in report.digest()} == {8 * MIB}
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
-    assert "raw sockets for tcp, raw sockets for gloo" in section
+    assert "one piece through raw sockets for tcp, one piece through raw sockets for gloo" in section
     lines = [line for line in section.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 6
     assert len({line.count("|") for line in lines}) == 1
@@ -92,6 +92,14 @@ def test_sizes_are_shown_in_the_largest_unit():
 
 def test_every_limit_belongs_to_a_transport():
     assert set(LIMITS) <= set(USER_BACKENDS)
+
+
+@pytest.mark.parametrize("backend", LIMITS)
+@pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "contiguous"])
+def test_every_limit_takes_the_copies_of_a_case(backend, scattered):
+    if problem := missing(backend):
+        pytest.skip(problem)
+    assert LIMITS[backend].load()(copies_of(Case(4 * KIB, MIB, scattered)), 2) > 0
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
-from splitserve.disaggregation.transports.session import WriteRefused
 from splitserve.disaggregation.transports.sockets import Deadline
 
 MAGIC = b"WRIT"

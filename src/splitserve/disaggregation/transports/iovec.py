@@ -43,11 +43,19 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.restype = ctypes.c_ssize_t
 
 
-def iovec_table(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.void]:
-    """A table of the pieces; empty ones are left out."""
-    table = np.empty(len(addresses), dtype=IOVEC)
-    table["base"], table["length"] = addresses, lengths
-    return table[table["length"] > 0]
+_NO_BYTES = np.empty(0, dtype=np.uint8)
+
+
+def iovec_table(
+    addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], head: NDArray[np.uint8] = _NO_BYTES
+) -> NDArray[np.void]:
+    """A table of the bytes of `head`, which must outlive it, and the pieces; empty ones are left out."""
+    table = np.empty((1 + len(addresses), 2), dtype=np.uint64)
+    table[0] = head.ctypes.data, head.nbytes
+    table[1:, 0], table[1:, 1] = addresses, lengths
+    if not table[:, 1].all():
+        table = table[table[:, 1] > 0]
+    return table.view(IOVEC).reshape(-1)
 
 
 def send_all(sock: socket.socket, table: NDArray[np.void]) -> None:
@@ -63,10 +71,11 @@ def receive_all(sock: socket.socket, table: NDArray[np.void]) -> None:
 
 def _move_all(call: ctypes._NamedFuncPointer, sock: socket.socket, table: NDArray[np.void], flags: int) -> None:
     ends = np.cumsum(table["length"])
+    address = table.ctypes.data
     first, moved = 0, 0
     header = _MsgHdr()
     while first < len(table):
-        header.iov = table.ctypes.data + first * IOVEC.itemsize
+        header.iov = address + first * IOVEC.itemsize
         header.iovlen = min(len(table) - first, MAX_PIECES_PER_CALL)
         n = call(sock.fileno(), ctypes.byref(header), flags)
         if n < 0:
@@ -75,6 +84,8 @@ def _move_all(call: ctypes._NamedFuncPointer, sock: socket.socket, table: NDArra
         if n == 0:
             raise ConnectionError("connection closed inside a write")
         moved += n
+        if moved == ends[-1]:
+            return
         first = int(np.searchsorted(ends, moved, side="right"))
         if first < len(table):
             # Cut off what is done of the first piece that is not.

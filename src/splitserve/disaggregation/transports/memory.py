@@ -45,15 +45,16 @@ class Memory:
     def _out_of_bounds(
         self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
     ) -> str | None:
-        known = regions < len(self.regions)
-        if not known.all():
-            return f"region {int(regions[~known][0])} is not registered ({len(self.regions)} are)"
-        limits = self._lengths[regions]
-        # Without a sum that could wrap around.
-        inside = (lengths <= limits) & (offsets <= limits - np.minimum(lengths, limits))
-        if inside.all():
+        # Most tables are short: `any` alone would take as long as the comparison.
+        unknown = regions >= len(self.regions)
+        if np.count_nonzero(unknown):
+            return f"region {int(regions[unknown][0])} is not registered ({len(self.regions)} are)"
+        limits, ends = self._lengths[regions], offsets + lengths
+        # A sum that has wrapped around is less than either part.
+        outside = (ends > limits) | (ends < offsets)
+        if not np.count_nonzero(outside):
             return None
-        i = int(np.flatnonzero(~inside)[0])
+        i = int(outside.argmax())
         first, end = int(offsets[i]), int(offsets[i]) + int(lengths[i])
         return f"[{first}, {end}) is out of bounds of region {int(regions[i])} of {int(limits[i])} bytes"
 

@@ -33,6 +33,7 @@ import msgspec
 from splitserve.disaggregation.copies import Copies, coalesce, num_bytes
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.aux_data import AuxDataCodec
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.frames import MAX_TEXT_BYTES, WriteFrame
@@ -46,7 +47,7 @@ from splitserve.disaggregation.transports.mooncake_engine import (
     take_engine,
 )
 from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
-from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.staging import Pieces, Staging
 
@@ -85,6 +86,8 @@ def mooncake_transport(options: TransportOptions) -> SessionTransport:
 
 
 class MooncakeBackend:
+    brief_bytes = 0
+
     def __init__(self, options: TransportOptions) -> None:
         self.protocol = options.extra.get("protocol", "tcp")
         self.device = options.extra.get("device", "")

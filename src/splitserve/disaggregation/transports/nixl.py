@@ -34,12 +34,13 @@ import msgspec
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, coalesce
 from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.nixl_requests import Requests, batches
-from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 from splitserve.errors import ConfigError
@@ -100,6 +101,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlBackend:
+    brief_bytes = 0
+
     def __init__(self, host: str) -> None:
         self._host = host
         self._memory = Memory()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports.memory import Memory
 
 # One part keeps the library busy for some 10 to 100 ms.
@@ -31,6 +31,8 @@ _LOCAL = "NIXL_INIT_AGENT"
 
 def batches(copies: Copies) -> list[Copies]:
     """The same bytes in the same order, in parts of at most MAX_BATCH_PIECES pieces and about MAX_BATCH_BYTES."""
+    if len(copies) <= MAX_BATCH_PIECES and num_bytes(copies) <= MAX_BATCH_BYTES:
+        return [copies[copies["length"] > 0]] if copies["length"].any() else []
     pieces = _cut(copies)
     starts = np.cumsum(pieces["length"]) - pieces["length"]
     by_bytes = np.flatnonzero(np.diff(starts // np.uint64(MAX_BATCH_BYTES))) + 1

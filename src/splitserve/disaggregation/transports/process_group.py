@@ -115,6 +115,8 @@ class Nccl:
 
 
 class ProcessGroupBackend:
+    brief_bytes = 0
+
     def __init__(self, library: Library, options: TransportOptions) -> None:
         self.library = library
         self.options = options

@@ -1,113 +1,30 @@
-"""What all transports between processes have in common: tickets, sessions, a queue and a thread for each peer.
+"""What all transports between processes have in common: tickets, sessions, the drain.
 
-A backend brings two small things, made by its `Backend`:
-- `Outgoing`: the sending end of one connection; its `write` blocks until the write is proven;
-- `Incoming`: the receiving end of one session, whoever connects to it.
-Everything else is here: who may come in (`door.py`), the order of writes, deadlines, what a failure proves, the drain.
-One thread and one connection for each session, on either side, so a slow or stopped peer holds up no other.
+A backend brings the two ends of a connection (`backend.py`). Who may come in is `door.py`, the order of writes and what
+a failure proves is `sending.py`. One thread and one connection for each session, on either side, so a slow or stopped
+peer holds up no other.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
-import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
+from splitserve.disaggregation.copies import Copies, copy_table
+from splitserve.disaggregation.transports.backend import Backend, Incoming
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
-from splitserve.disaggregation.transports.door import Door, Guest, ProtocolError, knock
+from splitserve.disaggregation.transports.door import Door, Guest, ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.sockets import Deadline, shut
+from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES, Sender, Write
 from splitserve.errors import CapacityError
 
-logger = logging.getLogger(__name__)
-
-# Writes to one session that may wait for their turn.
-MAX_PENDING_WRITES = 1024
 # Sessions we remember to have drained. They are drawn at random and never come back, so this is only hygiene.
 MAX_REMEMBERED_DRAINS = 4096
 
 _NOTHING = copy_table([])
-
-
-class WriteRefused(Exception):
-    """A write of which nothing landed and nothing will land."""
-
-
-class Outgoing(Protocol):
-    """The sending end of one connection. Used by one thread, but for `interrupt`."""
-
-    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        """Return when every byte is proven in the peer's memory.
-
-        Raises WriteRefused where nothing of it landed or will; anything else says that it may be half-way (LOST).
-        """
-        ...
-
-    def is_alive(self) -> bool:
-        """Whether another write may be tried; if not, it is closed and a new connection made."""
-        ...
-
-    def interrupt(self) -> None:
-        """From any thread: have the write under way end soon. Its socket was shut before."""
-        ...
-
-    def close(self) -> None:
-        """When this returns, our memory is not read any more. The socket is closed by the caller."""
-        ...
-
-
-class LocalOutgoing(Outgoing, Protocol):
-    """The sending end of a LocalTransport."""
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Run `action` while the receiver cannot be fenced. Raises WriteRefused where it is, or the action failed."""
-        ...
-
-
-class Incoming(Protocol):
-    """The receiving end of one session. Outlives its connections: a sender may come back."""
-
-    def welcome(self) -> bytes:
-        """What a sender must know to write to us. For each connection, in its thread."""
-        ...
-
-    def serve(self, sock: socket.socket) -> None:
-        """Receive until the connection ends. Raises OSError or ProtocolError."""
-        ...
-
-    def revoke(self) -> None:
-        """The session is over: let no write begin. After the last `serve` has returned. Idempotent."""
-        ...
-
-    def is_fenced(self) -> bool:
-        """After `revoke`: whether no write can be under way."""
-        ...
-
-
-class Backend(Protocol):
-    def register(self, memory: Memory) -> None:
-        """Called whenever regions were added to `memory`, which stays the same object."""
-        ...
-
-    def receive(self) -> Incoming:
-        """The receiving end of a new session."""
-        ...
-
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> Outgoing:
-        """The sending end over an authenticated connection. Raises OSError, ProtocolError."""
-        ...
-
-    def close(self) -> None:
-        """After all sessions have ended. Idempotent."""
-        ...
 
 
 class SessionTransport:
@@ -120,7 +37,7 @@ class SessionTransport:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._statuses: dict[Ticket, WriteStatus] = {}
-        self._senders: dict[str, _Sender] = {}
+        self._senders: dict[str, Sender] = {}
         self._drained: dict[str, None] = {}
         self._sessions = _Sessions()
         self._door = Door(options.host, options.token, self._sessions)
@@ -137,11 +54,11 @@ class SessionTransport:
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         self._memory.check_sources(copies)
-        return self._enqueue(peer, _Write(Ticket(next(self._ids)), copies))
+        return self._enqueue(peer, Write(Ticket(next(self._ids)), copies))
 
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         """See LocalTransport; only where the backend's sending end is a LocalOutgoing."""
-        return self._enqueue(peer, _Write(Ticket(next(self._ids)), _NOTHING, action))
+        return self._enqueue(peer, Write(Ticket(next(self._ids)), _NOTHING, action))
 
     def poll(self, ticket: Ticket) -> WriteStatus:
         with self._lock:
@@ -181,7 +98,7 @@ class SessionTransport:
             self._statuses[ticket] = status
         self.options.on_progress()
 
-    def _enqueue(self, peer: PeerAddress, write: _Write) -> Ticket:
+    def _enqueue(self, peer: PeerAddress, write: Write) -> Ticket:
         ticket = write.ticket
         with self._lock:
             if self._closed or peer.session_id in self._drained:
@@ -189,128 +106,13 @@ class SessionTransport:
                 return ticket
             sender = self._senders.get(peer.session_id)
             if sender is None:
-                sender = self._senders[peer.session_id] = _Sender(self, peer)
+                sender = self._senders[peer.session_id] = Sender(self.backend, self.options, peer, self.finish)
             self._statuses[ticket] = WriteStatus(WriteState.PENDING)
             if not sender.offer(write):
                 del self._statuses[ticket]
                 raise CapacityError(f"{MAX_PENDING_WRITES} writes to {peer.endpoint} are pending")
+        sender.go_on()
         return ticket
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    ticket: Ticket
-    copies: Copies
-    # To be called instead of copying anything.
-    action: Callable[[], None] | None = None
-
-    def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> None:
-        if self.action is None:
-            outgoing.write(self.ticket.id, self.copies, deadline)
-        else:
-            cast(LocalOutgoing, outgoing).call(self.action)
-
-
-class _Sender:
-    """The writes to one session: a bounded queue, a connection made when it is needed, one thread for both."""
-
-    def __init__(self, transport: SessionTransport, peer: PeerAddress) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._ready = threading.Condition()
-        self._queue: deque[_Write] = deque()
-        self._socket: socket.socket | None = None
-        self._outgoing: Outgoing | None = None
-        self._stopped: str | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kv-send-{peer.endpoint}", daemon=True)
-        self._thread.start()
-
-    def offer(self, write: _Write) -> bool:
-        with self._ready:
-            if len(self._queue) >= MAX_PENDING_WRITES:
-                return False
-            self._queue.append(write)
-            self._ready.notify()
-            return True
-
-    def stop(self, why: str) -> None:
-        """Break the connection, end the thread, fail what is pending."""
-        with self._ready:
-            self._stopped = why
-            self._ready.notify()
-            if self._socket is not None:
-                shut(self._socket)
-            if self._outgoing is not None:
-                self._outgoing.interrupt()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._ready:
-                self._ready.wait_for(lambda: self._queue or self._stopped)
-                if self._stopped:
-                    break
-                write = self._queue.popleft()
-            status = self._carry_out(write)
-            if status.state is not WriteState.DONE:
-                self._disconnect()
-            self._transport.finish(write.ticket, status)
-        self._disconnect()
-        for write in self._queue:
-            self._transport.finish(write.ticket, WriteStatus(WriteState.FAILED, self._stopped))
-
-    def _carry_out(self, write: _Write) -> WriteStatus:
-        deadline = Deadline(self._transport.options.write_timeout)
-        where = f"session {self._peer.session_id} at {self._peer.endpoint}"
-        try:
-            outgoing = self._connect()
-        except Exception as error:
-            # Not a byte of this write was sent.
-            return WriteStatus(WriteState.FAILED, self._stopped or f"cannot connect to {where}: {_text(error)}")
-        try:
-            write.carry_out(outgoing, deadline)
-        except WriteRefused as refusal:
-            return WriteStatus(WriteState.FAILED, self._stopped or f"{where} refused the write: {refusal}")
-        except TimeoutError:
-            late = f"{where} did not take a write of {num_bytes(write.copies)} bytes within {deadline.seconds:g} s"
-            return WriteStatus(WriteState.LOST, self._stopped or late)
-        except Exception as error:
-            # Also of a library: whatever it was, nobody vouches for the rest of the write.
-            return WriteStatus(WriteState.LOST, self._stopped or f"connection to {where} broke: {_text(error)}")
-        return WriteStatus(WriteState.DONE)
-
-    def _connect(self) -> Outgoing:
-        if self._outgoing is not None and self._outgoing.is_alive():
-            return self._outgoing
-        self._disconnect()
-        options = self._transport.options
-        deadline = Deadline(options.connect_timeout)
-        sock, welcome = knock(
-            self._peer.endpoint, self._peer.session_id, options.token, deadline, lambda: self._stopped is not None
-        )
-        with self._ready:
-            self._socket = sock
-            if self._stopped:
-                shut(sock)
-        outgoing = self._transport.backend.connect(sock, welcome, deadline)
-        with self._ready:
-            self._outgoing = outgoing
-            if self._stopped:
-                outgoing.interrupt()
-        return outgoing
-
-    def _disconnect(self) -> None:
-        with self._ready:
-            outgoing, self._outgoing = self._outgoing, None
-            sock, self._socket = self._socket, None
-        if outgoing is not None:
-            outgoing.close()
-        if sock is not None:
-            sock.close()
-
-
-def _text(error: Exception) -> str:
-    return str(error) or repr(error)
 
 
 class _Sessions:

@@ -24,6 +24,7 @@ from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import (
@@ -34,13 +35,15 @@ from splitserve.disaggregation.transports.local_files import (
     open_file,
 )
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 from splitserve.errors import ConfigError
 
 # Copied in one go inside the gate: about a millisecond, which is what a drain waits.
 PART_BYTES = 8 << 20
+# Copied by the caller itself, in about the time that waking a thread takes.
+BRIEF_BYTES = 1 << 20
 
 
 def shm_transport(options: TransportOptions) -> SessionTransport:
@@ -65,6 +68,8 @@ class _Welcome(msgspec.Struct, frozen=True):
 
 
 class ShmBackend:
+    brief_bytes = BRIEF_BYTES
+
     def __init__(self) -> None:
         self._memory = Memory()
 

@@ -18,13 +18,14 @@ import msgspec
 import numpy as np
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import iovec, sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
 from splitserve.disaggregation.transports.memory import Memory, decode_regions, encode_regions
-from splitserve.disaggregation.transports.session import SessionTransport, WriteRefused
+from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 
 # Of a write that goes in one frame.
@@ -36,6 +37,8 @@ def tcp_transport(options: TransportOptions) -> SessionTransport:
 
 
 class TcpBackend:
+    brief_bytes = 0
+
     def __init__(self) -> None:
         self._memory = Memory()
 
@@ -63,11 +66,11 @@ class TcpOutgoing:
         self._theirs = theirs
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        # Here as well as there: once the first part has landed, it would be too late.
-        if error := self._theirs.target_error(copies):
-            raise WriteRefused(error)
         # The receiver prepares for a part while the one before is under way.
-        parts = list(_parts(copies))
+        parts = [copies] if num_bytes(copies) <= PART_BYTES else list(_parts(copies))
+        # Checked there as well, but once the first part has landed, it would be too late.
+        if len(parts) > 1 and (error := self._theirs.target_error(copies)):
+            raise WriteRefused(error)
         for part in parts:
             self._send(ticket_id, part, deadline)
         for _ in parts:
@@ -75,11 +78,9 @@ class TcpOutgoing:
 
     def _send(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         head = write_frame(ticket_id, copies)
-        # Both of dtype uint64: an array of anything else would turn the addresses into floats.
-        addresses = np.append(np.uint64(head.ctypes.data), self._memory.sources(copies))
-        lengths = np.append(np.uint64(head.nbytes), copies["length"])
+        table = iovec.iovec_table(self._memory.sources(copies), copies["length"], head)
         sockets.set_send_timeout(self._socket, deadline.remaining())
-        iovec.send_all(self._socket, iovec.iovec_table(addresses, lengths))
+        iovec.send_all(self._socket, table)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -123,10 +124,10 @@ class TcpIncoming:
 
 
 def _parts(copies: Copies) -> Iterator[Copies]:
-    """The same copies, as frames of about PART_BYTES; at least one."""
+    """The same copies, as frames of about PART_BYTES."""
     ends = np.cumsum(copies["length"])
     first = 0
-    while first < len(copies) or first == 0:
+    while first < len(copies):
         start = int(ends[first - 1]) if first else 0
         stop = max(first + 1, int(np.searchsorted(ends, start + PART_BYTES, side="right")))
         yield copies[first:stop]

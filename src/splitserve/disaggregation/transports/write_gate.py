@@ -16,7 +16,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
-from splitserve.disaggregation.transports.session import WriteRefused
+from splitserve.disaggregation.transports.backend import WriteRefused
 
 _CLOSED = b"\x01"
 
