@@ -65,6 +65,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelLoadError or ConfigError, each with the remedy."""
     began = time.monotonic()
     device = _device(config.device)
+    _set_affinity(config.cpu_affinity)
     _set_threads(config.threads)
     folder = resolve_model(config.model)
     checkpoint = _read_config(folder, config.model)
@@ -101,6 +102,30 @@ def _device(name: str) -> torch.device:
     except Exception as error:
         raise ConfigError(f"Device {name!r} cannot be used: {error}. Use auto, cpu, cuda or cuda:N.") from error
     return device
+
+
+def _set_affinity(cpus: str | None) -> None:
+    """Before any thread of torch's pools exists: they inherit it."""
+    if cpus is None:
+        return
+    try:
+        os.sched_setaffinity(0, parse_cpus(cpus))
+    except (ValueError, OSError, AttributeError) as error:
+        raise ConfigError(
+            f"--cpu-affinity {cpus!r}: {error}. Give core numbers of this machine, e.g. 0-3,8."
+        ) from error
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Numbers and ranges, as taskset and Linux write them. Raises ValueError."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        named = range(int(first), int(last if dash else first) + 1)
+        if not named:
+            raise ValueError(f"{part!r} names no core")
+        cpus |= set(named)
+    return cpus
 
 
 def _set_threads(threads: int | None) -> None:
@@ -197,8 +222,8 @@ def _use_kernels(
         use_kernels(model, layers, library, Kind[(config.quantization or "bf16").upper()])
     elif config.quantization is not None:
         raise ConfigError(
-            f"quantization {config.quantization} needs our own kernels, and they are for dtype bfloat16 on a CPU: use "
-            f"--dtype bfloat16 --device cpu (here: {dtype_name} on {device}), without --kernels torch. Where they were not "
+            f"quantization {config.quantization} needs our kernels, and those are for bfloat16 on CPUs: use --dtype "
+            f"bfloat16 --device cpu (here: {dtype_name} on {device}), without --kernels torch. Where they were not "
             "built, install splitserve again with a C compiler present."
         )
     return library

@@ -200,5 +200,3 @@ def test_stored_tokens_lie_in_their_slots_and_the_rest_is_cleared_or_untouched(l
     assert torch.equal(pool[slots], states[:, 8:16])
     assert not pool[zeroed].any()
     assert (pool[[1, 2, 4, 5, 6]] == 5.0).all()
-
-

@@ -1,4 +1,4 @@
-"""Models of transformers with our layers in them, and without: the same answers, and nothing replaced that is not known."""
+"""Models of transformers with our layers in them, and without: the same answers, and nothing unknown replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from splitserve.config import ModelConfig
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.loader import load_model
+from splitserve.engine.loader import load_model, parse_cpus
 from splitserve.engine.native.layers import FusedLayer, use_kernels
 from splitserve.engine.native.library import Library, find_library
 from splitserve.engine.native.weights import Kind, PackedLinear
@@ -163,9 +163,24 @@ def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatc
         ({"quantization": "int8", "dtype": "bfloat16", "kernels": "torch"}, "without --kernels torch"),
         ({"quantization": "int3", "dtype": "bfloat16"}, "int8"),
         ({"kernels": "fast"}, "auto or torch"),
+        ({"cpu_affinity": "4096-4097"}, "core numbers"),
+        ({"cpu_affinity": "two"}, "core numbers"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_a_remedy(settings: dict[str, Any], remedy: str, tmp_path: Path) -> None:
     model_of(CONFIGS["llama"]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=remedy):
         load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0", {0}), ("0-3", {0, 1, 2, 3}), ("0-1,8,10-11", {0, 1, 8, 10, 11}), ("2,2", {2})]
+)
+def test_cores_are_named_as_linux_names_them(text: str, cpus: set[int]) -> None:
+    assert parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1"])
+def test_other_names_of_cores_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_cpus(text)

@@ -97,7 +97,7 @@ class NativeStep(TorchSdpaStep):
         singles = self._singles[params.window]
         if not len(singles.tokens):
             return
-        _, num_kv_heads, group, head_size = query.shape
+        group, head_size = query.shape[2:]
         if query.stride()[1:] != (group * head_size, head_size, 1):
             query = query.contiguous()
         args = self._args.get(params) or self._new_args(params, singles, query.shape, out.shape[-1])

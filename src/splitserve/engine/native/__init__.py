@@ -1,4 +1,4 @@
-"""The engine's own kernels for CPUs, in C: linears over packed weights, paged attention of decode steps, what is between.
+"""The engine's own kernels for CPUs, in C: packed linears, paged attention of decode steps, what is between.
 
 1. `library` finds the build for this CPU's instructions and knows the C structures.
 2. `weights` packs a linear layer once; `layers` puts packed layers in the place of the model's own.

@@ -103,9 +103,7 @@ class _Norm:
     def __init__(self, library: Library, norm: Any) -> None:
         self._library = library
         self._weight = norm.weight.float()
-        self._args = NormArgs(
-            weight=self._weight.data_ptr(), size=self._weight.numel(), epsilon=_epsilon_of(norm)
-        )
+        self._args = NormArgs(weight=self._weight.data_ptr(), size=self._weight.numel(), epsilon=_epsilon_of(norm))
 
     def __call__(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of rows [T, size]; with `residual`, of the sum of both, which is stored there."""

@@ -1,8 +1,8 @@
 """The C functions for this CPU, and their arguments as ctypes passes them.
 
-The same sources are built for several instruction sets (`pyproject.toml`); `find_library` takes the widest that this CPU
-has. They call OpenMP without being linked to one: torch's is already here, and a second would bring threads of its own.
-ctypes lets Python's lock go for the time of a call.
+The same sources are built for several instruction sets (`pyproject.toml`); `find_library` takes the widest that this
+CPU has. They call OpenMP without being linked to one: torch's is already here, and a second would bring threads of its
+own. ctypes lets Python's lock go for the time of a call.
 """
 
 from __future__ import annotations

@@ -101,7 +101,6 @@ class PackedLinear(torch.nn.Module):
         self._library.linear(ctypes.byref(args))
         return out.view(*x.shape[:-1], self.out_features)
 
-
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
 
