@@ -9,6 +9,8 @@ import msgspec
 from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("auto", "torch")
+QUANTIZATIONS = ("int8",)
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -23,6 +25,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     # CPU threads of the model; None: all cores of this process.
     threads: int | None = None
+    # Cores this worker may use, e.g. "0-3,8"; None: all that its process has.
+    cpu_affinity: str | None = None
+    # "auto": our own where they are faster; "torch": torch's everywhere.
+    kernels: str = "auto"
+    # Of the weights, on load: None or "int8".
+    quantization: str | None = None
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.engine.attention.base import AttentionBackend, AttentionParams, PagedBatch
+from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.native.library import find_library
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
 
-BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {"torch_sdpa": TorchSdpaBackend}
+
+@dataclass(frozen=True)
+class Backend:
+    make: Callable[[KVPool], AttentionBackend]
+    dtype: str = "float32"
+    # Head sizes are multiples of it.
+    head_size_unit: int = 1
+    # Of outputs: some roundings to the dtype.
+    tolerance: float = 1e-5
+
+
+def native(pool: KVPool) -> AttentionBackend:
+    library = find_library()
+    assert library is not None
+    assert is_supported(pool, num_heads=2 * pool.layout.components[0].num_heads, library=library)
+    return NativeBackend(pool, library, widen=True)
+
+
+BACKENDS = {
+    "torch_sdpa": Backend(TorchSdpaBackend),
+    "torch_sdpa_widened": Backend(partial(TorchSdpaBackend, widen=True), "bfloat16", 1, 0.02),
+}
+if find_library() is not None:
+    BACKENDS["native"] = Backend(native, "bfloat16", 16, 0.02)
+
+
+def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """What is left of it in the pool's dtype, as float32."""
+    return torch.from_numpy(array).to(getattr(torch, dtype)).float().numpy()
 
 
 @dataclass(frozen=True)
@@ -79,20 +110,22 @@ class World:
         self.rng = np.random.default_rng(case.seed)
         totals = [sum(step[r] for step in case.steps) for r in range(len(case.steps[0]))]
         counts = [-(-total // case.page_size) for total in totals]
-        shape = LayerShape(0, case.num_kv_heads, case.k_dim, case.v_dim, case.params.window)
-        layout = layout_for([shape], "float32", page_size=case.page_size, num_pages=sum(counts) + 3)
+        self.kind = BACKENDS[backend]
+        self.k_dim, self.v_dim = (d * self.kind.head_size_unit for d in (case.k_dim, case.v_dim))
+        shape = LayerShape(0, case.num_kv_heads, self.k_dim, self.v_dim, case.params.window)
+        layout = layout_for([shape], self.kind.dtype, page_size=case.page_size, num_pages=sum(counts) + 3)
         self.pool = KVPool(layout, torch.device("cpu"))
         for tensor in (self.pool.keys[0], self.pool.values[0]):
             tensor.fill_(torch.nan)
         # Half of the worlds have their pages in a row, the others scattered.
         numbers = np.arange(layout.num_pages) if case.seed % 2 else self.rng.permutation(layout.num_pages)
         self.pages = np.split(numbers[: sum(counts)], np.cumsum(counts)[:-1])
-        self.keys = [np.zeros((0, case.num_kv_heads, case.k_dim), np.float32) for _ in totals]
-        self.values = [np.zeros((0, case.num_kv_heads, case.v_dim), np.float32) for _ in totals]
-        self.backend = BACKENDS[backend](self.pool)
+        self.keys = [np.zeros((0, case.num_kv_heads, self.k_dim), np.float32) for _ in totals]
+        self.values = [np.zeros((0, case.num_kv_heads, self.v_dim), np.float32) for _ in totals]
+        self.backend = self.kind.make(self.pool)
 
     def normal(self, *shape: int) -> np.ndarray:
-        return self.rng.normal(size=shape).astype(np.float32)
+        return rounded(self.rng.normal(size=shape).astype(np.float32), self.kind.dtype)
 
     def step(self, lengths: tuple[int, ...]) -> None:
         """Advance the requests and compare every output row."""
@@ -102,23 +135,24 @@ class World:
             return
         starts = [len(self.keys[r]) for r in active]
         new = [lengths[r] for r in active]
-        q = self.normal(sum(new), case.num_kv_heads * case.group, case.k_dim)
+        q = self.normal(sum(new), case.num_kv_heads * case.group, self.k_dim)
         k, v = (
-            self.normal(sum(new), case.num_kv_heads, case.k_dim),
-            self.normal(sum(new), case.num_kv_heads, case.v_dim),
+            self.normal(sum(new), case.num_kv_heads, self.k_dim),
+            self.normal(sum(new), case.num_kv_heads, self.v_dim),
         )
         used = [-(-(s + n) // case.page_size) for s, n in zip(starts, new, strict=True)]
         pages = tuple(self.pages[r][:n].astype(np.int64) for r, n in zip(active, used, strict=True))
         batch = PagedBatch(np.array(starts), np.array(new), pages, case.page_size)
-        out = self.backend.plan(batch).forward(
-            0, torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(v), case.params
-        )
-        assert out.shape == (sum(new), case.num_kv_heads * case.group, case.v_dim)
+        dtype = getattr(torch, self.kind.dtype)
+        tensors = (torch.from_numpy(x).to(dtype) for x in (q, k, v))
+        out = self.backend.plan(batch).forward(0, *tensors, case.params).float()
+        assert out.shape == (sum(new), case.num_kv_heads * case.group, self.v_dim)
         for r, start, begin, end in zip(active, starts, batch.offsets[:-1], batch.offsets[1:], strict=True):
             self.keys[r] = np.concatenate((self.keys[r], k[begin:end]))
             self.values[r] = np.concatenate((self.values[r], v[begin:end]))
             expected = naive(q[begin:end].astype(np.float64), self.keys[r], self.values[r], start, case.params)
-            np.testing.assert_allclose(out[begin:end].numpy(), expected, rtol=1e-4, atol=1e-5)
+            tolerance = self.kind.tolerance
+            np.testing.assert_allclose(out[begin:end].numpy(), expected, rtol=10 * tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,13 +176,18 @@ def test_decoding_requests_of_very_different_lengths(backend: str, window: int |
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_with_and_without_a_window_share_a_step(backend: str) -> None:
-    shapes = [LayerShape(layer, 2, 8, 8, None) for layer in range(2)]
-    pool = KVPool(layout_for(shapes, "float32", page_size=4, num_pages=20), torch.device("cpu"))
+    kind = BACKENDS[backend]
+    size = 8 * kind.head_size_unit
+    shapes = [LayerShape(layer, 2, size, size, None) for layer in range(2)]
+    pool = KVPool(layout_for(shapes, kind.dtype, page_size=4, num_pages=20), torch.device("cpu"))
     rng = np.random.default_rng(0)
     batch = PagedBatch(np.array([0]), np.array([30]), (np.arange(3, 11),), 4)
-    step = BACKENDS[backend](pool).plan(batch)
+    step = kind.make(pool).plan(batch)
     for layer, window in enumerate((None, 5)):
-        q, k, v = (rng.normal(size=(30, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+        normal = (rng.normal(size=(30, heads, size)).astype(np.float32) for heads in (4, 2, 2))
+        q, k, v = (rounded(x, kind.dtype) for x in normal)
         params = AttentionParams(0.5, window)
-        out = step.forward(layer, *(torch.from_numpy(x) for x in (q, k, v)), params)
-        np.testing.assert_allclose(out.numpy(), naive(q.astype(np.float64), k, v, 0, params), rtol=1e-4, atol=1e-5)
+        tensors = (torch.from_numpy(x).to(getattr(torch, kind.dtype)) for x in (q, k, v))
+        out = step.forward(layer, *tensors, params).float().numpy()
+        expected = naive(q.astype(np.float64), k, v, 0, params)
+        np.testing.assert_allclose(out, expected, rtol=10 * kind.tolerance, atol=kind.tolerance)

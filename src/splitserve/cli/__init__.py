@@ -17,13 +17,16 @@ from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.checks import check_backend, check_dtype, check_worker, named_values
 from splitserve.cli.options import (
+    CpuAffinityOption,
     DtypeOption,
     HandOverOption,
     HostOption,
     JsonOption,
+    KernelsOption,
     LogLevelOption,
     ModelArgument,
     ParentOption,
+    QuantizationOption,
     ReadyFileOption,
     ThreadsOption,
     TokenFileOption,
@@ -65,6 +68,8 @@ def up(
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     hand_over: HandOverOption = False,
     threads: ThreadsOption = None,
+    kernels: KernelsOption = "auto",
+    quantization: QuantizationOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in each worker's KV pool.")] = None,
     cluster_token_file: TokenFileOption = None,
@@ -77,7 +82,9 @@ def up(
 
     check_dtype(dtype)
     check_backend(transfer_backend, "--transfer-backend")
-    worker_args = ["--served-model-name", served_model_name or model]
+    worker_args = ["--served-model-name", served_model_name or model, "--kernels", kernels]
+    if quantization is not None:
+        worker_args += ["--quantization", quantization]
     if max_total_tokens is not None:
         worker_args += ["--max-total-tokens", str(max_total_tokens)]
     if cluster_token_file is not None:
@@ -138,6 +145,9 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
     threads: ThreadsOption = None,
+    cpu_affinity: CpuAffinityOption = None,
+    kernels: KernelsOption = "auto",
+    quantization: QuantizationOption = None,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV pool.")] = 16,
     max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in the KV pool.")] = None,
     shared_pool: Annotated[
@@ -169,7 +179,16 @@ def serve(
     if cluster_token_file is not None and disaggregation_mode is not DisaggregationMode.NULL:
         token = read_token_file(cluster_token_file)
     config = WorkerConfig(
-        model=ModelConfig(model=model, dtype=dtype, device=device, context_length=context_length, threads=threads),
+        model=ModelConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            context_length=context_length,
+            threads=threads,
+            cpu_affinity=cpu_affinity,
+            kernels=kernels,
+            quantization=quantization,
+        ),
         cache=CacheConfig(
             page_size=page_size,
             max_total_tokens=max_total_tokens,
@@ -305,6 +324,9 @@ def verify(
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     hand_over: HandOverOption = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each worker's model.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Of the pair's weights only, to see what it costs; exit code 0 whatever that is.")
+    ] = None,
 ) -> None:
     """Compare colocated and disaggregated output, token by token. Exit code 0: equal."""
     from splitserve.launch.verify import VerifyOptions, run_verify
@@ -318,6 +340,7 @@ def verify(
         transfer_backend=transfer_backend,
         hand_over=hand_over,
         threads=threads,
+        quantization=quantization,
     )
     raise typer.Exit(run_verify(options, as_json=as_json))
 

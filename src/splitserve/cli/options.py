@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from splitserve.config import DTYPES
+from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
@@ -24,6 +24,16 @@ TokenFileOption = Annotated[
     typer.Option(
         metavar="FILE", envvar="SPLITSERVE_CLUSTER_TOKEN_FILE", help="Its content lets prefill and decode workers join."
     ),
+]
+KernelsOption = Annotated[
+    str, typer.Option(help=f"{' or '.join(KERNELS)}: our own kernels where they are faster, or torch's everywhere.")
+]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(help=f"Of the weights, on load: {', '.join(QUANTIZATIONS)}. With --dtype bfloat16 on a CPU."),
+]
+CpuAffinityOption = Annotated[
+    str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.layout import KVLayout, Region
+from splitserve.engine.attention.base import AttentionBackend
+from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
+from splitserve.engine.native.library import has_fast_bfloat16
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.errors import ConfigError
@@ -54,7 +58,7 @@ class BuiltEngine:
 
     def runner(self, page_table: PageTable) -> ModelRunner:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row]."""
-        return ModelRunner(self.loaded, TorchSdpaBackend(self.pool), self.layout.page_size, page_table)
+        return ModelRunner(self.loaded, _attention(self.loaded, self.pool), self.layout.page_size, page_table)
 
     def close(self) -> None:
         self.pool.close()
@@ -83,6 +87,15 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
         )
     layout = replace(one_page, num_pages=shared.num_pages)
     return BuiltEngine(loaded, KVPool(layout, loaded.device, shared=shared), shared)
+
+
+def _attention(loaded: LoadedModel, pool: KVPool) -> AttentionBackend:
+    # Without instructions for bfloat16 torch goes through it number by number.
+    widen = loaded.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
+    num_heads = loaded.model.config.get_text_config().num_attention_heads
+    if loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
+        return NativeBackend(pool, loaded.kernels, widen=widen)
+    return TorchSdpaBackend(pool, widen=widen)
 
 
 def _join_pool(file: Path, one_page: KVLayout, num_pages: int) -> SharedPages:

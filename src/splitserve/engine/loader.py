@@ -20,8 +20,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from splitserve.config import DTYPES, ModelConfig
+from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.engine.attention import bridge
+from splitserve.engine.native.layers import use_kernels
+from splitserve.engine.native.library import Library, find_library
+from splitserve.engine.native.weights import Kind
 from splitserve.engine.probe import LayerShape, probe
 from splitserve.engine.sources import model_fingerprint, resolve_model
 from splitserve.errors import ConfigError, ModelLoadError
@@ -50,6 +53,8 @@ class LoadedModel:
     # Layer i's KV shape.
     layers: tuple[LayerShape, ...]
     num_parameters: int
+    # Our own, which layers of the model use; None: torch's do all.
+    kernels: Library | None
     # Equal on two workers only if they serve the same weights.
     fingerprint: str
     # Wall time of the load, download included.
@@ -60,6 +65,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelLoadError or ConfigError, each with the remedy."""
     began = time.monotonic()
     device = _device(config.device)
+    _set_affinity(config.cpu_affinity)
     _set_threads(config.threads)
     folder = resolve_model(config.model)
     checkpoint = _read_config(folder, config.model)
@@ -67,6 +73,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     dtype_name = _dtype_name(config.dtype, checkpoint, device)
     model = _build(folder, config.model, dtype_name, device)
     layers = probe(model, config.model)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    kernels = _use_kernels(model, layers, config, device, dtype_name)
     return LoadedModel(
         model=model,
         name=config.model,
@@ -78,7 +86,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         vocab_size=model.config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
         layers=layers,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_parameters=num_parameters,
+        kernels=kernels,
         fingerprint=model_fingerprint(folder),
         load_seconds=time.monotonic() - began,
     )
@@ -93,6 +102,30 @@ def _device(name: str) -> torch.device:
     except Exception as error:
         raise ConfigError(f"Device {name!r} cannot be used: {error}. Use auto, cpu, cuda or cuda:N.") from error
     return device
+
+
+def _set_affinity(cpus: str | None) -> None:
+    """Before any thread of torch's pools exists: they inherit it."""
+    if cpus is None:
+        return
+    try:
+        os.sched_setaffinity(0, parse_cpus(cpus))
+    except (ValueError, OSError, AttributeError) as error:
+        raise ConfigError(
+            f"--cpu-affinity {cpus!r}: {error}. Give core numbers of this machine, e.g. 0-3,8."
+        ) from error
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Numbers and ranges, as taskset and Linux write them. Raises ValueError."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        named = range(int(first), int(last if dash else first) + 1)
+        if not named:
+            raise ValueError(f"{part!r} names no core")
+        cpus |= set(named)
+    return cpus
 
 
 def _set_threads(threads: int | None) -> None:
@@ -174,6 +207,26 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
             f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {error}. It must be a decoder-only "
             "model with safetensors weights and a model class in transformers that supports its attention interface."
         ) from error
+
+
+def _use_kernels(
+    model: Any, layers: tuple[LayerShape, ...], config: ModelConfig, device: torch.device, dtype_name: str
+) -> Library | None:
+    """Raises ConfigError for what cannot be had here."""
+    if config.kernels not in KERNELS:
+        raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
+    if config.quantization not in (None, *QUANTIZATIONS):
+        raise ConfigError(f"quantization is {config.quantization!r}: use {' or '.join(QUANTIZATIONS)}.")
+    library = find_library() if config.kernels == "auto" and device.type == "cpu" and dtype_name == "bfloat16" else None
+    if library is not None:
+        use_kernels(model, layers, library, Kind[(config.quantization or "bf16").upper()])
+    elif config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} needs our kernels, and those are for bfloat16 on CPUs: use --dtype "
+            f"bfloat16 --device cpu (here: {dtype_name} on {device}), without --kernels torch. Where they were not "
+            "built, install splitserve again with a C compiler present."
+        )
+    return library
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

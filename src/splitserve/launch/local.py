@@ -59,7 +59,8 @@ class LocalCluster:
     """Use as a context manager: starts on entry, drains and stops on exit.
 
     `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
-    `worker_args` go to every worker's `splitserve serve`. `threads`: of each worker, None: the cores divided fairly.
+    `worker_args` go to every worker's `splitserve serve`, `pair_args` to those of prefill and decode. `threads`: of
+    each worker, None: the cores divided fairly.
     `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
     `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
     """
@@ -77,6 +78,7 @@ class LocalCluster:
         port: int = 0,
         threads: int | None = None,
         worker_args: Sequence[str] = (),
+        pair_args: Sequence[str] = (),
         cluster_token_file: Path | None = None,
         hand_over: bool = False,
         log_level: str = "info",
@@ -98,6 +100,7 @@ class LocalCluster:
         if self.threads < 1:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
+        self._pair_args = list(pair_args)
         if hand_over and backend != "shm":
             raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")
         self._hands_over = hand_over
@@ -146,6 +149,7 @@ class LocalCluster:
         args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
         if role is not DisaggregationMode.NULL:
             args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
+            args += self._pair_args
             if self._hands_over:
                 args += ["--shared-pool", f"/proc/{os.getpid()}/fd/{self._pool_fd}"]
         beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)

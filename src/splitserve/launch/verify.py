@@ -54,6 +54,8 @@ class VerifyOptions:
     hand_over: bool
     # CPU threads of each worker; None: the cores divided fairly.
     threads: int | None
+    # Of the weights of the pair, while the colocated worker keeps its own: what it costs is what is measured.
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,10 @@ _ROUNDS = (
 
 
 def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
-    """Returns the exit code: 0 where the output is equal. Raises ConfigError, ClusterError, VerifyError."""
+    """Returns the exit code: 0 where the output is equal, or a quantization is measured.
+
+    Raises ConfigError, ClusterError, VerifyError.
+    """
     if options.transfer_backend not in USER_BACKENDS:
         raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
     prompts = None if options.prompts_file is None else read_prompts(options.prompts_file)
@@ -104,7 +109,7 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
         Console().print(render(report))
-    return 0 if report.equal else 1
+    return 0 if report.equal or report.quantization is not None else 1
 
 
 def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
@@ -116,6 +121,7 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         hand_over=options.hand_over,
         threads=options.threads,
         worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
+        pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
     )
     with cluster:
         wait_ready(cluster, console, _READY_TIMEOUT)
@@ -157,7 +163,7 @@ async def compare_sides(
             comparisons += [
                 Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))
             ]
-    return VerifyReport(options.model, dtype, options.transfer_backend, comparisons)
+    return VerifyReport(options.model, dtype, options.transfer_backend, comparisons, options.quantization)
 
 
 async def _ask_all(client: _Client, url: str, prompts: Sequence[Prompt], this: _Round, max_tokens: int) -> list[Answer]:

@@ -85,6 +85,11 @@ class Comparison:
         return next(parted, None if len(ours) == len(theirs) else shorter)
 
     @property
+    def num_equal(self) -> int:
+        """Tokens up to there."""
+        return len(self.colocated.output_ids) if self.position is None else self.position
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether one answer is only the beginning of the other: an end is a token too, so no near tie explains it."""
         return self.position == min(len(self.colocated.output_ids), len(self.disaggregated.output_ids))
@@ -114,6 +119,26 @@ class VerifyReport:
     dtype: str
     transfer_backend: str
     comparisons: Sequence[Comparison]
+    # Of the disaggregated side's weights alone; None: both sides have the same.
+    quantization: str | None = None
+
+    @property
+    def share_of_equal_tokens(self) -> float:
+        """Of all tokens of the colocated answers, those before the place where the two answers part."""
+        total = sum(len(c.colocated.output_ids) for c in self.comparisons)
+        return sum(c.num_equal for c in self.comparisons) / max(1, total)
+
+    @property
+    def mean_logprob_delta(self) -> float:
+        """Over the tokens that are equal."""
+        deltas = [
+            abs(ours - theirs)
+            for c in self.comparisons
+            for ours, theirs in zip(
+                c.colocated.logprobs[: c.num_equal], c.disaggregated.logprobs[: c.num_equal], strict=True
+            )
+        ]
+        return sum(deltas) / max(1, len(deltas))
 
     @property
     def mismatches(self) -> list[Comparison]:

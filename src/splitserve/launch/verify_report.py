@@ -26,6 +26,9 @@ def report_object(report: VerifyReport) -> dict[str, Any]:
         "model": report.model,
         "dtype": report.dtype,
         "transfer_backend": report.transfer_backend,
+        "quantization": report.quantization,
+        "share_of_equal_tokens": report.share_of_equal_tokens,
+        "mean_logprob_delta": mean if math.isfinite(mean := report.mean_logprob_delta) else None,
     }
 
 
@@ -88,6 +91,8 @@ def _name(token: int | None) -> str:
 
 def _verdict(report: VerifyReport) -> Text:
     total, mismatches = len(report.comparisons), len(report.mismatches)
+    if report.quantization is not None:
+        return _accuracy(report)
     rule = (
         f"every token equal and logprobs within {report.tolerance:g}"
         if report.dtype in EXACT_DTYPES
@@ -98,4 +103,15 @@ def _verdict(report: VerifyReport) -> Text:
         f"{report.num_prompts} prompts, {total - mismatches} of {total} answers equal token for token, max logprob "
         f"delta {report.max_logprob_delta:.1e}; the rule: {rule}",
         style="bold green" if report.equal else "bold red",
+    )
+
+
+def _accuracy(report: VerifyReport) -> Text:
+    total = len(report.comparisons)
+    return Text(
+        f"ACCURACY of {report.quantization}: {report.model} in {report.dtype}, the pair's weights quantized, the "
+        f"colocated worker's not: {total - len(report.mismatches)} of {total} answers equal token for token, "
+        f"{report.share_of_equal_tokens:.1%} of tokens before answers part, logprob delta of these "
+        f"{report.mean_logprob_delta:.1e} on average, at most {report.max_logprob_delta:.1e}",
+        style="bold",
     )

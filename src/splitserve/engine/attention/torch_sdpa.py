@@ -74,14 +74,16 @@ class _Work:
 class TorchSdpaBackend:
     """AttentionBackend over one pool."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, *, widen: bool = False) -> None:
+        """`widen`: compute in float32 whatever the pool's dtype, where the device has no speed for that."""
         self.pool = pool
+        self.compute_dtype = torch.float32 if widen else next(iter(pool.keys.values())).dtype
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def plan(self, batch: PagedBatch) -> TorchSdpaStep:
         return TorchSdpaStep(self, batch)
 
-    def causal_mask(self, window: int | None, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    def causal_mask(self, window: int | None, num_keys: int) -> torch.Tensor:
         """Entry (-i, -j) is 0 if the i-th query from the end sees the j-th key from the end, else -inf.
 
         [_BLOCK, at least num_keys]. Kept between steps, because every lower right corner is a causal mask, too.
@@ -93,7 +95,7 @@ class TorchSdpaBackend:
             keys = torch.arange(-width, 0, device=device)
             distance = torch.arange(-_BLOCK, 0, device=device)[:, None] - keys[None, :]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            mask = torch.zeros(_BLOCK, width, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(_BLOCK, width, dtype=self.compute_dtype, device=device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask
         return mask
 
@@ -104,6 +106,7 @@ class TorchSdpaStep:
     def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
         self._backend = backend
         self._pool = backend.pool
+        self._dtype = backend.compute_dtype
         self._batch = batch
         self._slots = self._to_device(_new_slots(batch))
         tails = _begun_tails(batch)
@@ -121,17 +124,24 @@ class TorchSdpaStep:
         # [T, num_kv_heads, query heads a KV head, k_dim]
         query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
         out = query.new_empty(*query.shape[:3], value.shape[-1])
-        for group in work.groups:
-            shape = (len(group.rows), -1, num_kv_heads)
-            k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2)
-            v = _gather(values, group.pages).view(*shape, values.shape[-1]).transpose(1, 2)
-            out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), k, v, group.mask, params))
+        self._attend_singles(query, keys, values, params, out)
         for segment in work.segments:
-            k = _gather(keys, segment.pages).transpose(0, 1)
-            v = _gather(values, segment.pages).transpose(0, 1)
+            k = _gather(keys, segment.pages).transpose(0, 1).to(self._dtype)
+            v = _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
             for block in segment.blocks:
                 self._attend_block(block, query, k, v, work, params, out)
         return out.flatten(1, 2)
+
+    def _attend_singles(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
+    ) -> None:
+        """Fill the rows of requests with one new token. query, out: [T, num_kv_heads, heads a KV head, dim]."""
+        for group in self._work[params.window].groups:
+            shape = (len(group.rows), -1, query.shape[1])
+            k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2).to(self._dtype)
+            v = _gather(values, group.pages).view(*shape, values.shape[-1]).transpose(1, 2).to(self._dtype)
+            q = query.index_select(0, group.rows).to(self._dtype)
+            out.index_copy_(0, group.rows, _attend(q, k, v, group.mask, params).to(out.dtype))
 
     def _attend_block(
         self,
@@ -147,7 +157,7 @@ class TorchSdpaStep:
         assert work.mask is not None
         num_queries, num_keys = block.q_end - block.q_start, block.k_end - block.k_start
         mask = work.mask[work.mask.shape[0] - num_queries :, work.mask.shape[1] - num_keys :]
-        q = query[block.q_start : block.q_end].permute(1, 2, 0, 3)
+        q = query[block.q_start : block.q_end].permute(1, 2, 0, 3).to(self._dtype)
         visible = slice(block.k_start, block.k_end)
         k = k[:, None, visible].expand(-1, q.shape[1], -1, -1)
         v = v[:, None, visible].expand(-1, q.shape[1], -1, -1)
@@ -161,19 +171,21 @@ class TorchSdpaStep:
 
     def _plan(self, window: int | None) -> _Work:
         batch = self._batch
-        single = np.flatnonzero(batch.lengths == 1)
-        groups = tuple(self._group(members, window) for members in _by_length(batch, single, window))
+        groups = self._groups(np.flatnonzero(batch.lengths == 1), window)
         offsets = batch.offsets
         segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(batch.lengths > 1).tolist())
         longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
-        mask = self._backend.causal_mask(window, longest, self._dtype) if segments else None
+        mask = self._backend.causal_mask(window, longest) if segments else None
         work = _Work(groups, segments, mask)
         self._work[window] = work
         return work
 
+    def _groups(self, singles: IntArray, window: int | None) -> tuple[_Group, ...]:
+        return tuple(self._group(members, window) for members in _by_length(self._batch, singles, window))
+
     def _group(self, members: IntArray, window: int | None) -> _Group:
         batch, page_size = self._batch, self._batch.page_size
-        first_pages = _first_visible(batch.starts[members], window) // page_size
+        first_pages = first_visible(batch.starts[members], window) // page_size
         visible = [batch.pages[r][first:] for r, first in zip(members.tolist(), first_pages.tolist(), strict=True)]
         width = max(len(p) for p in visible)
         padded = np.stack([np.concatenate((p, np.repeat(p[:1], width - len(p)))) for p in visible])
@@ -193,21 +205,17 @@ class TorchSdpaStep:
     def _segment(self, request: int, offset: int, window: int | None) -> _Segment:
         batch = self._batch
         start, length = int(batch.starts[request]), int(batch.lengths[request])
-        first_page = int(_first_visible(np.array(start), window)) // batch.page_size
+        first_page = int(first_visible(np.array(start), window)) // batch.page_size
         base = first_page * batch.page_size
         blocks = []
         for begin in range(start, start + length, _BLOCK):
             end = min(begin + _BLOCK, start + length)
-            seen_from = int(_first_visible(np.array(begin), window))
+            seen_from = int(first_visible(np.array(begin), window))
             blocks.append(_Block(offset + begin - start, offset + end - start, seen_from - base, end - base))
         pages = batch.pages[request][first_page:]
         in_a_row = bool((np.diff(pages) == 1).all())
         where = slice(int(pages[0]), int(pages[-1]) + 1) if in_a_row else self._to_device(pages)
         return _Segment(where, tuple(blocks))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self._pool.keys.values())).dtype
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device, non_blocking=True)
@@ -234,14 +242,14 @@ def _begun_tails(batch: PagedBatch) -> IntArray:
     return np.concatenate(tails)
 
 
-def _first_visible(positions: IntArray, window: int | None) -> IntArray:
+def first_visible(positions: IntArray, window: int | None) -> IntArray:
     """Position of the first token that the token at `positions` sees."""
     return np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
 
 
 def _by_length(batch: PagedBatch, requests: IntArray, window: int | None) -> list[IntArray]:
     """Requests in groups whose padded lengths differ by less than a factor of two."""
-    seen = batch.starts[requests] + 1 - _first_visible(batch.starts[requests], window)
+    seen = batch.starts[requests] + 1 - first_visible(batch.starts[requests], window)
     bucket = np.ceil(np.log2(np.maximum(seen, _SMALLEST_GROUP_TOKENS))).astype(np.int64)
     return [requests[bucket == b] for b in np.unique(bucket)]
 

@@ -1,0 +1,290 @@
+/* Linear layers over packed bfloat16 or int8 weights: few rows of activations against all weights, as decode steps are.
+ *
+ * Weights are packed once, into panels. A panel holds the weights of a few vectors of outputs, input after input, in
+ * 32-bit words: word i has the weight of output i in its lowest bits, that of output LANES + i in the next, and so on: two
+ * of bfloat16, four of int8. So shifts turn one load into the vectors to multiply with, and weights stream from memory
+ * in the order of their use.
+ *
+ * Everything is summed in float32, over the inputs in one order, whatever the number of rows and threads: what a row
+ * gives depends on nothing but that row.
+ */
+#include "vectors.h"
+
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* Vectors of sums that fit the registers, beside weights and an activation. */
+#if VECTOR_BYTES == 64
+#define SUMS 24
+#else
+#define SUMS 12
+#endif
+/* Activations that stay in the cache of a core while panels pass by, in floats. */
+#define BLOCK_FLOATS (48 * 1024)
+/* Rows whose activations are converted at a time. */
+#define CHUNK_ROWS 480
+
+enum kind { BF16 = 0, INT8 = 1 };
+enum epilogue { PLAIN = 0, SILU_MUL = 1 };
+
+/* ctypes knows this structure too: splitserve/engine/native/library.py. */
+struct linear {
+    const bf16 *inputs;      /* [num_rows, num_inputs], rows `input_stride` apart */
+    const uint32_t *panels;
+    const float *bias;       /* of each output, padded to whole panels; or NULL */
+    const float *scales;     /* INT8: of each output, padded to whole panels */
+    bf16 *outputs;           /* [num_rows, num_outputs] */
+    float *scratch;          /* CHUNK_ROWS x num_inputs */
+    uint32_t *expanded;      /* INT8: num_threads x 2 x num_inputs x LANES */
+    uint64_t input_stride, num_rows, num_inputs;
+    uint64_t num_outputs;    /* SILU_MUL: half of the weights' outputs, which alternate vector by vector: gate, up */
+    uint64_t num_panels;
+    int32_t kind, epilogue, num_threads;
+};
+
+INLINE int vectors_a_panel(int kind)
+{
+    return kind == INT8 ? 4 : 2;
+}
+
+INLINE vfloat unpacked(vuint words, int kind, int v)
+{
+    if (kind == INT8)
+        return __builtin_convertvector((vint)(words << (24 - 8 * v)) >> 24, vfloat);
+    return (vfloat)(v ? words & 0xffff0000u : words << 16);
+}
+
+INLINE void finish(const struct linear *l, int kind, uint64_t row, uint64_t panel, const vfloat *sums)
+{
+    const int nv = vectors_a_panel(kind);
+    vfloat values[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < nv; v++) {
+        uint64_t first = (panel * nv + v) * LANES;
+        values[v] = l->scales ? sums[v] * load(l->scales + first) : sums[v];
+        if (l->bias)
+            values[v] += load(l->bias + first);
+    }
+    int num_values = nv;
+    if (l->epilogue == SILU_MUL) {
+        num_values = nv / 2;
+        for (int v = 0; v < num_values; v++)
+            values[v] = values[2 * v] / (1.0f + exp_of(-values[2 * v])) * values[2 * v + 1];
+    }
+    for (int v = 0; v < num_values; v++) {
+        uint64_t first = (panel * num_values + v) * LANES;
+        if (first >= l->num_outputs)
+            break;
+        bf16 *to = l->outputs + row * l->num_outputs + first;
+        if (first + LANES <= l->num_outputs)
+            store_bf16(to, values[v]);
+        else
+            store_bf16_first(to, values[v], l->num_outputs - first);
+    }
+}
+
+/* `rows` rows against `panels` panels side by side; all of them numbers known to the compiler. */
+INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_t row, uint64_t panel,
+                 const uint32_t *w, const float *a)
+{
+    const int nv = vectors_a_panel(kind);
+    const uint64_t num_inputs = l->num_inputs;
+    vfloat sums[SUMS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * panels * nv; i++)
+        sums[i] = (vfloat){0};
+    for (uint64_t k = 0; k < num_inputs; k++) {
+#pragma GCC unroll 8
+        for (int p = 0; p < panels; p++) {
+            vuint words;
+            memcpy(&words, w + (p * num_inputs + k) * LANES, sizeof words);
+            vfloat weight[4];
+#pragma GCC unroll 4
+            for (int v = 0; v < nv; v++)
+                weight[v] = unpacked(words, kind, v);
+            /* Row by row, so that an activation leaves its register at once. */
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                const vfloat activation = splat(a[k * rows + r]);
+#pragma GCC unroll 4
+                for (int v = 0; v < nv; v++)
+                    sums[(p * rows + r) * nv + v] += weight[v] * activation;
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < panels; p++)
+            finish(l, kind, row + r, panel + p, sums + (p * rows + r) * nv);
+}
+
+#define TILE(kind, rows, panels) \
+    case rows: \
+        tile(l, kind, rows, panels, row, panel, w, a); \
+        break
+
+/* One panel of `w`, the panel's weights, against any number of rows that fits the registers. */
+static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, uint64_t panel, const uint32_t *w,
+                    const float *a)
+{
+    if (kind == INT8) {
+        switch (rows) {
+            TILE(INT8, 1, 1);
+            TILE(INT8, 2, 1);
+            TILE(INT8, 3, 1);
+#if SUMS > 12
+            TILE(INT8, 4, 1);
+            TILE(INT8, 5, 1);
+            TILE(INT8, 6, 1);
+#endif
+        }
+        return;
+    }
+    switch (rows) {
+        TILE(BF16, 1, 1);
+        TILE(BF16, 2, 1);
+        TILE(BF16, 3, 1);
+        TILE(BF16, 4, 1);
+        TILE(BF16, 5, 1);
+        TILE(BF16, 6, 1);
+#if SUMS > 12
+        TILE(BF16, 7, 1);
+        TILE(BF16, 8, 1);
+        TILE(BF16, 9, 1);
+        TILE(BF16, 10, 1);
+        TILE(BF16, 11, 1);
+        TILE(BF16, 12, 1);
+#endif
+    }
+}
+
+/* One or two rows leave registers free for several panels at once, without which each sum would wait for the last.
+ * Returns the panels done; 0 where the general tile is as good.
+ */
+static uint64_t wide_tile(const struct linear *l, int rows, uint64_t row, uint64_t panel, uint64_t end,
+                          const uint32_t *w, const float *a)
+{
+    if (rows == 1 && l->kind == BF16 && panel + 4 <= end) {
+        tile(l, BF16, 1, 4, row, panel, w, a);
+        return 4;
+    }
+    if (rows == 1 && l->kind == INT8 && panel + 2 <= end) {
+        tile(l, INT8, 1, 2, row, panel, w, a);
+        return 2;
+    }
+    if (rows == 2 && l->kind == BF16 && panel + 2 <= end) {
+        tile(l, BF16, 2, 2, row, panel, w, a);
+        return 2;
+    }
+    return 0;
+}
+
+/* Beyond a tile of rows it pays to turn a panel of int8 into two of bfloat16, which hold every int8 exactly. */
+static int is_expanded(const struct linear *l)
+{
+    return l->kind == INT8 && l->num_rows > SUMS / 4;
+}
+
+/* As many as fit, and all tiles about alike: eight rows go better as four and four than as six and two. */
+static int tile_rows(const struct linear *l)
+{
+    const int most = l->kind == INT8 && !is_expanded(l) ? SUMS / 4 : SUMS / 2;
+    if (l->num_rows >= 8 * (uint64_t)most)
+        return most;
+    const int rows = (int)l->num_rows, tiles = (rows + most - 1) / most;
+    return (rows + tiles - 1) / tiles;
+}
+
+/* Activations as floats, tile after tile, and in a tile input after input. */
+static void convert_tile(const struct linear *l, uint64_t chunk, int first, int rows)
+{
+    float *to = l->scratch + (size_t)first * l->num_inputs;
+    for (int r = 0; r < rows; r++) {
+        const bf16 *from = l->inputs + (chunk + first + r) * l->input_stride;
+        for (uint64_t k = 0; k < l->num_inputs; k++)
+            to[k * rows + r] = from_bf16(from[k]);
+    }
+}
+
+/* Rows [top, bottom) of a chunk against one panel, in tiles. */
+static void multiply_panel(const struct linear *l, int kind, uint64_t chunk, int top, int bottom, uint64_t panel,
+                           const uint32_t *w)
+{
+    const int step = tile_rows(l);
+    for (int r = top; r < bottom; r += step)
+        tile_of(l, kind, MIN(step, bottom - r), chunk + r, panel, w, l->scratch + (size_t)r * l->num_inputs);
+}
+
+/* One panel of int8 as two of bfloat16: the first has the outputs of the two low bytes. */
+static void expand(const struct linear *l, const uint32_t *w, uint32_t *to)
+{
+    for (uint64_t k = 0; k < l->num_inputs; k++) {
+        vuint words, halves[2];
+        memcpy(&words, w + k * LANES, sizeof words);
+        for (int v = 0; v < 2; v++) {
+            const vuint low = (vuint)unpacked(words, INT8, 2 * v), high = (vuint)unpacked(words, INT8, 2 * v + 1);
+            halves[v] = low >> 16 | high;
+            memcpy(to + (v * l->num_inputs + k) * LANES, &halves[v], sizeof halves[v]);
+        }
+    }
+}
+
+/* A chunk's rows against panels [begin, end). */
+static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint64_t begin, uint64_t end,
+                     uint32_t *expanded)
+{
+    const int step = tile_rows(l);
+    const int block = MAX(step, (int)(BLOCK_FLOATS / l->num_inputs) / step * step);
+    for (int top = 0; top < num_rows; top += block) {
+        const int bottom = MIN(num_rows, top + block);
+        for (uint64_t panel = begin; panel < end;) {
+            const uint32_t *w = l->panels + panel * l->num_inputs * LANES;
+            const float *a = l->scratch + (size_t)top * l->num_inputs;
+            const uint64_t done = num_rows <= 2 ? wide_tile(l, num_rows, chunk, panel, end, w, a) : 0;
+            if (done) {
+                panel += done;
+                continue;
+            }
+            if (is_expanded(l)) {
+                expand(l, w, expanded);
+                multiply_panel(l, BF16, chunk, top, bottom, 2 * panel, expanded);
+                multiply_panel(l, BF16, chunk, top, bottom, 2 * panel + 1, expanded + l->num_inputs * LANES);
+            } else {
+                multiply_panel(l, l->kind, chunk, top, bottom, panel, w);
+            }
+            panel++;
+        }
+    }
+}
+
+/* Panels are shared out in whole groups, so that a thread has as many of them side by side as it can use. */
+#define GROUP 4
+
+void linear(const struct linear *l)
+{
+    const uint64_t num_groups = (l->num_panels + GROUP - 1) / GROUP;
+    const uint64_t threads = (uint64_t)l->num_threads;
+    const int step = tile_rows(l);
+    if (!l->num_rows)
+        return;
+#pragma omp parallel num_threads(l->num_threads)
+    for (uint64_t chunk = 0; chunk < l->num_rows; chunk += CHUNK_ROWS) {
+        const int rows = (int)MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r += step)
+            convert_tile(l, chunk, r, MIN(step, rows - r));
+        /* The end of the loop above waits for all threads, and so does that of the one below. */
+#pragma omp for schedule(static)
+        for (uint64_t t = 0; t < threads; t++)
+            multiply(l, chunk, rows, MIN(l->num_panels, t * num_groups / threads * GROUP),
+                     MIN(l->num_panels, (t + 1) * num_groups / threads * GROUP),
+                     l->expanded + t * 2 * l->num_inputs * LANES);
+    }
+}
+
+/* What the packing of weights must know. */
+uint64_t lanes(void)
+{
+    return LANES;
+}

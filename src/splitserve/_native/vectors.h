@@ -1,0 +1,136 @@
+/* Vectors of floats as GCC and clang know them on every CPU, and the few operations on them that C has no word for.
+ *
+ * The width comes from the instruction set a file is compiled for; the same source serves all of them.
+ */
+#ifndef SPLITSERVE_VECTORS_H
+#define SPLITSERVE_VECTORS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(VECTOR_BYTES)
+/* Asked for: wider than the CPU's own works too, as several of its own. */
+#elif defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+/* Floats in a vector. */
+#define LANES (VECTOR_BYTES / 4)
+
+typedef float vfloat __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vuint __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vint __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t vhalf __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint16_t bf16;
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vfloat load(const float *from)
+{
+    vfloat v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE void store(float *to, vfloat v)
+{
+    memcpy(to, &v, sizeof v);
+}
+
+INLINE vfloat splat(float x)
+{
+    return x - (vfloat){0};
+}
+
+INLINE float from_bf16(bf16 x)
+{
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+INLINE vfloat load_bf16(const bf16 *from)
+{
+    vhalf halves;
+    memcpy(&halves, from, sizeof halves);
+    return (vfloat)(__builtin_convertvector(halves, vuint) << 16);
+}
+
+/* To the nearest bfloat16, ties to even, as torch does it; NaN stays NaN. */
+INLINE vuint rounded(vfloat v)
+{
+    vuint bits = (vuint)v;
+    vuint near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vuint nan = (vuint)(v != v);
+    return (nan & 0x7fc0) | (~nan & near);
+}
+
+INLINE void store_bf16(bf16 *to, vfloat v)
+{
+    vhalf halves = __builtin_convertvector(rounded(v), vhalf);
+    memcpy(to, &halves, sizeof halves);
+}
+
+/* The first n lanes, n <= LANES. */
+INLINE void store_bf16_first(bf16 *to, vfloat v, size_t n)
+{
+    vhalf halves = __builtin_convertvector(rounded(v), vhalf);
+    memcpy(to, &halves, n * sizeof(bf16));
+}
+
+/* Halves added until one number is left. */
+INLINE float sum_of(vfloat v)
+{
+#if VECTOR_BYTES == 64
+    typedef float eight __attribute__((vector_size(32)));
+    eight halves[2];
+    memcpy(halves, &v, sizeof v);
+    const eight half = halves[0] + halves[1];
+#elif VECTOR_BYTES == 32
+    const vfloat half = v;
+#endif
+#if VECTOR_BYTES >= 32
+    typedef float four __attribute__((vector_size(16)));
+    four quarters[2];
+    memcpy(quarters, &half, sizeof quarters);
+    const four last = quarters[0] + quarters[1];
+#else
+    const vfloat last = v;
+#endif
+    return (last[0] + last[2]) + (last[1] + last[3]);
+}
+
+INLINE vfloat larger(vfloat a, vfloat b)
+{
+    vuint first = (vuint)(a > b);
+    return (vfloat)(((vuint)a & first) | ((vuint)b & ~first));
+}
+
+/* e^x, relative error below 2e-7; 0 below -87, e^88 above 88. Splits x = n ln 2 + r and takes a polynomial in r. */
+INLINE vfloat exp_of(vfloat x)
+{
+    vuint vanishes = (vuint)(x < splat(-87.0f));
+    x = larger(x, splat(-87.0f));
+    x = -larger(-x, splat(-88.0f));
+    /* Adding 1.5 x 2^23 rounds to a whole number, which then stands in the low bits. */
+    vfloat shifted = x * 1.44269504f + 12582912.0f;
+    vfloat n = shifted - 12582912.0f;
+    vfloat r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vint exponent = (vint)shifted - 0x4b400000;
+    vfloat scale = (vfloat)((exponent + 127) << 23);
+    return (vfloat)((vuint)(p * scale) & ~vanishes);
+}
+
+#endif

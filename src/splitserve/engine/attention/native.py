@@ -1,0 +1,147 @@
+"""Paged attention with the kernel of `_native/attention.c` for requests with one new token; CPUs, bfloat16.
+
+Requests with several new tokens go the way of `torch_sdpa.py`.
+
+Each request's visible keys are cut into parts of the same length for all, so its result depends on nothing but itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, first_visible
+from splitserve.engine.native.library import MAX_GROUP, MAX_HEAD_SIZE, AttentionArgs, Library, StoreArgs
+from splitserve.engine.pool import KVPool
+
+# Keys in one unit of work: long enough that joining the parts costs nothing.
+_PART_KEYS = 512
+# Keys, summed over query heads, below which waking a second thread takes longer than the work.
+_MIN_KEYS_TO_SHARE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """The requests with one new token, for layers of one window. The arrays that AttentionArgs points to."""
+
+    tokens: IntArray
+    pages: IntArray
+    units: IntArray
+    firsts: IntArray
+    # Visible keys of all requests.
+    num_keys: int
+
+    @classmethod
+    def of(cls, batch: PagedBatch, members: IntArray, window: int | None) -> _Singles:
+        ends = batch.starts[members] + 1
+        begins = first_visible(batch.starts[members], window)
+        pages = np.zeros((len(members), max((len(batch.pages[r]) for r in members.tolist()), default=0)), np.int64)
+        for i, r in enumerate(members.tolist()):
+            pages[i, : len(batch.pages[r])] = batch.pages[r]
+        counts = -(-(ends - begins) // _PART_KEYS)
+        firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+        requests = np.repeat(np.arange(len(members)), counts)
+        part_begins = begins[requests] + (np.arange(firsts[-1]) - firsts[requests]) * _PART_KEYS
+        part_ends = np.minimum(part_begins + _PART_KEYS, ends[requests])
+        units = np.ascontiguousarray(np.stack([requests, part_begins, part_ends], axis=1))
+        return cls(batch.offsets[members], pages, units, firsts, int((ends - begins).sum()))
+
+
+class NativeBackend(TorchSdpaBackend):
+    """AttentionBackend over one pool of bfloat16 in the memory of the CPU. Not for two threads at a time."""
+
+    def __init__(self, pool: KVPool, library: Library, *, widen: bool = False) -> None:
+        super().__init__(pool, widen=widen)
+        self.library = library
+
+    def plan(self, batch: PagedBatch) -> NativeStep:
+        return NativeStep(self, batch)
+
+
+class NativeStep(TorchSdpaStep):
+    """StepAttention."""
+
+    def __init__(self, backend: NativeBackend, batch: PagedBatch) -> None:
+        super().__init__(backend, batch)
+        self._library = backend.library
+        self._singles: dict[int | None, _Singles] = {}
+        self._args: dict[AttentionParams, AttentionArgs] = {}
+        # Memory that _args point to.
+        self._partials: list[torch.Tensor] = []
+        self._store_args = StoreArgs(
+            slots=self._slots.data_ptr(),
+            zeroed=None if self._tails is None else self._tails.data_ptr(),
+            num_rows=len(self._slots),
+            num_zeroed=0 if self._tails is None else len(self._tails),
+        )
+
+    def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
+        if new.stride(2) != 1 or new.stride(1) != new.shape[2]:
+            new = new.contiguous()
+        args = self._store_args
+        args.states, args.stride = new.data_ptr(), new.stride(0)
+        args.pool, args.size = pages.data_ptr(), new.shape[1] * new.shape[2]
+        self._library.store_tokens(ctypes.byref(args))
+
+    def _groups(self, singles: IntArray, window: int | None) -> tuple[()]:
+        self._singles[window] = _Singles.of(self._batch, singles, window)
+        return ()
+
+    def _attend_singles(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
+    ) -> None:
+        singles = self._singles[params.window]
+        if not len(singles.tokens):
+            return
+        group, head_size = query.shape[2:]
+        if query.stride()[1:] != (group * head_size, head_size, 1):
+            query = query.contiguous()
+        args = self._args.get(params) or self._new_args(params, singles, query.shape, out.shape[-1])
+        args.queries, args.query_stride = query.data_ptr(), query.stride(0)
+        args.keys, args.values, args.outputs = keys.data_ptr(), values.data_ptr(), out.data_ptr()
+        self._library.decode_attention(ctypes.byref(args))
+
+    def _new_args(
+        self, params: AttentionParams, singles: _Singles, query_shape: torch.Size, value_size: int
+    ) -> AttentionArgs:
+        """For all layers of one kind; what differs from layer to layer is left out."""
+        _, num_kv_heads, group, head_size = query_shape
+        partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2))
+        self._partials.append(partials)
+        is_small = singles.num_keys * num_kv_heads * group < _MIN_KEYS_TO_SHARE
+        args = self._args[params] = AttentionArgs(
+            partials=partials.data_ptr(),
+            tokens=singles.tokens.ctypes.data,
+            pages=singles.pages.ctypes.data,
+            units=singles.units.ctypes.data,
+            firsts=singles.firsts.ctypes.data,
+            pages_stride=singles.pages.shape[1],
+            num_requests=len(singles.tokens),
+            num_units=len(singles.units),
+            num_kv_heads=num_kv_heads,
+            group=group,
+            head_size=head_size,
+            value_size=value_size,
+            page_size=self._batch.page_size,
+            scale=params.scaling,
+            softcap=params.softcap or 0.0,
+            num_threads=1 if is_small else torch.get_num_threads(),
+        )
+        return args
+
+
+def is_supported(pool: KVPool, num_heads: int, library: Library) -> bool:
+    """Whether the kernel knows heads like those of this pool, `num_heads` of them in a query."""
+    if pool.device.type != "cpu":
+        return False
+    return all(
+        c.dtype == "bfloat16"
+        and c.head_dim <= MAX_HEAD_SIZE
+        and c.head_dim % library.lanes == 0
+        and num_heads // c.num_heads <= MAX_GROUP
+        for c in pool.layout.components
+    )

@@ -1,0 +1,141 @@
+"""The C functions for this CPU, and their arguments as ctypes passes them.
+
+The same sources are built for several instruction sets (`pyproject.toml`); `find_library` takes the widest that this
+CPU has. They call OpenMP without being linked to one: torch's is already here, and a second would bring threads of its
+own. ctypes lets Python's lock go for the time of a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# By what torch calls the CPU's capability, best first.
+_BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
+# Limits of attention.c.
+MAX_HEAD_SIZE = 256
+MAX_GROUP = 16
+# Rows whose activations linear.c converts at a time: what its scratch memory must hold.
+CHUNK_ROWS = 480
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_uint64
+
+
+class LinearArgs(ctypes.Structure):
+    """struct linear of linear.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch", "expanded")),
+        *((name, _SIZE) for name in ("input_stride", "num_rows", "num_inputs", "num_outputs", "num_panels")),
+        *((name, ctypes.c_int32) for name in ("kind", "epilogue", "num_threads")),
+    )
+
+
+class NormArgs(ctypes.Structure):
+    """struct rms_norm of elementwise.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("inputs", "weight", "residual", "outputs")),
+        *((name, _SIZE) for name in ("num_rows", "size")),
+        ("epsilon", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class RotateArgs(ctypes.Structure):
+    """struct rotate of elementwise.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("states", "cos", "sin", "query_norm", "key_norm")),
+        *((name, _SIZE) for name in ("stride", "num_rows", "num_query_heads", "num_key_heads", "head_size")),
+        ("epsilon", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class StoreArgs(ctypes.Structure):
+    """struct store_tokens of elementwise.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("states", "pool", "slots", "zeroed")),
+        *((name, _SIZE) for name in ("stride", "num_rows", "size", "num_zeroed")),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    """struct attention of attention.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("queries", "keys", "values", "outputs", "partials", "tokens", "pages")),
+        *((name, _POINTER) for name in ("units", "firsts")),
+        *((name, _SIZE) for name in ("query_stride", "pages_stride", "num_requests", "num_units", "num_kv_heads")),
+        *((name, _SIZE) for name in ("group", "head_size", "value_size", "page_size")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
+    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+class Library:
+    """One build. `file`: for tests, which load builds that this CPU would not choose."""
+
+    def __init__(self, file: Path) -> None:
+        _offer_openmp()
+        functions = ctypes.CDLL(str(file))
+        functions.lanes.restype = _SIZE
+        # Floats in a vector: the packing of weights follows it.
+        self.lanes = int(functions.lanes())
+        self.linear = _function(functions.linear, LinearArgs)
+        self.rms_norm = _function(functions.rms_norm, NormArgs)
+        self.rotate = _function(functions.rotate, RotateArgs)
+        self.store_tokens = _function(functions.store_tokens, StoreArgs)
+        self.decode_attention = _function(functions.decode_attention, AttentionArgs)
+
+
+def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
+    function.argtypes = (ctypes.POINTER(args),)
+    function.restype = None
+    return function
+
+
+@functools.cache
+def find_library() -> Library | None:
+    """The build for this CPU; None where none was built, or none can be loaded."""
+    for name in _BUILDS.get(torch.backends.cpu.get_cpu_capability(), ("any",)):
+        spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
+        if spec is None or spec.origin is None:
+            continue
+        try:
+            return Library(Path(spec.origin))
+        except OSError as error:
+            logger.warning("the kernels in %s cannot be loaded, torch's are used: %s", spec.origin, error)
+    return None
+
+
+def _offer_openmp() -> None:
+    """Let the libraries loaded after this find the OpenMP that torch brought. Raises OSError where there is none."""
+    for line in _lines("/proc/self/maps"):
+        file = line.split(maxsplit=5)[-1]
+        if "/libgomp" in file or "/libiomp5" in file:
+            ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+            return
+    raise OSError("torch has no OpenMP here")
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,162 @@
+"""Linear layers over weights packed once for linear.c.
+
+A packed layer takes bfloat16 rows [..., num_inputs] and gives bfloat16 rows [..., num_outputs]. Sums are float32, so it
+is a little more exact than torch's. int8 weights have one scale for each output and are of weights only: activations
+stay bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+
+import torch
+
+from splitserve.engine.native.library import CHUNK_ROWS, Library, LinearArgs, has_fast_bfloat16
+
+# Rows up to which these kernels, which wait for memory, are faster than torch's with matrix instructions.
+_MAX_ROWS = 12
+
+
+class Kind(enum.IntEnum):
+    """What a weight is stored as; enum kind of linear.c."""
+
+    BF16 = 0
+    INT8 = 1
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of outputs in a panel: the weights in a 32-bit word."""
+        return 4 if self is Kind.INT8 else 2
+
+
+class Scratch:
+    """Memory for one call at a time, shared by all layers of a model."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def address(self, num_floats: int) -> int:
+        if self._memory.numel() < num_floats:
+            self._memory = torch.empty(num_floats)
+        return self._memory.data_ptr()
+
+
+class PackedLinear(torch.nn.Module):
+    """y = x W^T + b. Of weight [num_outputs, num_inputs] in float32 or bfloat16. Not for two threads at a time."""
+
+    def __init__(
+        self,
+        library: Library,
+        scratch: Scratch,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        kind: Kind = Kind.BF16,
+    ) -> None:
+        super().__init__()
+        self._library = library
+        self._scratch = scratch
+        self.out_features, self.in_features = weight.shape
+        # For many rows, where torch has instructions that we do not use.
+        self._plain = weight if kind is Kind.BF16 and has_fast_bfloat16() else None
+        self._plain_bias = bias
+        scales = None
+        if kind is Kind.INT8:
+            weight, scales = quantize(weight)
+        self._panels = _pack(weight, kind, library.lanes)
+        padded = self._panels.shape[0] * kind.vectors * library.lanes
+        self._bias = _pad(bias, padded)
+        self._scales = _pad(scales, padded)
+        self._args = LinearArgs(
+            panels=self._panels.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            num_inputs=self.in_features,
+            num_outputs=self.out_features,
+            num_panels=self._panels.shape[0],
+            kind=kind,
+        )
+        # Of one thread: two panels of bfloat16.
+        self._expanded_floats = 2 * self.in_features * library.lanes if kind is Kind.INT8 else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed weights."""
+        return self._panels.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if self._plain is not None and len(rows) > _MAX_ROWS:
+            return self._by_torch(rows, self._plain).view(*x.shape[:-1], self.out_features)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        out = rows.new_empty(len(rows), self.out_features)
+        args = self._args
+        args.inputs, args.outputs = rows.data_ptr(), out.data_ptr()
+        args.input_stride, args.num_rows = rows.stride(0), len(rows)
+        args.num_threads = num_threads = torch.get_num_threads()
+        rows_floats = CHUNK_ROWS * self.in_features
+        args.scratch = self._scratch.address(rows_floats + self._expanded_floats * num_threads)
+        args.expanded = args.scratch + 4 * rows_floats
+        self._library.linear(ctypes.byref(args))
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, weight, self._plain_bias)
+
+
+class PackedGateUp(PackedLinear):
+    """silu(x Wg^T) * (x Wu^T), the first half of a gated MLP."""
+
+    def __init__(
+        self,
+        library: Library,
+        scratch: Scratch,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        kind: Kind = Kind.BF16,
+    ) -> None:
+        lanes = library.lanes
+        num_outputs, num_inputs = gate.shape
+        blocks = -(-num_outputs // lanes)
+        both = gate.new_zeros(blocks, 2, lanes, num_inputs)
+        for i, weight in enumerate((gate, up)):
+            padded = gate.new_zeros(blocks * lanes, num_inputs)
+            padded[:num_outputs] = weight
+            both[:, i] = padded.view(blocks, lanes, num_inputs)
+        super().__init__(library, scratch, both.view(-1, num_inputs), kind=kind)
+        self.out_features = num_outputs
+        self._args.num_outputs = num_outputs
+        # SILU_MUL of linear.c.
+        self._args.epilogue = 1
+        if self._plain is not None:
+            self._plain = torch.cat([gate, up])
+
+    def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.nn.functional.linear(rows, weight).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 [num_outputs, num_inputs] in [-127, 127] and float32 scales [num_outputs]: weight is their product."""
+    weight = weight.float()
+    scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight / scales[:, None]).round().to(torch.int8), scales
+
+
+def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
+    """[panels, num_inputs, lanes, vectors] of what a 32-bit word holds from its lowest bits on."""
+    num_outputs, num_inputs = weight.shape
+    dtype = torch.int8 if kind is Kind.INT8 else torch.bfloat16
+    panels = -(-num_outputs // (kind.vectors * lanes))
+    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=dtype)
+    padded[:num_outputs] = weight
+    return padded.view(panels, kind.vectors, lanes, num_inputs).permute(0, 3, 2, 1).contiguous()
+
+
+def _pad(values: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    if values is None:
+        return None
+    padded = torch.zeros(size)
+    padded[: len(values)] = values
+    return padded

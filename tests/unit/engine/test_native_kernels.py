@@ -1,0 +1,202 @@
+"""The kernels in C against torch, in each build that this CPU can run."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import splitserve._native
+from splitserve.engine.native.library import Library, NormArgs, RotateArgs, StoreArgs, find_library
+from splitserve.engine.native.weights import Kind, PackedGateUp, PackedLinear, Scratch, quantize
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+
+SOURCES = [Path(splitserve._native.__file__).parent / f"{name}.c" for name in ("linear", "elementwise", "attention")]
+# The narrowest build, the one for this CPU, and one with the widest vectors, made of several where they are too wide.
+BUILDS = ("any", "this", "wide")
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    if request.param == "this":
+        found = find_library()
+        assert found is not None
+        return found
+    if request.param == "any":
+        spec = importlib.util.find_spec("splitserve._native.kernels_any")
+        assert spec is not None
+        assert spec.origin is not None
+        return Library(Path(spec.origin))
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc")
+    target = tmp_path_factory.mktemp("wide") / "kernels_wide.so"
+    flags = ["-O1", "-fopenmp", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w"]
+    objects = [target.with_name(f"{source.stem}.o") for source in SOURCES]
+    for source, made in zip(SOURCES, objects, strict=True):
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
+    subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(target), "-lm"], check=True)
+    return Library(target)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """One rounding to bfloat16, of numbers around 1."""
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=0.01)
+
+
+def test_builds_differ_in_their_vectors() -> None:
+    found = find_library()
+    spec = importlib.util.find_spec("splitserve._native.kernels_any")
+    assert spec is not None
+    assert spec.origin is not None
+    narrow = Library(Path(spec.origin))
+    assert found is not None
+    assert narrow.lanes == 4
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert found.lanes > narrow.lanes
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 7, 12, 13, 50, 485])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (3, 17), (64, 48), (40, 129), (96, 64)])
+def test_a_packed_linear_is_a_linear(
+    library: Library, kind: Kind, rows: int, num_inputs: int, num_outputs: int
+) -> None:
+    weight, bias, x = random(num_outputs, num_inputs), random(num_outputs, seed=1), random(rows, num_inputs, seed=2)
+    found = PackedLinear(library, Scratch(), weight, bias, kind)(x)
+    plain = weight.float()
+    if kind is Kind.INT8:
+        integers, scales = quantize(weight)
+        plain = integers.float() * scales[:, None]
+    expected = x.float() @ plain.T + bias.float()
+    assert found.shape == expected.shape
+    assert found.dtype is torch.bfloat16
+    assert_close(found, expected)
+
+
+def test_rows_of_a_larger_tensor_and_more_dimensions(library: Library) -> None:
+    weight, x = random(48, 32), random(2, 5, 64)
+    linear = PackedLinear(library, Scratch(), weight)
+    assert_close(linear(x[..., 16:48]), x[..., 16:48].float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_what_a_row_gives_does_not_depend_on_its_company(library: Library, kind: Kind, threads: int) -> None:
+    linear = PackedLinear(library, Scratch(), random(200, 96), None, kind)
+    x = random(40, 96)
+    torch.set_num_threads(threads)
+    try:
+        together = linear(x)
+        # int8 beyond a tile of rows takes another way to the same products.
+        for rows in (1, 2, 3, 7, 12, 39):
+            assert torch.equal(linear(x[:rows]), together[:rows])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_numbers_that_are_none_stay_so_and_stay_in_their_row(library: Library) -> None:
+    x = random(4, 32)
+    x[1, 5], x[2, 6] = torch.nan, torch.inf
+    found = PackedLinear(library, Scratch(), random(40, 32).abs() + 0.5)(x)
+    assert found[1].isnan().all()
+    assert found[2].isinf().all()
+    assert found[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("size", [1, 20, 48, 130])
+@pytest.mark.parametrize("rows", [1, 9, 30])
+def test_gate_and_up_in_one(library: Library, kind: Kind, size: int, rows: int) -> None:
+    gate, up, x = random(size, 24), random(size, 24, seed=1), random(rows, 24, seed=2) * 10
+    found = PackedGateUp(library, Scratch(), gate, up, kind)(x)
+    plain = [w.float() for w in (gate, up)]
+    if kind is Kind.INT8:
+        plain = [i.float() * s[:, None] for i, s in (quantize(w) for w in (gate, up))]
+    a, b = (x.float() @ w.T for w in plain)
+    assert found.shape == (rows, size)
+    assert_close(found, torch.nn.functional.silu(a) * b)
+
+
+@pytest.mark.parametrize("size", [1, 16, 30, 576])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_rms_norm(library: Library, size: int, with_residual: bool) -> None:
+    x, before, weight = random(7, size), random(7, size, seed=1), random(size, seed=2).float()
+    residual, out = before.clone(), torch.empty_like(x)
+    args = NormArgs(
+        inputs=x.data_ptr(),
+        weight=weight.data_ptr(),
+        residual=residual.data_ptr() if with_residual else None,
+        outputs=out.data_ptr(),
+        num_rows=7,
+        size=size,
+        epsilon=1e-5,
+        num_threads=2,
+    )
+    library.rms_norm(ctypes.byref(args))
+    total = x + before if with_residual else x
+    assert torch.equal(residual, total if with_residual else before)
+    mean_square = total.float().pow(2).mean(-1, keepdim=True)
+    assert_close(out, total.float() * torch.rsqrt(mean_square + 1e-5) * weight)
+
+
+@pytest.mark.parametrize("with_norms", [True, False])
+def test_rotary_positions_on_queries_and_keys_alone(library: Library, with_norms: bool) -> None:
+    tokens, heads, kv_heads, size = 9, 4, 2, 32
+    states = random(tokens, heads + 2 * kv_heads, size)
+    cos, sin = random(tokens, size, seed=1), random(tokens, size, seed=2)
+    norms = [random(size, seed=3).float(), random(size, seed=4).float()] if with_norms else [None, None]
+    found = states.clone()
+    args = RotateArgs(
+        states=found.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        query_norm=None if norms[0] is None else norms[0].data_ptr(),
+        key_norm=None if norms[1] is None else norms[1].data_ptr(),
+        stride=found.stride(0),
+        num_rows=tokens,
+        num_query_heads=heads,
+        num_key_heads=kv_heads,
+        head_size=size,
+        epsilon=1e-6,
+        num_threads=2,
+    )
+    library.rotate(ctypes.byref(args))
+    q, k = states[:, :heads], states[:, heads : heads + kv_heads]
+    if with_norms:
+        q, k = (torch.nn.functional.rms_norm(x.float(), (size,), w, 1e-6) for x, w in zip((q, k), norms, strict=True))
+    expected = apply_rotary_pos_emb(q.float()[None], k.float()[None], cos.float()[None], sin.float()[None], 2)
+    # The norm's result is rounded once before it is turned.
+    torch.testing.assert_close(found[:, :heads].float(), expected[0][0], rtol=0.02, atol=0.03)
+    torch.testing.assert_close(found[:, heads : heads + kv_heads].float(), expected[1][0], rtol=0.02, atol=0.03)
+    assert torch.equal(found[:, heads + kv_heads :], states[:, heads + kv_heads :])
+
+
+def test_stored_tokens_lie_in_their_slots_and_the_rest_is_cleared_or_untouched(library: Library) -> None:
+    states, pool = random(3, 24), torch.full((10, 8), 5.0).bfloat16()
+    slots, zeroed = torch.tensor([7, 0, 3]), torch.tensor([8, 9])
+    args = StoreArgs(
+        states=states[:, 8:16].data_ptr(),
+        pool=pool.data_ptr(),
+        slots=slots.data_ptr(),
+        zeroed=zeroed.data_ptr(),
+        stride=states.stride(0),
+        num_rows=3,
+        size=8,
+        num_zeroed=2,
+    )
+    library.store_tokens(ctypes.byref(args))
+    assert torch.equal(pool[slots], states[:, 8:16])
+    assert not pool[zeroed].any()
+    assert (pool[[1, 2, 4, 5, 6]] == 5.0).all()

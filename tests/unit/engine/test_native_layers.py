@@ -1,0 +1,186 @@
+"""Models of transformers with our layers in them, and without: the same answers, and nothing unknown replaced."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from splitserve.config import ModelConfig
+from splitserve.engine.attention import bridge
+from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.loader import load_model, parse_cpus
+from splitserve.engine.native.layers import FusedLayer, use_kernels
+from splitserve.engine.native.library import Library, find_library
+from splitserve.engine.native.weights import Kind, PackedLinear
+from splitserve.engine.probe import probe
+from splitserve.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+QWEN2 = {k: v for k, v in SHAPE.items() if k != "head_dim"} | {"hidden_size": 128}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SHAPE),
+    "llama, tied, with biases": transformers.LlamaConfig(**SHAPE, attention_bias=True, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=16),
+    "qwen2": transformers.Qwen2Config(**QWEN2),
+    "qwen3": transformers.Qwen3Config(**SHAPE),
+}
+
+
+class LocalAttention:
+    """StepAttention over one request's own tokens, without a pool."""
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
+        length = q.shape[1]
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (distance >= 0) if params.window is None else (distance >= 0) & (distance < params.window)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=params.scaling, enable_gqa=True
+        )
+        return out.transpose(0, 1).to(query.dtype).contiguous()
+
+
+def library() -> Library:
+    found = find_library()
+    assert found is not None
+    return found
+
+
+def model_of(config: Any) -> Any:
+    torch.manual_seed(0)
+    bridge.register()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=bridge.ATTENTION_NAME
+    ).eval()
+    for name, parameter in model.named_parameters():
+        # Weights as wide as a trained model's, and norms and biases that are not all alike.
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    return model
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    tokens = torch.arange(24)[None] * 3 % 101
+    with torch.inference_mode():
+        out = model(
+            input_ids=tokens, position_ids=torch.arange(24)[None], use_cache=False, step_attention=LocalAttention()
+        )
+    return out.logits[0].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fused_layers_compute_what_the_models_own_do(name: str) -> None:
+    model = model_of(CONFIGS[name])
+    expected = logprobs(model)
+    shapes = probe(model, name)
+    exact = logprobs(copy.deepcopy(model).float())
+    replaced = use_kernels(model, shapes, library())
+    assert [type(layer) for layer in model.base_model.layers] == [FusedLayer, FusedLayer]
+    assert isinstance(model.lm_head, PackedLinear)
+    assert replaced == 3
+    # No farther from float32 than torch's bfloat16 is, but for luck.
+    error, plain_error = (float((found - exact).abs().mean()) for found in (logprobs(model), expected))
+    assert error < 1.5 * plain_error + 1e-3
+
+
+def test_int8_weights_change_logprobs_a_little() -> None:
+    model = model_of(CONFIGS["llama"])
+    expected = logprobs(model)
+    use_kernels(model, probe(model, "llama"), library(), Kind.INT8)
+    difference = (logprobs(model) - expected).abs()
+    assert 0.0 < float(difference.mean()) < 0.3
+
+
+def test_of_other_architectures_only_linears_are_replaced() -> None:
+    gemma = transformers.Gemma2Config(**SHAPE, query_pre_attn_scalar=32)
+    model = model_of(gemma)
+    expected = logprobs(model)
+    use_kernels(model, probe(model, "gemma2"), library())
+    layer = model.base_model.layers[0]
+    assert type(layer).__name__ == "Gemma2DecoderLayer"
+    assert all(isinstance(linear, PackedLinear) for linear in (layer.mlp.up_proj, layer.self_attn.q_proj))
+    assert float((logprobs(model) - expected).abs().mean()) < 0.05
+
+
+def test_layers_of_a_size_or_activation_that_is_not_known_keep_their_own_code() -> None:
+    for change in ({"head_dim": 24}, {"hidden_act": "gelu"}, {"mlp_bias": True}):
+        model = model_of(transformers.LlamaConfig(**SHAPE | change))
+        expected = logprobs(model)
+        use_kernels(model, probe(model, "llama"), library())
+        assert type(model.base_model.layers[0]).__name__ == "LlamaDecoderLayer"
+        assert float((logprobs(model) - expected).abs().mean()) < 0.05
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(Library):
+        def __init__(self) -> None:
+            self.__dict__.update(library().__dict__)
+            self.rms_norm = lambda args: None
+
+    model = model_of(CONFIGS["llama"])
+    expected = logprobs(model)
+    use_kernels(model, probe(model, "llama"), Wrong())
+    assert type(model.base_model.layers[0]).__name__ == "LlamaDecoderLayer"
+    assert "LlamaDecoderLayer stays torch's" in caplog.text
+    assert float((logprobs(model) - expected).abs().mean()) < 0.05
+
+
+def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.engine.native.weights.has_fast_bfloat16", lambda: True)
+    model = model_of(CONFIGS["qwen2"])
+    exact, plain = logprobs(copy.deepcopy(model).float()), logprobs(model)
+    use_kernels(model, probe(model, "qwen2"), library())
+    calls: list[int] = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: calls.append(len(x)) or linear(x, *rest))
+    error, plain_error = (float((found - exact).abs().mean()) for found in (logprobs(model), plain))
+    assert error < 1.5 * plain_error + 1e-3
+    # Four linears a layer, and the head.
+    assert calls == [24] * 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"quantization": "int8"}, "--dtype bfloat16"),
+        ({"quantization": "int8", "dtype": "bfloat16", "kernels": "torch"}, "without --kernels torch"),
+        ({"quantization": "int3", "dtype": "bfloat16"}, "int8"),
+        ({"kernels": "fast"}, "auto or torch"),
+        ({"cpu_affinity": "4096-4097"}, "core numbers"),
+        ({"cpu_affinity": "two"}, "core numbers"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_a_remedy(settings: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    model_of(CONFIGS["llama"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=remedy):
+        load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0", {0}), ("0-3", {0, 1, 2, 3}), ("0-1,8,10-11", {0, 1, 8, 10, 11}), ("2,2", {2})]
+)
+def test_cores_are_named_as_linux_names_them(text: str, cpus: set[int]) -> None:
+    assert parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1"])
+def test_other_names_of_cores_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_cpus(text)
