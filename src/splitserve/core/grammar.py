@@ -15,6 +15,9 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+# Whitespace between two parts of a JSON text at most: small models would go on for ever. Enough for seven levels.
+MAX_JSON_WHITESPACE = 16
+
 
 class GrammarKind(enum.StrEnum):
     """The language `GrammarSpec.text` is written in. The names are those of the sampling parameters."""

@@ -1,8 +1,8 @@
 """Grammars over xgrammar (Dong et al., arXiv:2411.15100), for one model's vocabulary.
 
 The tokenizer is read, and the library imported, when the first grammar is compiled: a worker that is never asked for
-structured output pays nothing. Special tokens have no text here, so no grammar can contain one; only the end-of-sequence
-tokens may follow a complete grammar.
+structured output pays nothing. Special tokens have no text here, so no grammar can contain one; only the
+end-of-sequence tokens may follow a complete grammar.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splitserve.core.grammar import GrammarKind, GrammarMatcher, GrammarSpec
+from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarMatcher, GrammarSpec
 from splitserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import xgrammar
 
-# Whitespace between two parts of a JSON text at most: small models would go on for ever. Enough for seven levels.
-_MAX_WHITESPACE = 16
 # The library's errors begin with a time and a place in its source.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is (false|true): )?")
 
@@ -130,7 +128,7 @@ def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> Any:
     match spec.kind:
         case GrammarKind.JSON_SCHEMA:
             return compiler.compile_json_schema(
-                spec.text, strict_mode=spec.strict, max_whitespace_cnt=_MAX_WHITESPACE
+                spec.text, strict_mode=spec.strict, max_whitespace_cnt=MAX_JSON_WHITESPACE
             )
         case GrammarKind.REGEX:
             return compiler.compile_regex(spec.text)

@@ -206,7 +206,7 @@ class Scheduler:
                 self._enter(request, error)
 
     def _enter(self, request: Request, error: SplitserveError | None = None) -> None:
-        """Hand the request to its role; one that has failed already too, so that its other half is told, if it has one."""
+        """Hand the request to its role; with `error` only so that its other half is told, if it has one."""
         try:
             self.role.accept(request)
         except SplitserveError as refusal:

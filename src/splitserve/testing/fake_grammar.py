@@ -29,7 +29,9 @@ class FakeCompiler:
         self.compiled.append(spec)
         step, colon, count = spec.text.partition(":")
         if not (colon and step.isdigit() and count.isdigit()):
-            raise InvalidRequestError(f"{spec.kind} cannot be compiled: {spec.text!r} is no step:count", param=spec.kind)
+            raise InvalidRequestError(
+                f"{spec.kind} cannot be compiled: {spec.text!r} is no step:count", param=spec.kind
+            )
         return FakeGrammar(int(step), int(count), self._eos_token_ids)
 
 
