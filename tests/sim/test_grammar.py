@@ -2,6 +2,7 @@
 
 import pytest
 
+from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import SamplingParams
 from splitserve.messages import AbortRequest, GenerateRequest
@@ -144,7 +145,7 @@ def test_a_token_the_engine_should_never_have_drawn_fails_its_request_on_either_
 
 
 def test_an_invalid_grammar_is_the_clients_fault_and_nothing_is_paired():
-    bad = SamplingParams(grammar=multiples(1, 1).__class__(multiples(1, 1).kind, "nonsense"))
+    bad = SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "nonsense"))
     world = pair(1)
     world.submit("bad", [1, 2, 3], bad, room=1)
     world.prefill.turn()

@@ -40,7 +40,9 @@ class FilledBitmask:
 
 class BitmaskFiller:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._num_words = -(-vocab_size // 32)
+        # One bit a token; those beyond the vocabulary, which a library may set, are 0.
+        bits = np.arange(-(-vocab_size // 32) * 32) < vocab_size
+        self._vocabulary: Bitmask = np.packbits(bits, bitorder="little").view(np.int32)
         self._eos_token_ids = eos_token_ids
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bitmask")
 
@@ -50,7 +52,7 @@ class BitmaskFiller:
         return FilledBitmask(self._thread.submit(self._fill, specs))
 
     def _fill(self, specs: Sequence[SampleSpec]) -> Bitmask:
-        bitmask = np.empty((len(specs), self._num_words), dtype=np.int32)
+        bitmask = np.empty((len(specs), len(self._vocabulary)), dtype=np.int32)
         for spec, row in zip(specs, bitmask, strict=True):
             if spec.grammar is not None:
                 self._fill_row(spec, spec.grammar, row)
@@ -60,7 +62,7 @@ class BitmaskFiller:
         grammar.fill_bitmask(row.data)
         ending = self._ending(spec)
         if ending:
-            others = row.copy()
+            others = row & self._vocabulary
             tokens = np.array(sorted(ending))
             np.bitwise_and.at(others, tokens // 32, ~(np.int32(1) << (tokens % 32).astype(np.int32)))
             # A grammar that is complete and leaves nothing else ends all the same.

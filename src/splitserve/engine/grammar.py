@@ -50,7 +50,7 @@ class XGrammarCompiler:
         """Whether any token but the end may come first."""
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
         grammar.matcher().fill_bitmask(bits.data)
-        first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little"))
         return not set(first.tolist()) <= self._eos_token_ids
 
     def _compiler(self) -> xgrammar.GrammarCompiler:
