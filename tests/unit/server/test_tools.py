@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from splitserve.core.grammar import GrammarKind, GrammarSpec
+from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.errors import InvalidRequestError
 from splitserve.server.chat_template import ChatTemplate
 from splitserve.server.schemas import ChatBody
+from splitserve.server.tokenizer import Tokenizer
 from splitserve.server.tool_calls import ToolCallParser
 from splitserve.server.tools import BARE, TAGGED, ToolForm, ToolUse, readable_calls
 
@@ -192,3 +195,52 @@ def test_text_that_cannot_be_a_call_is_shown_at_once_and_arguments_as_they_come(
     assert parser.push("box>").text == " <toolbox>"
     assert [c.name for c in parser.push('<tool_call>\n{"name": "a", "arguments": ').calls] == ["a"]
     assert [c.arguments for c in parser.push('{"x": 1').calls] == ['{"x": 1']
+
+
+X = tool(
+    "a",
+    parameters={
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/n"}},
+        "required": ["x"],
+        "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    },
+)
+CALL, OTHER, WRONG = TAGGED.write("a", '{"x": 1}'), TAGGED.write("b", "{}"), TAGGED.write("a", '{"x": 99}')
+NULL = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"null"}')
+NAMED = {"type": "function", "function": {"name": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "answer", "takes", "refuses"),
+    [
+        (PLAIN, {}, None, ["Hello.", CALL, f"Now: {CALL}\n{OTHER} Done."], [WRONG, TAGGED.write("c", "{}")]),
+        (PLAIN, {"parallel_tool_calls": False}, None, ["Hello.", CALL], [f"{CALL}\n{OTHER}"]),
+        (PLAIN, {"tool_choice": "required"}, None, [CALL, f"{OTHER}\n{CALL}"], ["Hello.", "", WRONG]),
+        (PLAIN, {"tool_choice": NAMED}, None, [CALL], [OTHER, f"{CALL}\n{CALL}", "null"]),
+        (PLAIN, {}, NULL, ["null", CALL], ["Hello.", WRONG]),
+        (PLAIN, {}, GrammarSpec(GrammarKind.REGEX, "ab?"), ["a", "ab", CALL], ["b"]),
+        (PLAIN, {}, GrammarSpec(GrammarKind.EBNF, 'root ::= "yes"'), ["yes", CALL], ["no"]),
+        (BARES, {}, None, ["Hello {.", BARE.write("a", '{"x": 1}')], [BARE.write("a", '{"x": 99}')]),
+        (BARES, {"tool_choice": "required"}, None, [BARE.write("b", '{"any": []}')], ["Hello."]),
+    ],
+)
+def test_the_library_takes_every_grammar_of_ours_and_holds_calls_to_it(
+    tokenizer_folder: Path,
+    template: ChatTemplate,
+    fields: dict[str, Any],
+    answer: GrammarSpec | None,
+    takes: list[str],
+    refuses: list[str],
+) -> None:
+    found = use(template, tools=[X, tool("b", parameters=None)], **fields)
+    assert found is not None
+    grammar = XGrammarCompiler(tokenizer_folder, 258, frozenset([257])).compile(found.grammar(answer))
+    encode = Tokenizer.load(tokenizer_folder).encode
+
+    def is_taken(text: str) -> bool:
+        matcher = grammar.matcher()
+        return all(matcher.accept(token) for token in [*encode(text), 257])
+
+    assert [text for text in takes if not is_taken(text)] == []
+    assert [text for text in refuses if is_taken(text)] == []
