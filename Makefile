@@ -22,7 +22,9 @@ setup: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m pip check
+	@# xgrammar wants triton, which is for GPUs only and comes with torch's builds for them.
+	@problems="$$($(BIN)/python -m pip check | grep -v -e '^No broken' -e '^xgrammar .* requires triton,')"; \
+	  test -z "$$problems" || { echo "$$problems"; exit 1; }
 	@touch $@
 
 # What the libraries of transfer backends link to, for the tests; each as file:package.

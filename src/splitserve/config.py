@@ -53,6 +53,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 4096
     # Rows beyond `max_running_requests` for requests whose KV is on its way (decode).
     num_preallocated_rows: int = 64
+    # Seconds a request waits for its grammar to be compiled.
+    grammar_timeout: float = 60.0
+    # Requests that wait for that at most; beyond that a request is refused with 503.
+    max_queued_grammars: int = 1024
+    # Threads that compile grammars.
+    grammar_threads: int = 2
+    # Compiled grammars kept for later requests, bytes.
+    grammar_cache_bytes: int = 256 << 20
 
 
 class ClusterToken(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ SplitserveError
 │   ├── IncompatiblePeerError    500  versions, layouts or models of the two sides differ
 │   └── PeerLostError            500  the other side died or was replaced
 ├── EngineError                  500  the model failed on this step
+├── GrammarError                 500  a token came that the request's grammar does not allow
 ├── ModelLoadError               500
 └── ConfigError                  500  the command line or a config file is wrong
 """
@@ -31,11 +32,13 @@ class SplitserveError(Exception):
     reason = "internal_error"
     openai_type = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, stage: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         # The request field at fault, for OpenAI's error shape; None where no single field is.
         self.param = param
+        # The stage of the request it happened in; None: the one the request is in.
+        self.stage = stage
 
 
 class InvalidRequestError(SplitserveError):
@@ -107,6 +110,10 @@ class PeerLostError(KVTransferError):
 
 class EngineError(SplitserveError):
     reason = "engine_error"
+
+
+class GrammarError(SplitserveError):
+    reason = "grammar_refused_token"
 
 
 class ModelLoadError(SplitserveError):

@@ -102,6 +102,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
+    # Of these, requests whose grammar is being compiled.
+    num_grammar_queue_reqs: int = 0
     # Disaggregation queues; zero in the other roles.
     num_prefill_bootstrap_queue_reqs: int = 0
     num_prefill_inflight_queue_reqs: int = 0

@@ -36,7 +36,7 @@ LAYERS = {
     "cli": 7,
     "__main__": 7,
 }
-PURE = {"torch", "transformers", "socket", "zmq", "aiohttp", "httpx", "fastapi", "uvicorn"}
+PURE = {"torch", "transformers", "socket", "zmq", "aiohttp", "httpx", "fastapi", "uvicorn", "xgrammar"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -108,6 +108,12 @@ def test_nothing_that_runs_what_it_reads_is_used(path):
     assert not used & {"eval", "exec", "torch.load", "builtins.eval", "builtins.exec"}
     assert not {name.rsplit(".", 1)[-1] for name in used} & {"send_pyobj", "recv_pyobj", "load_pickle"}
     assert "allow_pickle=True" not in path.read_text()
+
+
+def test_the_grammar_library_is_loaded_by_the_first_grammar_and_by_no_import():
+    for path in MODULES:
+        at_import = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        assert "import xgrammar" not in [ast.unparse(n) for n in at_import], name_of(path)
 
 
 def test_engine_and_transports_never_import_each_other():

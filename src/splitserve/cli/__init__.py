@@ -161,6 +161,7 @@ def serve(
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
     bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
+    grammar_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its compiled grammar.")] = 60.0,
     load_timeout: Annotated[float, typer.Option(help="Seconds for loading the model.")] = 900.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
     log_level: LogLevelOption = "info",
@@ -200,6 +201,7 @@ def serve(
             chunked_prefill_size=chunked_prefill_size,
             max_running_requests=max_running_requests,
             max_queued_requests=max_queued_requests,
+            grammar_timeout=grammar_timeout,
         ),
         disaggregation=DisaggregationConfig(
             mode=disaggregation_mode,

@@ -45,6 +45,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
         ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
         ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
+        ("--grammar-timeout", config.scheduler.grammar_timeout > 0, "must be above 0 seconds"),
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import SamplingParams
 
 # (token id, logprob), best first. Logprobs are of the model's own distribution, before penalties and temperature.
@@ -29,6 +30,8 @@ class SampleSpec:
     # Return the chosen token's logprob, and the best `num_top_logprobs` beside it.
     return_logprob: bool = False
     num_top_logprobs: int = 0
+    # Allows only some tokens. A reference, owned by the request: read only.
+    grammar: GrammarMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)

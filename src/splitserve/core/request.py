@@ -10,7 +10,9 @@ import enum
 from dataclasses import dataclass, field
 
 from splitserve.core.batch import TokenLogprob
+from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import SamplingParams, mix64
+from splitserve.errors import GrammarError
 
 
 class DisaggregationMode(enum.StrEnum):
@@ -64,6 +66,8 @@ class FinishReason:
     message: str | None = None
     status_code: int | None = None
     reason: str | None = None
+    # For ABORT: the request field at fault, where one is.
+    param: str | None = None
 
 
 @dataclass(slots=True)
@@ -97,6 +101,8 @@ class Request:
     num_top_logprobs: int = 0
     # First prompt position whose logprob is wanted; None: no input logprobs.
     logprob_start: int | None = None
+    # How far the output has come in `params.grammar`, from when that is compiled.
+    grammar: GrammarMatcher | None = None
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -139,7 +145,10 @@ class Request:
         return self.prompt_ids[start:] + self.output_ids[: end - n]
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Take the next token and see whether it ends the request."""
+        """Take the next token and see whether it ends the request. One that the grammar refuses fails it."""
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            self.finish = self._refused(token_id)
+            return
         self.output_ids.append(token_id)
         if logprob is not None:
             self.output_logprobs.append(logprob)
@@ -147,6 +156,8 @@ class Request:
 
     def _finish_after(self, token_id: int) -> FinishReason | None:
         p = self.params
+        if self.grammar is not None and self.grammar.is_terminated():
+            return FinishReason(FinishType.STOP, matched=token_id if token_id in self.eos_token_ids else None)
         if len(self.output_ids) >= p.min_new_tokens:
             is_eos = token_id in self.eos_token_ids and not p.ignore_eos
             if is_eos or token_id in p.stop_token_ids:
@@ -154,3 +165,12 @@ class Request:
         if len(self.output_ids) >= p.max_new_tokens:
             return FinishReason(FinishType.LENGTH)
         return None
+
+    def _refused(self, token_id: int) -> FinishReason:
+        message = (
+            f"request {self.rid} ended in stage '{self.timeline.stage()}': its grammar does not allow token {token_id} "
+            f"at output position {len(self.output_ids)}; where another worker sampled it, check that both run the same "
+            "version and got the same request"
+        )
+        status, reason = GrammarError.http_status, GrammarError.reason
+        return FinishReason(FinishType.ABORT, message=message, status_code=status, reason=reason)

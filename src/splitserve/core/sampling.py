@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from splitserve.core.grammar import GrammarSpec
 from splitserve.errors import InvalidRequestError
 
 _MASK64 = (1 << 64) - 1
@@ -13,8 +14,8 @@ _MASK64 = (1 << 64) - 1
 class SamplingParams:
     """Sampling parameters of one sample of one request, resolved: nothing in here is optional any more.
 
-    The order of application is: logit bias, repetition/frequency/presence penalty, min-tokens mask, temperature,
-    then the top-k, top-p and min-p filters on the tempered distribution.
+    The order of application is: logit bias, repetition/frequency/presence penalty, min-tokens mask, grammar,
+    temperature, then the top-k, top-p and min-p filters on the tempered distribution.
     """
 
     max_new_tokens: int = 128
@@ -44,6 +45,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     # Keep the matched stop string (or the stop token's text) in the output.
     include_stop: bool = False
+    # What the output must look like; None: anything goes. Its end ends the request, whatever min_new_tokens says.
+    grammar: GrammarSpec | None = None
 
     @property
     def is_greedy(self) -> bool:

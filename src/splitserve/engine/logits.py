@@ -50,7 +50,8 @@ def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: fro
         if (p.frequency_penalty or p.presence_penalty) and spec.output_ids:
             tokens, counts = np.unique(spec.output_ids, return_counts=True)
             occurrence.add(row, tokens, counts * p.frequency_penalty + p.presence_penalty)
-        if len(spec.output_ids) < p.min_new_tokens:
+        # With a grammar the bitmask sees to that (bitmask.py), since a complete grammar must be able to end.
+        if len(spec.output_ids) < p.min_new_tokens and spec.grammar is None:
             ending = set(p.stop_token_ids) | (set() if p.ignore_eos else eos_token_ids)
             masked.add(row, np.array(sorted(ending)), 0.0)
     logits = bias.apply(logits, torch.add)

@@ -2,7 +2,7 @@
 
 A step: (1) flatten the plan to tensors, (2) plan its attention, (3) one pass through the model's body, which stores
 the KV of every token, (4) logits for the few rows that are scored or sampled, a bounded number at a time, (5) logprobs
-of prompt tokens, (6) draw the next tokens.
+of prompt tokens, (6) draw the next tokens, by bitmasks that were filled during (3) where requests have grammars.
 
 The runner keeps nothing between steps. Which request owns which page, who runs next and when a request ends, it
 does not know.
@@ -17,6 +17,7 @@ import torch
 
 from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
 from splitserve.engine.attention.base import AttentionBackend
+from splitserve.engine.bitmask import BitmaskFiller, FilledBitmask
 from splitserve.engine.head import LanguageHead
 from splitserve.engine.inputs import PageTable, StepInputs, build_inputs
 from splitserve.engine.loader import LoadedModel
@@ -39,6 +40,7 @@ class ModelRunner:
         self._page_table = page_table
         self._body = loaded.model.base_model
         self._head = LanguageHead(loaded.model)
+        self._bitmasks = BitmaskFiller(loaded.vocab_size, loaded.eos_token_ids)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; an empty plan gives an empty result. Raises EngineError."""
@@ -57,9 +59,10 @@ class ModelRunner:
 
     def _step(self, plan: StepPlan) -> StepResult:
         inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
+        allowed = self._bitmasks.begin([r.sample for r in plan.requests if r.sample is not None])
         hidden = self._hidden_states(inputs)
         scored = self._score_inputs(plan, inputs, hidden)
-        sampled = self._sample(plan, inputs, hidden)
+        sampled = self._sample(plan, inputs, hidden, allowed)
         results = []
         for i in range(len(plan.requests)):
             token_id, logprob = sampled.get(i, (None, None))
@@ -105,7 +108,7 @@ class ModelRunner:
         return tuple(found)
 
     def _sample(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, allowed: FilledBitmask
     ) -> dict[int, tuple[int, TokenLogprob | None]]:
         """The next token, and its logprob where asked for, by request number."""
         wanted = [(i, r.sample) for i, r in enumerate(plan.requests) if r.sample is not None]
@@ -113,7 +116,7 @@ class ModelRunner:
         sampled: dict[int, tuple[int, TokenLogprob | None]] = {}
         for part, logits in self._logits(hidden, last_rows):
             specs = [spec for _, spec in wanted[part]]
-            tokens = draw(logits, specs, self._loaded.eos_token_ids)
+            tokens = draw(logits, specs, self._loaded.eos_token_ids, allowed.rows(part))
             logprobs = _score_sampled(logits, specs, tokens)
             sampled |= {
                 i: (token, logprob) for (i, _), token, logprob in zip(wanted[part], tokens, logprobs, strict=True)

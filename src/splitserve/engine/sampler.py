@@ -1,6 +1,6 @@
 """Drawing the next token of every row, vectorised over the batch.
 
-1. `adjust` applies bias, penalties and the min-tokens mask (logits.py).
+1. `adjust` applies bias, penalties and the min-tokens mask (logits.py), `forbid` the grammars' bitmask (bitmask.py).
 2. Greedy rows take the largest logit. A batch of only greedy rows ends here.
 3. The others become probabilities at their temperature, in float64.
 4. top-k, top-p and min-p are each a least probability, all measured on that same distribution; the highest counts.
@@ -19,15 +19,23 @@ import torch
 
 from splitserve.core.batch import SampleSpec
 from splitserve.core.sampling import SamplingParams, uniform_at
+from splitserve.engine.bitmask import Bitmask, forbid
 from splitserve.engine.logits import adjust
 
 # Probabilities looked at for top-p before the whole row is sorted; nearly always they hold enough mass.
 _HEAD = 1024
 
 
-def draw(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]) -> list[int]:
-    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says."""
+def draw(
+    logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int], bitmask: Bitmask | None = None
+) -> list[int]:
+    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says.
+
+    `bitmask`: what the rows' grammars allow; None only where no row has one.
+    """
     logits = adjust(logits, specs, eos_token_ids)
+    if bitmask is not None:
+        logits = forbid(logits, specs, bitmask)
     tokens = logits.argmax(-1)
     random = [i for i, spec in enumerate(specs) if not spec.params.is_greedy]
     if random:

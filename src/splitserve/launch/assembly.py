@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from splitserve.cache.kv_cache import PagedKVCache
@@ -10,11 +11,13 @@ from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.clock import Clock, SystemClock
-from splitserve.config import WorkerConfig
+from splitserve.config import SchedulerConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.engine.build import BuiltEngine
+from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.launch.hand_over import open_hand_over
+from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
 from splitserve.scheduler.loops import NormalLoop
 from splitserve.scheduler.outbox import Outbox
@@ -49,8 +52,20 @@ def assemble_scheduler(
         max_queued_requests=config.scheduler.max_queued_requests,
         eos_token_ids=engine.loaded.eos_token_ids,
     )
-    scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits)
+    grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
+    scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
     return NormalLoop(scheduler, engine.runner(cache.rows.table))
+
+
+def _grammars(
+    config: SchedulerConfig, engine: BuiltEngine, clock: Clock, pipe: FrontEndPipe, closing: ExitStack
+) -> GrammarQueue:
+    loaded = engine.loaded
+    compiler = XGrammarCompiler(loaded.folder, loaded.vocab_size, loaded.eos_token_ids)
+    pool = ThreadPoolExecutor(config.grammar_threads, thread_name_prefix="grammar")
+    closing.callback(pool.shutdown, wait=False, cancel_futures=True)
+    limits = GrammarLimits(config.grammar_timeout, config.max_queued_grammars, config.grammar_cache_bytes)
+    return GrammarQueue(compiler, pool, clock, pipe.waker.wake, limits)
 
 
 def _prompt_only(request: Request) -> int:

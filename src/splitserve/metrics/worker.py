@@ -31,6 +31,7 @@ _GAUGES = {
     "num_prefill_inflight_queue_reqs": "Requests of a prefill worker whose KV cache is on its way.",
     "num_decode_prealloc_queue_reqs": "Requests of a decode worker that wait for the handshake or for pages.",
     "num_decode_transfer_queue_reqs": "Requests of a decode worker whose KV cache is on its way.",
+    "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
     "num_tokens_held": "Prompt and output tokens of all requests in the worker.",
     "pages_free": "Pages of the KV pool that hold nothing.",
     "pages_cached": "Pages of the KV pool that hold cached prefixes.",

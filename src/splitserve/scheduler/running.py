@@ -93,6 +93,7 @@ class RunningSet:
                 request.output_ids,
                 request.return_logprob,
                 request.num_top_logprobs,
+                request.grammar,
             )
         logprobs = input_logprobs_of(request, start, end)
         steps.append(RequestStep(request.rid, request.row, request.tokens(start, end), start, sample, logprobs))

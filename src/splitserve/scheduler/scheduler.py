@@ -2,7 +2,7 @@
 
 A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns *what* they mean for a request:
 
-    receive   messages from the front end, progress of the role's queues
+    receive   messages from the front end, compiled grammars, progress of the role's queues
     plan      the next step, from the running set
     commit    the engine's result, into requests and out to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
@@ -36,6 +36,7 @@ from splitserve.messages import (
     StateRequest,
     ToScheduler,
 )
+from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.running import Batch, RunningSet
@@ -75,8 +76,10 @@ class Scheduler:
         outbox: Outbox,
         clock: Clock,
         limits: Limits,
+        grammars: GrammarQueue,
     ) -> None:
         self.role = role
+        self.grammars = grammars
         self._set = running
         self._cache = cache
         self._inbox = inbox
@@ -91,6 +94,7 @@ class Scheduler:
     def receive(self) -> None:
         for message in self._inbox.drain():
             self._handle(message)
+        self._enter_compiled()
         self.role.advance()
         self._outbox.flush()
 
@@ -121,7 +125,8 @@ class Scheduler:
         prefix, queues = self._cache.prefix, self.role.queue_state()
         return SchedulerState(
             num_running_reqs=len(self._set.running),
-            num_waiting_reqs=self.role.num_waiting(),
+            num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
+            num_grammar_queue_reqs=len(self.grammars),
             page_size=self._cache.page_size,
             pages_total=self._cache.pages.num_pages,
             pages_free=self._cache.pages.available(),
@@ -158,8 +163,7 @@ class Scheduler:
             case GenerateRequest():
                 self._accept(message)
             case AbortRequest():
-                error = None if message.quiet else RequestAbortedError(message.message)
-                self.role.abort(message.rid, error)
+                self._abort(message.rid, None if message.quiet else RequestAbortedError(message.message))
             case FlushCacheRequest():
                 self._outbox.reply(FlushCacheReply(call_id=message.call_id, num_pages_freed=self._cache.flush()))
             case StateRequest():
@@ -182,16 +186,47 @@ class Scheduler:
             return
         self._has_worked = True
         self._outbox.open(request)
-        try:
-            self.role.accept(request)
-        except SplitserveError as error:
-            self._outbox.fail(request, error)
+        if request.params.grammar is None:
+            self._enter(request)
             return
         try:
-            self._check_limits(request)
+            self.grammars.add(request)
         except SplitserveError as error:
-            # After it was accepted, so that a role with another half tells that half, too.
-            self.role.abort(request.rid, error)
+            self._enter(request, error)
+
+    def _enter_compiled(self) -> None:
+        ready, failed = self.grammars.pop()
+        for request in ready:
+            self._enter(request)
+        for request, error in failed:
+            if isinstance(error, InvalidRequestError):
+                # The other half finds that by itself: there is nothing to pair.
+                self._outbox.fail(request, error)
+            else:
+                self._enter(request, error)
+
+    def _enter(self, request: Request, error: SplitserveError | None = None) -> None:
+        """Hand the request to its role; with `error` only so that its other half is told, if it has one."""
+        try:
+            self.role.accept(request)
+        except SplitserveError as refusal:
+            self._outbox.fail(request, error or refusal)
+            return
+        try:
+            if error is not None:
+                raise error
+            self._check_limits(request)
+        except SplitserveError as failure:
+            self.role.abort(request.rid, failure)
+
+    def _abort(self, rid: str, error: SplitserveError | None) -> None:
+        request = self.grammars.remove(rid)
+        if request is None:
+            self.role.abort(rid, error)
+        elif error is None:
+            self._outbox.forget(request)
+        else:
+            self._outbox.fail(request, error)
 
     def _check_limits(self, request: Request) -> None:
         longest = self._limits.max_tokens_per_request

@@ -108,7 +108,8 @@ class AbortedAnswerError(SplitserveError):
     """The scheduler ended a sample without an answer; status and reason are the scheduler's."""
 
     def __init__(self, rid: str, finish: FinishReason) -> None:
-        super().__init__(finish.message or f"request {rid} was aborted (stage: generation): send it again")
+        message = finish.message or f"request {rid} was aborted (stage: generation): send it again"
+        super().__init__(message, param=finish.param)
         self.http_status = finish.status_code or 499
         self.reason = finish.reason or "aborted"
         if self.http_status == RequestAbortedError.http_status:

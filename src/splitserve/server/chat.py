@@ -1,22 +1,33 @@
-"""The form of /v1/chat/completions: a message of the assistant, or deltas of it."""
+"""The form of /v1/chat/completions: a message of the assistant, with the tools it calls, or deltas of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionTokenLogprob,
+)
 from openai.types.chat import chat_completion as whole
 from openai.types.chat import chat_completion_chunk as part
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from pydantic import BaseModel
 
 from splitserve.core.batch import TokenLogprob
+from splitserve.core.request import FinishType
 from splitserve.server.answer import Answer, Delta
 from splitserve.server.openai_reply import Reply, finish_reason, has_news
 from splitserve.server.tokenizer import Tokenizer
+from splitserve.server.tool_calls import CallDelta, Parsed, ToolCallParser
+from splitserve.server.tools import ToolForm
 
 
 @dataclass(slots=True)
@@ -24,6 +35,10 @@ class ChatForm:
     reply: Reply
     tokenizer: Tokenizer
     with_logprobs: bool
+    # How calls are written in the answers' text; None where there is nothing to call.
+    tool_form: ToolForm | None = None
+    # Choice -> what has found the calls in its text so far.
+    _parsers: dict[int, ToolCallParser] = field(default_factory=dict)
 
     def answer(self, answers: Sequence[Answer]) -> BaseModel:
         return ChatCompletion(
@@ -38,18 +53,24 @@ class ChatForm:
 
     def chunks(self, answer: Answer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
         index = answer.sample.index
+        parsed = self._parse(answer, delta.text)
+        delta = dataclasses.replace(delta, text=parsed.text)
         if delta.is_first:
             opening = part.Choice(
                 index=index, delta=part.ChoiceDelta(role="assistant", content=""), finish_reason=None, logprobs=None
             )
             yield self._chunk([opening], usage | self._prompt_ids(answer))
-        if has_news(answer, delta, wants_tokens=self.with_logprobs or self.reply.with_token_ids):
+        wants_tokens = self.with_logprobs or self.reply.with_token_ids
+        if parsed.calls or has_news(answer, delta, wants_tokens=wants_tokens):
             extra: dict[str, Any] = {"token_ids": delta.token_ids} if self.reply.with_token_ids else {}
-            content: dict[str, Any] = {"content": delta.text} if delta.text or answer.finish is None else {}
+            has_text = bool(delta.text) or (answer.finish is None and not parsed.calls)
+            content: dict[str, Any] = {"content": delta.text} if has_text else {}
+            if parsed.calls:
+                content["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
             choice = part.Choice(
                 index=index,
                 delta=part.ChoiceDelta(**content),
-                finish_reason=finish_reason(answer),
+                finish_reason=self._finish_reason(answer),
                 logprobs=part.ChoiceLogprobs(content=self._logprobs(delta.logprobs)) if self.with_logprobs else None,
                 **extra,
             )
@@ -60,13 +81,33 @@ class ChatForm:
 
     def _whole_choice(self, answer: Answer) -> whole.Choice:
         extra: dict[str, Any] = {"token_ids": answer.output_ids} if self.reply.with_token_ids else {}
+        parsed = self._parse(answer, answer.text)
+        content: dict[str, Any] = {"content": parsed.text}
+        if parsed.calls:
+            content = {"content": parsed.text or None, "tool_calls": _whole_calls(parsed.calls)}
         return whole.Choice(
             index=answer.sample.index,
-            message=ChatCompletionMessage(role="assistant", content=answer.text, refusal=None),
-            finish_reason=finish_reason(answer),
+            message=ChatCompletionMessage(role="assistant", refusal=None, **content),
+            finish_reason=self._finish_reason(answer),
             logprobs=whole.ChoiceLogprobs(content=self._logprobs(answer.logprobs)) if self.with_logprobs else None,
             **extra,
         )
+
+    def _parse(self, answer: Answer, text: str) -> Parsed:
+        """New text of an answer, its calls taken out."""
+        if self.tool_form is None:
+            return Parsed(text)
+        parser = self._parsers.setdefault(answer.sample.index, ToolCallParser(self.tool_form))
+        parsed = parser.push(text)
+        if answer.finish is not None:
+            parsed.text += parser.finish().text
+        return parsed
+
+    def _finish_reason(self, answer: Answer) -> Any:
+        parser = self._parsers.get(answer.sample.index)
+        is_call = parser is not None and parser.num_calls > 0
+        has_stopped = answer.finish is not None and answer.finish.type is FinishType.STOP
+        return "tool_calls" if is_call and has_stopped else finish_reason(answer)
 
     def _chunk(self, choices: list[part.Choice], extra: dict[str, Any]) -> ChatCompletionChunk:
         return ChatCompletionChunk(
@@ -96,3 +137,21 @@ class ChatForm:
             "logprob": logprob,
             "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
+
+
+def _call_chunk(call: CallDelta) -> part.ChoiceDeltaToolCall:
+    if call.name is None:
+        function = part.ChoiceDeltaToolCallFunction(arguments=call.arguments)
+        return part.ChoiceDeltaToolCall(index=call.index, function=function)
+    function = part.ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+    return part.ChoiceDeltaToolCall(index=call.index, id=call.id, type="function", function=function)
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[ChatCompletionMessageFunctionToolCall]:
+    calls: list[ChatCompletionMessageFunctionToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            function = Function(name=delta.name, arguments="")
+            calls.append(ChatCompletionMessageFunctionToolCall(id=delta.id, type="function", function=function))
+        calls[delta.index].function.arguments += delta.arguments
+    return calls

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,10 +28,13 @@ _END_OF_FINAL_MESSAGE = "\ue000end-of-final-message\ue000"
 
 
 class ChatTemplate:
-    """`variables` are visible in the template: the special tokens by name."""
+    """`variables` are visible in the template: the special tokens by name. `knows_tools`: it shows tools."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self.source = source
+        self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self._template = environment.from_string(source)
         self._variables = dict(variables)
 
     def render(

@@ -24,6 +24,7 @@ from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
+from splitserve.server.grammars import grammar_of
 from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
 from splitserve.server.schemas import GenerateBody, NativeSampling
 from splitserve.server.stream import Frames, stream_response, unless_disconnected
@@ -100,6 +101,7 @@ def _spec(
         num_top_logprobs=(top or 0) if wants_logprobs else 0,
         logprob_start_len=-1 if start is None or not wants_logprobs else start,
         top_name="top_logprobs_num",
+        grammar=grammar_of(sampling),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from openai.types import Model
 
+from splitserve.core.grammar import GrammarSpec
 from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
 from splitserve.server.chat import ChatForm
@@ -16,10 +17,12 @@ from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
+from splitserve.server.grammars import openai_grammar
 from splitserve.server.openai_reply import Form, Reply, dump, frames
 from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
 from splitserve.server.schemas import ChatBody, CompletionBody, OpenAIBody
 from splitserve.server.stream import stream_response, unless_disconnected
+from splitserve.server.tools import ToolUse, readable_calls
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -71,6 +74,7 @@ def prepare_completion(
     """Raises InvalidRequestError, UnknownModelError."""
     front.check_model(body.model)
     prompts, _ = validation.prompt_list(body.prompt, "prompt")
+    grammar = openai_grammar(body)
     specs = [
         _spec(
             front,
@@ -79,6 +83,7 @@ def prepare_completion(
             name="prompt",
             max_new=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             num_logprobs=body.logprobs,
+            grammar=grammar,
             scores_prompt=bool(body.echo) and body.logprobs is not None,
         )
         for prompt in prompts
@@ -96,11 +101,13 @@ def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: st
     front.check_model(body.model)
     continues = bool(body.continue_final_message)
     chat = validation.chat_messages(body.messages, continue_final_message=continues)
+    chat, use, tool_variables = _with_tools(front, body, chat)
+    grammar = openai_grammar(body)
     token_ids = front.tokenizer.encode_chat(
         chat,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continues,
-        template_variables=body.chat_template_kwargs or {},
+        template_variables=tool_variables | (body.chat_template_kwargs or {}),
     )
     with_logprobs = bool(body.logprobs)
     if body.top_logprobs and not with_logprobs:
@@ -113,9 +120,24 @@ def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: st
         name="messages",
         max_new=max_tokens,
         num_logprobs=(body.top_logprobs or 0) if with_logprobs else None,
+        grammar=use.grammar(grammar) if use else grammar,
     )
     reply = Reply.of(body, prefix="chatcmpl", rid=name, model=front.served_model_name)
-    return ChatForm(reply, front.tokenizer, with_logprobs), _fan_out(front, body, [spec], rid)
+    form = ChatForm(reply, front.tokenizer, with_logprobs, use.form if use else None)
+    return form, _fan_out(front, body, [spec], rid)
+
+
+def _with_tools(
+    front: FrontEnd, body: ChatBody, chat: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], ToolUse | None, dict[str, Any]]:
+    """The conversation with its tools in it, what may be called, and what the chat template is to be told."""
+    template = front.tokenizer.chat_template
+    chat = readable_calls(chat, template)
+    use = ToolUse.of(body, template)
+    if use is None or template is None:
+        return chat, use, {}
+    chat, variables = use.prompt(chat, template)
+    return chat, use, variables
 
 
 def _spec(
@@ -126,6 +148,7 @@ def _spec(
     name: str,
     max_new: int | None,
     num_logprobs: int | None,
+    grammar: GrammarSpec | None,
     scores_prompt: bool = False,
 ) -> PromptSpec:
     """`num_logprobs`: alternatives a token, None: no logprobs."""
@@ -142,6 +165,7 @@ def _spec(
         num_top_logprobs=num_logprobs or 0,
         logprob_start_len=0 if scores_prompt else -1,
         top_name="logprobs" if isinstance(body, CompletionBody) else "top_logprobs",
+        grammar=grammar,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from splitserve.core.grammar import GrammarSpec
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
 from splitserve.server import validation
 from splitserve.server.bootstrap_fields import bootstrap_infos
@@ -39,6 +40,7 @@ def prompt_spec(
     num_top_logprobs: int,
     logprob_start_len: int,
     top_name: str,
+    grammar: GrammarSpec | None,
 ) -> PromptSpec:
     """`name` and `top_name`: the fields to blame. `max_new` None: all the room there is."""
     info = front.info
@@ -51,6 +53,7 @@ def prompt_spec(
         max_new=max_new,
         min_new=min_new,
         seed=seed,
+        grammar=grammar,
         room=limit - len(token_ids),
         vocab_size=info.vocab_size,
     )

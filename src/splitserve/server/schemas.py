@@ -35,6 +35,11 @@ class SamplingFields(Body):
     no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
     n: int | None = None
+    # What the output must look like, one of these at most; `grammars` looks into them.
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     seed: int | None = None
     sampling_seed: int | None = None
 
@@ -88,6 +93,7 @@ class OpenAIBody(SamplingFields, BootstrapFields):
     max_tokens: int | None = None
     min_tokens: int | None = None
     rid: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
     # Add `token_ids` to the choices and `prompt_token_ids` to the answer.
     return_token_ids: bool | None = None
 
@@ -115,6 +121,10 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # `tools` looks into these.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def own_names(self) -> dict[str, str]:
         has_new_name = self.max_completion_tokens is not None

@@ -32,7 +32,7 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.eos_token_ids = eos_token_ids
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._is_byte_level = "ByteLevel" in _decoder_types(backend)
         self._added = backend.get_added_tokens_decoder()
 
@@ -61,12 +61,12 @@ class Tokenizer:
 
     def encode_chat(self, messages: Messages, **options: Any) -> list[int]:
         """Prompt tokens of a conversation; `options` as for ChatTemplate.render."""
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions or /generate with a plain prompt",
                 param="messages",
             )
-        return self.encode(self._chat_template.render(messages, **options), add_special_tokens=False)
+        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; special tokens by their names."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import pydantic
 
+from splitserve.core.grammar import GrammarSpec
 from splitserve.core.sampling import SamplingParams
 from splitserve.errors import InvalidRequestError, PromptTooLongError, SplitserveError
 from splitserve.server.schemas import Body, SamplingFields
@@ -124,7 +125,14 @@ def logprob_start(start: int, num_prompt_tokens: int) -> int | None:
 
 
 def sampling_params(
-    fields: SamplingFields, *, max_new: int | None, min_new: int | None, seed: int, room: int, vocab_size: int
+    fields: SamplingFields,
+    *,
+    max_new: int | None,
+    min_new: int | None,
+    seed: int,
+    grammar: GrammarSpec | None,
+    room: int,
+    vocab_size: int,
 ) -> SamplingParams:
     """Resolved and checked. `max_new` None: all the room; `room`: output tokens that still fit into the context."""
     given: dict[str, Any] = {
@@ -135,6 +143,7 @@ def sampling_params(
         "stop_token_ids": None if fields.stop_token_ids is None else tuple(fields.stop_token_ids),
         "include_stop": bool(fields.no_stop_trim or fields.include_stop_str_in_output),
         "seed": seed,
+        "grammar": grammar,
     }
     for name in _SAME_NAME:
         given[name] = getattr(fields, name)

@@ -98,4 +98,10 @@ def _values(token_ids: Sequence[int], start: int) -> Slots:
 
 
 def _draw(state: int, spec: SampleSpec, vocab_size: int) -> int:
-    return mix64(state, 0 if spec.params.is_greedy else mix64(spec.params.seed, spec.position)) % vocab_size
+    drawn = mix64(state, 0 if spec.params.is_greedy else mix64(spec.params.seed, spec.position))
+    if spec.grammar is None:
+        return drawn % vocab_size
+    words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    spec.grammar.fill_bitmask(words.data)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little"))
+    return int(allowed[drawn % len(allowed)])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,9 +21,11 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.clock import ManualClock
 from splitserve.core.batch import Engine, TokenLogprob
+from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.request import FinishReason, Request
 from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
+from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.loops import NormalLoop
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
@@ -30,6 +33,7 @@ from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.scheduler import Limits, Scheduler
 from splitserve.testing.fake_engine import FakeEngine
+from splitserve.testing.fake_grammar import FakeCompiler, InlinePool
 
 RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
 
@@ -78,6 +82,8 @@ class SimWorker:
         eos_token_ids: frozenset[int] = frozenset(),
         make_engine: EngineMaker = FakeEngine,
         shared: SharedPages | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
+        grammar_pool: Executor | None = None,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
@@ -95,7 +101,10 @@ class SimWorker:
         )
         limits = Limits(self.longest, max_queued, eos_token_ids)
         self.role = make_role(self, running, outbox)
-        self.scheduler = Scheduler(self.role, running, self.cache, self.inbox, outbox, clock, limits)
+        compiler = grammar_compiler or FakeCompiler(eos_token_ids)
+        bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
+        grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
+        self.scheduler = Scheduler(self.role, running, self.cache, self.inbox, outbox, clock, limits, grammars)
         self._loop = NormalLoop(self.scheduler, self.engine)
 
     @property
@@ -112,7 +121,7 @@ class SimWorker:
         return self._loop.run_once()
 
     def is_idle(self) -> bool:
-        return self.role.is_idle() and not self.inbox.messages
+        return self.role.is_idle() and not self.inbox.messages and not self.scheduler.grammars
 
     def tokens(self, rid: str) -> list[int]:
         return [t for output in self.outputs.get(rid, []) for t in output.token_ids]

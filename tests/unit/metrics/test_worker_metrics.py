@@ -23,6 +23,7 @@ NAMES = (
     "num_prefill_inflight_queue_reqs",
     "num_decode_prealloc_queue_reqs",
     "num_decode_transfer_queue_reqs",
+    "num_grammar_queue_reqs",
     "num_transfer_failed_reqs_total",
 )
 STATE = SchedulerState(

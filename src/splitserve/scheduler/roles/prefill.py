@@ -19,7 +19,7 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.lease import LeaseTable
 from splitserve.disaggregation.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
 from splitserve.disaggregation.state import KVPoll
-from splitserve.errors import SplitserveError
+from splitserve.errors import GrammarError, SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.running import Batch, RunningSet, take_result
@@ -77,7 +77,9 @@ class PrefillRole:
             # A room that failed while its chunk was computed is taken out by the next `advance`.
             if entry.sender.poll() is KVPoll.FAILED:
                 continue
-            if outcome.token_id is None:
+            if request.finish is not None and request.finish.type is FinishType.ABORT:
+                self.abort(request.rid, GrammarError(str(request.finish.message)))
+            elif outcome.token_id is None:
                 entry.send_chunk(self._cache.page_size)
             else:
                 self._hand_over(entry)

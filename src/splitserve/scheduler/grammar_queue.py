@@ -1,0 +1,138 @@
+"""Requests whose grammar is being compiled, before any role knows them: they hold no page, no row and no room.
+
+1. `add` finds the grammar in the cache, or gives it to a pool of threads; equal grammars are compiled once.
+2. A thread that is done wakes the scheduler, whose next `pop` hands out the requests with a matcher each.
+3. A request whose grammar is at fault, or not compiled by its deadline, comes back with its error. What a thread has
+   begun goes on and enters the cache, so that the request may succeed when it is sent again.
+
+It knows neither the library behind the compiler nor roles.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from splitserve.clock import Clock
+from splitserve.core.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
+from splitserve.core.request import Request
+from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, SplitserveError
+
+STAGE = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    # Seconds from arrival to a compiled grammar.
+    timeout: float
+    # Requests that wait for one at most.
+    max_waiting: int
+    # Compiled grammars kept for later requests, bytes.
+    cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    request: Request
+    spec: GrammarSpec
+    deadline: float
+
+
+class GrammarQueue:
+    """`wake` is called from the pool's threads; everything else belongs to the scheduler's."""
+
+    def __init__(
+        self, compiler: GrammarCompiler, pool: Executor, clock: Clock, wake: Callable[[], None], limits: GrammarLimits
+    ) -> None:
+        self._compiler = compiler
+        self._pool = pool
+        self._clock = clock
+        self._wake = wake
+        self._limits = limits
+        # rid -> a request, in order of arrival.
+        self._waiting: dict[str, _Waiter] = {}
+        # Compiled or in the making, least recently used first. A failure leaves with the last that waits for it.
+        self._grammars: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request with `params.grammar` set. Raises CapacityError."""
+        spec = request.params.grammar
+        assert spec is not None
+        if len(self._waiting) >= self._limits.max_waiting:
+            raise CapacityError(
+                f"{len(self._waiting)} requests wait for their grammars to be compiled: retry later", stage=STAGE
+            )
+        now = self._clock.now()
+        request.timeline.enter(STAGE, now)
+        if spec not in self._grammars:
+            future = self._pool.submit(self._compiler.compile, spec)
+            self._grammars[spec] = future
+            future.add_done_callback(lambda _: self._wake())
+        self._grammars.move_to_end(spec)
+        self._waiting[request.rid] = _Waiter(request, spec, now + self._limits.timeout)
+
+    def pop(self) -> tuple[list[Request], list[tuple[Request, SplitserveError]]]:
+        """(requests that have their matcher now, those that failed and why), each in order of arrival."""
+        if not self._waiting:
+            return [], []
+        ready: list[Request] = []
+        failed: list[tuple[Request, SplitserveError]] = []
+        now = self._clock.now()
+        for waiter in list(self._waiting.values()):
+            future = self._grammars[waiter.spec]
+            if not future.done() and now < waiter.deadline:
+                continue
+            del self._waiting[waiter.request.rid]
+            error = self._outcome(waiter, future)
+            if error is None:
+                ready.append(waiter.request)
+            else:
+                failed.append((waiter.request, error))
+        self._tidy()
+        return ready, failed
+
+    def remove(self, rid: str) -> Request | None:
+        """Take a request out; None if it is not here."""
+        waiter = self._waiting.pop(rid, None)
+        self._tidy()
+        return waiter.request if waiter else None
+
+    def _outcome(self, waiter: _Waiter, future: Future[CompiledGrammar]) -> SplitserveError | None:
+        """Give the request its matcher, or say why it gets none."""
+        if not future.done():
+            return DeadlineExceededError(
+                f"its {waiter.spec.kind} was not compiled within {self._limits.timeout:g} s: send it again later, make "
+                "it smaller (long maxLength and repetitions cost most), or raise --grammar-timeout",
+                stage=STAGE,
+            )
+        error = future.exception()
+        if error is None:
+            waiter.request.grammar = future.result().matcher()
+            return None
+        if isinstance(error, SplitserveError):
+            # A copy: one exception may answer many requests.
+            return type(error)(error.message, param=error.param, stage=STAGE)
+        return EngineError(f"its grammar could not be compiled: {type(error).__name__}: {error}", stage=STAGE)
+
+    def _tidy(self) -> None:
+        """Drop what nobody waits for: failures, what no thread has begun, and compiled grammars beyond the bound."""
+        wanted = {waiter.spec for waiter in self._waiting.values()}
+        idle = [(spec, future) for spec, future in self._grammars.items() if spec not in wanted]
+        kept = sum(f.result().num_bytes for f in self._grammars.values() if _is_compiled(f))
+        for spec, future in idle:
+            if _is_compiled(future):
+                if kept <= self._limits.cache_bytes:
+                    continue
+                kept -= future.result().num_bytes
+            elif not (future.done() or future.cancel()):
+                continue
+            del self._grammars[spec]
+
+
+def _is_compiled(future: Future[CompiledGrammar]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

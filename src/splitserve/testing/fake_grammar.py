@@ -1,0 +1,122 @@
+"""A grammar without a library: `count` tokens that are all multiples of `step`, and then the end.
+
+Its spec is the text "step:count" of any kind. `InlinePool` compiles at once, `HeldPool` when a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+
+from splitserve.core.grammar import GrammarKind, GrammarMatcher, GrammarSpec
+from splitserve.errors import InvalidRequestError
+
+
+def multiples(step: int, count: int) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, f"{step}:{count}")
+
+
+class FakeCompiler:
+    def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_token_ids = eos_token_ids
+        # In the order in which they were compiled.
+        self.compiled: list[GrammarSpec] = []
+
+    def compile(self, spec: GrammarSpec) -> FakeGrammar:
+        self.compiled.append(spec)
+        step, colon, count = spec.text.partition(":")
+        if not (colon and step.isdigit() and count.isdigit()):
+            raise InvalidRequestError(
+                f"{spec.kind} cannot be compiled: {spec.text!r} is no step:count", param=spec.kind
+            )
+        return FakeGrammar(int(step), int(count), self._eos_token_ids)
+
+
+class FakeGrammar:
+    """CompiledGrammar, a hundred bytes large."""
+
+    num_bytes = 100
+
+    def __init__(self, step: int, count: int, eos_token_ids: frozenset[int]) -> None:
+        self._rule = (step, count, eos_token_ids)
+
+    def matcher(self) -> GrammarMatcher:
+        return FakeMatcher(*self._rule)
+
+
+class FakeMatcher:
+    def __init__(self, step: int, count: int, eos_token_ids: frozenset[int]) -> None:
+        self._rule = (step, count, eos_token_ids)
+        self._accepted: list[int] = []
+
+    def accept(self, token_id: int) -> bool:
+        if not self.is_terminated() and self._allows(token_id):
+            self._accepted.append(token_id)
+            return True
+        return False
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._accepted[len(self._accepted) - num_tokens :]
+
+    def fork(self) -> FakeMatcher:
+        twin = FakeMatcher(*self._rule)
+        twin._accepted = list(self._accepted)
+        return twin
+
+    def fill_bitmask(self, words: memoryview) -> None:
+        row = np.frombuffer(words, dtype=np.int32)
+        bits = np.array([self._allows(token) for token in range(32 * len(row))])
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def is_terminated(self) -> bool:
+        _, count, eos_token_ids = self._rule
+        return len(self._accepted) >= count + bool(eos_token_ids)
+
+    def _allows(self, token_id: int) -> bool:
+        step, count, eos_token_ids = self._rule
+        if len(self._accepted) >= count:
+            return token_id in eos_token_ids
+        return token_id % step == 0 and token_id not in eos_token_ids
+
+
+class InlinePool(Executor):
+    """Runs everything before `submit` returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        run(future, fn, *args, **kwargs)
+        return future
+
+
+class HeldPool(Executor):
+    """Runs what was submitted when told to: a thread pool under manual control."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._held.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def begin_all(self) -> None:
+        """What has begun can no longer be cancelled."""
+        self._held = [(f, work) for f, work in self._held if f.running() or f.set_running_or_notify_cancel()]
+
+    def finish_all(self) -> None:
+        self.begin_all()
+        held, self._held = self._held, []
+        for future, work in held:
+            run(future, work)
+
+
+def run(future: Future[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    try:
+        result = fn(*args, **kwargs)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,203 @@
+"""Requests with a grammar through whole simulated workers: each role applies it, checks it, and fails alone."""
+
+import pytest
+
+from splitserve.core.grammar import GrammarKind, GrammarSpec
+from splitserve.core.request import FinishType
+from splitserve.core.sampling import SamplingParams
+from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, multiples
+from splitserve.testing.pair import PairWorld
+from splitserve.testing.sim import ColocatedWorld
+
+EOS = 511
+PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+def params(step: int, count: int, **more) -> SamplingParams:
+    return SamplingParams(**({"max_new_tokens": 20, "grammar": multiples(step, count)} | more))
+
+
+def colocated(**settings) -> ColocatedWorld:
+    return ColocatedWorld(eos_token_ids=frozenset([EOS]), **settings)
+
+
+def pair(seed: int, prefill=None, decode=None) -> PairWorld:
+    common = {"eos_token_ids": frozenset([EOS])}
+    return PairWorld(seed, prefill_settings=common | (prefill or {}), decode_settings=common | (decode or {}))
+
+
+def follows(tokens: list[int], step: int, count: int) -> bool:
+    return len(tokens) == count + 1 and tokens[-1] == EOS and all(t % step == 0 for t in tokens[:-1])
+
+
+def test_output_follows_the_grammar_and_its_end_ends_the_request_while_others_go_on_as_ever():
+    world = colocated()
+    world.submit(GenerateRequest(rid="free", prompt_ids=[1, 2, 3], params=PLAIN))
+    world.run_until_idle()
+    alone = world.tokens("free")
+    world.submit(GenerateRequest(rid="free again", prompt_ids=[1, 2, 3], params=PLAIN))
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5)))
+    world.run_until_idle()
+    assert follows(world.tokens("g"), 7, 5)
+    assert world.finish("g").type is FinishType.STOP
+    assert world.tokens("free again") == alone
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("more", [{"min_new_tokens": 15}, {"ignore_eos": True}])
+def test_the_end_of_a_grammar_ends_a_request_that_wants_to_go_on(more):
+    world = colocated()
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5, **more)))
+    world.run_until_idle()
+    assert follows(world.tokens("g"), 7, 5)
+    assert world.finish("g").type is FinishType.STOP
+
+
+def test_max_new_tokens_cuts_a_grammar_off():
+    world = colocated()
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5, max_new_tokens=3)))
+    world.run_until_idle()
+    assert len(world.tokens("g")) == 3
+    assert world.finish("g").type is FinishType.LENGTH
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_sides_apply_the_grammar_in_any_order_of_events(seed):
+    pools = HeldPool(), HeldPool()
+    world = pair(seed, {"grammar_pool": pools[0]}, {"grammar_pool": pools[1]})
+    for room in range(1, 6):
+        world.submit(f"g{room}", [room] * (10 * room), params(room + 1, room), room=room)
+        world.submit(f"free{room}", [room] * 5, PLAIN, room=100 + room)
+    for _ in range(world.rng.randrange(400)):
+        world.happen()
+    pools[world.rng.randrange(2)].finish_all()
+    for _ in range(world.rng.randrange(400)):
+        world.happen()
+    for _ in range(100):
+        for pool in pools:
+            pool.finish_all()
+        for _ in range(200):
+            world.happen()
+    world.run_until_idle()
+    for room in range(1, 6):
+        assert follows(world.decode.tokens(f"g{room}"), room + 1, room)
+        assert len(world.decode.tokens(f"free{room}")) == 8
+    world.check_nothing_is_held()
+
+
+def test_a_first_token_that_the_decode_sides_grammar_refuses_fails_that_request_alone():
+    class Lax(FakeCompiler):
+        """The prefill side understands the grammar as another one."""
+
+        def compile(self, spec):
+            return super().compile(multiples(1, 9))
+
+    world = pair(3, {"grammar_compiler": Lax(frozenset([EOS]))})
+    # The fake engine draws from what is allowed by the prompt: these draw a multiple of 5, and another number.
+    prompts = {f"r{i}": [i, i + 1, i + 2] for i in range(12)}
+    for room, (rid, prompt) in enumerate(prompts.items(), start=1):
+        world.submit(rid, prompt, params(5, 2), room=room)
+    world.run_until_idle()
+    refused = [rid for rid in prompts if world.decode.finish(rid).type is FinishType.ABORT]
+    assert 0 < len(refused) < len(prompts)
+    for rid in prompts:
+        if rid not in refused:
+            assert follows(world.decode.tokens(rid), 5, 2)
+            continue
+        finish = world.decode.finish(rid)
+        assert world.decode.tokens(rid) == []
+        assert (finish.status_code, finish.reason) == (500, "grammar_refused_token")
+        assert rid in finish.message
+        assert "stage 'transfer'" in finish.message
+        assert "same version" in finish.message
+    world.check_nothing_is_held()
+
+
+def test_a_token_the_engine_should_never_have_drawn_fails_its_request_on_either_side():
+    class Broken(FakeCompiler):
+        def compile(self, spec):
+            grammar = super().compile(spec)
+            make = grammar.matcher
+
+            def matcher():
+                made = make()
+                made.accept = lambda token: False
+                return made
+
+            grammar.matcher = matcher
+            return grammar
+
+    world = colocated(grammar_compiler=Broken(frozenset([EOS])))
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5)))
+    world.submit(GenerateRequest(rid="free", prompt_ids=[1, 2, 3], params=PLAIN))
+    world.run_until_idle()
+    assert world.finish("g").reason == "grammar_refused_token"
+    assert len(world.tokens("free")) == 8
+    world.check_nothing_is_held()
+
+    both = pair(1, {"grammar_compiler": Broken(frozenset([EOS]))})
+    both.submit("g", [1, 2, 3], params(7, 5), room=1)
+    both.run_until_idle()
+    assert both.prefill.finish("g").reason == "grammar_refused_token"
+    assert both.decode.finish("g").type is FinishType.ABORT
+    both.check_nothing_is_held()
+
+
+def test_an_invalid_grammar_is_the_clients_fault_and_nothing_is_paired():
+    bad = SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "nonsense"))
+    world = pair(1)
+    world.submit("bad", [1, 2, 3], bad, room=1)
+    world.prefill.turn()
+    world.decode.turn()
+    for worker in (world.prefill, world.decode):
+        finish = worker.finish("bad")
+        assert (finish.status_code, finish.reason, finish.param) == (400, "invalid_request", "regex")
+        assert "request bad ended in stage 'grammar'" in finish.message
+    assert world.prefill.manager.num_rooms == world.decode.manager.num_rooms == 0
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+def test_a_deadline_on_one_side_is_told_to_the_other(slow):
+    world = pair(1, **{slow: {"grammar_pool": HeldPool()}})
+    world.submit("g", [1, 2, 3], params(2, 2), room=1)
+    late, other = (world.prefill, world.decode) if slow == "prefill" else (world.decode, world.prefill)
+    for _ in range(200):
+        world.happen()
+    assert late.scheduler.state().num_grammar_queue_reqs == 1
+    assert late.finish("g") is None
+    world.clock.advance(60.0)
+    began = world.clock.now()
+    world.run_until_idle()
+    assert (late.finish("g").status_code, late.finish("g").reason) == (504, "deadline_exceeded")
+    assert "stage 'grammar'" in late.finish("g").message
+    assert other.finish("g").type is FinishType.ABORT
+    assert world.clock.now() - began < 5.0
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_request_can_be_aborted_while_its_grammar_is_compiled(quiet):
+    pool = HeldPool()
+    world = colocated(grammar_pool=pool)
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5)))
+    world.turn()
+    assert not world.is_idle()
+    world.submit(AbortRequest(rid="g", quiet=quiet))
+    world.turn()
+    assert world.is_idle()
+    assert (world.finish("g") is None) == quiet
+    pool.finish_all()
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+def test_requests_without_a_grammar_do_not_wait_behind_one():
+    world = colocated(grammar_pool=HeldPool())
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5)))
+    world.submit(GenerateRequest(rid="free", prompt_ids=[1, 2, 3], params=PLAIN))
+    for _ in range(20):
+        world.turn()
+    assert len(world.tokens("free")) == 8
+    assert world.finish("g") is None
