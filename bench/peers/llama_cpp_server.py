@@ -59,7 +59,7 @@ def main() -> None:
     params.cache_prompt = False
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = xllamacpp.Server(params)
-    print(f"listening at {server.listening_address}", flush=True)
+    sys.stderr.write(f"listening at {server.listening_address}\n")
     while True:
         signal.pause()
 

@@ -57,7 +57,9 @@ def bench_compare(
         typer.Option(help="null, disaggregated, vllm-cpu, llama-cpp or transformers-serve; repeatable; default: all."),
     ] = None,
     transfer_backend: Annotated[str, typer.Option(help="How KV caches travel in ours.")] = "tcp",
-    runs: Annotated[int, typer.Option(min=1, help="Of each scenario; figures are their medians.")] = 3,
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="Of each scenario; figures are their medians; default: 3, quick: 1.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a request may take.")] = 300.0,
     peers: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The peers' scripts; default: bench/peers of the checkout.")
@@ -76,7 +78,7 @@ def bench_compare(
         dtype=dtype,
         systems=tuple(system or SYSTEMS),
         backend=transfer_backend,
-        runs=runs,
+        runs=runs or (1 if quick else 3),
         timeout=timeout,
         peers=peers,
         quick=quick,

@@ -153,10 +153,11 @@ def _endpoint(url: str, served_model: str | None, prompt_format: str, extra_body
 
     if prompt_format not in ("ids", "text"):
         raise ConfigError(f"--prompt-format {prompt_format!r}: choose one of ids, text")
+    body = {} if extra_body is None else named_json(extra_body, "--extra-body")
     address = parse_url(url).removesuffix("/v1")
     return Endpoint(
         address,
         served_model or first_model(address),
         prompt_as_text=prompt_format == "text",
-        extra_body={} if extra_body is None else named_json(extra_body, "--extra-body"),
+        extra_body=body,
     )
