@@ -57,8 +57,9 @@ def main() -> None:
     params.n_ctx, params.n_parallel = CONTEXT_TOKENS, NUM_SEQUENCES
     params.kv_unified = True
     params.cache_prompt = False
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = xllamacpp.Server(params)
+    # Its own end waits for every request that it has begun.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stderr.write(f"listening at {server.listening_address}\n")
     while True:
         signal.pause()

@@ -201,4 +201,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     _, alive = psutil.wait_procs(children, timeout=_CHILDREN_TIMEOUT)
     for child in alive:
         child.kill()
-    psutil.wait_procs(alive)
+    psutil.wait_procs(alive, timeout=_STOP_TIMEOUT)
