@@ -20,7 +20,7 @@ from rich.console import Console
 from splitserve.bench.backends import choose_backends
 from splitserve.bench.load import ask, run_load
 from splitserve.bench.load_figures import LoadFigures, Slo
-from splitserve.bench.machine import check_writable, describe_machine
+from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.bench.prompts import Encode, PromptMaker
 from splitserve.bench.publish import publish
 from splitserve.bench.serve_report import Handover, ServeFigures, ServeReport
@@ -101,7 +101,7 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
 
 def _measure(system: _System, options: ServeBenchOptions, encode: Encode, console: Console) -> ServeFigures:
     """Raises ClusterError, LoadError."""
-    plan, name = options.plan, system.server.name
+    plan, name, others = options.plan, system.server.name, OthersWatch()
     with system.server.running(console) as running, console.status(f"{name}: warming up") as status:
         warm_up = plan.warm_up(encode, options.num_warm_ups)
         if warm_up:
@@ -125,6 +125,8 @@ def _measure(system: _System, options: ServeBenchOptions, encode: Encode, consol
         errors=result.errors,
         idle=idle,
         transfer=None if transfers is None else Handover.of(transfers),
+        # A running server is no child of this process: what it takes cannot be told from what others take.
+        cores_taken_by_others=None if system.mode == "external" else others.cores_taken(),
     )
 
 

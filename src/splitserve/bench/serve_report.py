@@ -64,6 +64,8 @@ class ServeFigures:
     # None: not measured.
     idle: TtftFigures | None
     transfer: Handover | None
+    # That processes other than the system's and its client's kept busy meanwhile, on average; None: not known.
+    cores_taken_by_others: float | None
 
     @property
     def name(self) -> str:
@@ -98,6 +100,7 @@ class ServeFigures:
             "errors": dict(self.errors),
             "chunked_prefill_size": self.chunk_tokens,
             "threads": self.threads,
+            "cores_taken_by_others": self.cores_taken_by_others,
             "idle_ttft": None if self.idle is None else asdict(self.idle),
             "idle_ttft_of_null": idle_ratio,
             "transfer": None if self.transfer is None else asdict(self.transfer),
@@ -217,6 +220,7 @@ _ROWS: list[tuple[str, Callable[[ServeFigures], str]]] = [
     ("exposed, ms", _transfer(lambda t: f"{t.exposed_seconds * 1e3:.1f}")),
     ("hidden", _transfer(lambda t: f"{t.hidden:.0%}")),
     ("CPU threads", lambda f: f.threads),
+    ("cores taken by others", lambda f: "-" if f.cores_taken_by_others is None else f"{f.cores_taken_by_others:.1f}"),
 ]
 # The ratio's place among them: after the idle TTFT.
 _RATIO_ROW = 9

@@ -9,6 +9,7 @@ import pytest
 from splitserve.bench.load import client_session, run_load
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.stream import Endpoint, LoadError, Stream, num_tokens_of, parse_frame
+from splitserve.bench.systems import first_model
 from splitserve.bench.workload import LoadRequest
 from splitserve.testing.fake_openai import FakeOpenAI
 
@@ -115,6 +116,11 @@ async def test_a_server_that_never_answers_fails_the_request_at_its_deadline():
 async def test_a_server_that_is_not_there_fails_the_request():
     result = await run_load(Endpoint("http://127.0.0.1:1", "m"), [request(1)], concurrency=1)
     assert ["Cannot connect" in message for message in result.errors] == [True]
+
+
+def test_a_server_that_offers_no_model_is_named():
+    with pytest.raises(LoadError, match="/v1/models names no model"):
+        first_model("http://127.0.0.1:1")
 
 
 def test_a_request_asks_for_exactly_so_many_tokens_in_token_ids():

@@ -53,6 +53,7 @@ def figures(mode, backend, idle, *, transfers=None, errors=None, records=None):
         errors=errors or {},
         idle=TtftFigures(2048, 5, idle, idle - 0.1, idle + 0.1),
         transfer=None if transfers is None else Handover.of(transfers),
+        cores_taken_by_others=0.25,
     )
 
 
@@ -134,6 +135,7 @@ def test_the_report_has_a_row_a_figure_and_a_column_a_system(both):
         "| idle TTFT, ms | 2,000 (1,900-2,100) | 2,100 (2,000-2,200) |"
     )
     assert "| hidden | - | 90% |" in lines
+    assert "| cores taken by others | 0.2 | 0.2 |" in lines
     assert "TTFT <= 500 ms" in section
     out = io.StringIO()
     Console(file=out, width=200).print(both.table())
