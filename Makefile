@@ -10,7 +10,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
 	@echo "make test    all tests            make check   ruff, ruff format, mypy"
-	@echo "make bench   the first figures    make soak    the long random test"
+	@echo "make bench   figures, half an hour make soak    the long random test"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
 setup: .venv/.installed
@@ -58,10 +58,12 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Every bench in its short form: about 25 minutes on two cores, once the peers of `compare` are installed.
 bench: setup
-	@$(BIN)/splitserve bench main --append-to docs/log.md
-	@$(BIN)/splitserve bench transfer --append-to docs/log.md
-	@$(BIN)/splitserve bench serve --append-to docs/log.md
+	@$(BIN)/splitserve bench main --quick --append-to docs/log.md
+	@$(BIN)/splitserve bench transfer --quick --append-to docs/log.md
+	@$(BIN)/splitserve bench serve --num-prompts 8 --threads $$(nproc) --chunked-prefill-size 512 --chunked-prefill-size 2048 --append-to docs/log.md
+	@$(BIN)/splitserve bench compare --quick --timeout 120 --append-to docs/log.md
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -95,6 +95,17 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     assert out.stdout.strip() == "[]"
 
 
+def test_a_report_can_say_how_its_command_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("splitserve.bench.compare.run_compare", lambda options: seen.append(options.command) or 0)
+    assert run("bench", "compare", "a model", "--system", "null", "--system", "disaggregated", "--quick") == 0
+    assert run("bench", "compare") == 0
+    assert seen == [
+        "splitserve bench compare 'a model' --system null --system disaggregated --quick",
+        "splitserve bench compare",
+    ]
+
+
 def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--help") == 0
     assert "smollm2]" in capsys.readouterr().out
@@ -111,6 +122,13 @@ def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None
         (("up", "--cluster-token-file", "/no/such/file"), "openssl rand"),
         (("serve", "--disaggregation-mode", "decode", "--cluster-token-file", "/no/such/file"), "openssl rand"),
         (("serve", "--disaggregation-mode", "decode", "--disaggregation-host", "192.0.2.1"), "--cluster-token-file"),
+        (("bench", "serve", "--slo", "speed=1"), "--slo"),
+        (("bench", "serve", "--concurrency", "2", "--request-rate", "1"), "--request-rate"),
+        (("bench", "serve", "--trace", "/no/such/file"), "--trace"),
+        (("bench", "serve", "--trace-speed", "0"), "--trace-speed"),
+        (("bench", "serve", "--url", "http://127.0.0.1:1", "--extra-body", "[]"), "--extra-body"),
+        (("bench", "serve", "--url", "http://127.0.0.1:1", "--prompt-format", "x"), "--prompt-format"),
+        (("bench", "compare", "--transfer-backend", "fake"), "tcp"),
         (("serve", "--host", "0.0.0.0", "--router", "http://127.0.0.1:1"), "--disaggregation-host"),
     ],
 )

@@ -58,8 +58,7 @@ def run_job(model: Any, job: Job) -> list[StreamRecord]:
         pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    record = StreamRecord(sent_at, tuple(clock.times), (1,) * len(clock.times))
-    return [record] * len(job.prompts)
+    return [StreamRecord(sent_at, tuple(clock.times), len(p), len(clock.times)) for p in job.prompts]
 
 
 def main() -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Callable, Sequence
-
 import msgspec
 
-from splitserve.launch.passage import PASSAGE
-
-Encode = Callable[[str], Sequence[int]]
+from splitserve.bench.prompts import Encode, PromptMaker
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,14 +30,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         prompts = PromptMaker(encode)
         jobs = [
             Job(
-                prompts=[prompts.make(self.stream_prompt_tokens) for _ in range(count)],
+                prompts=[prompts.make(self.stream_prompt_tokens).ids for _ in range(count)],
                 max_tokens=self.stream_output_tokens,
             )
             for count, runs in self.streams.items()
             for _ in range(runs)
         ]
         jobs += [
-            Job(prompts=[prompts.make(length)], max_tokens=1) for length, runs in self.ttft.items() for _ in range(runs)
+            Job(prompts=[prompts.make(length).ids], max_tokens=1)
+            for length, runs in self.ttft.items()
+            for _ in range(runs)
         ]
         return jobs
 
@@ -51,8 +47,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """What a system computes before anything is measured: one long prompt, then a few short ones together."""
         prompts = PromptMaker(encode, seed=1)
         return [
-            Job(prompts=[prompts.make(min(self.ttft))], max_tokens=2),
-            Job(prompts=[prompts.make(self.stream_prompt_tokens) for _ in range(4)], max_tokens=8),
+            Job(prompts=[prompts.make(min(self.ttft)).ids], max_tokens=2),
+            Job(prompts=[prompts.make(self.stream_prompt_tokens).ids for _ in range(4)], max_tokens=8),
         ]
 
 
@@ -60,20 +56,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 FULL = Plan(streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
 # About two.
 QUICK = Plan(streams={1: 1, 8: 1, 32: 1}, stream_output_tokens=16, ttft={1024: 1, 2048: 1})
-
-
-class PromptMaker:
-    """Prompts of English words in random order, of exact lengths. Equal seeds give equal prompts."""
-
-    def __init__(self, encode: Encode, seed: int = 0) -> None:
-        self._encode = encode
-        self._random = random.Random(seed)
-        self._words = sorted(set(re.findall(r"[a-z]+", PASSAGE.lower())))
-
-    def make(self, num_tokens: int) -> list[int]:
-        # A word has at least one token.
-        text = " ".join(self._random.choices(self._words, k=num_tokens))
-        ids = list(self._encode(text))
-        if len(ids) < num_tokens:
-            raise ValueError(f"{num_tokens} words gave {len(ids)} tokens only")
-        return ids[:num_tokens]

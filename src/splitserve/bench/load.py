@@ -1,89 +1,128 @@
-"""The load generator: streams over /v1/completions, timed token by token at the client.
+"""The load generator: requests over /v1/completions, in a closed or an open loop.
 
-All requests of a run start together and go on to their ends. A stream that fails, or brings another number of tokens
-than asked for, fails the run: figures of unequal work would mean nothing.
+closed loop   `concurrency` clients, each sends its next request when it has the last token of the one before.
+open loop     each request is sent at its own time, however many are under way: a slow server cannot slow its load down.
+
+A request that fails is counted and the load goes on; what that means for the figures is the caller's business.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
 
 import aiohttp
-import msgspec
 
+from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
-from splitserve.errors import SplitserveError
+from splitserve.bench.stream import Endpoint, LoadError, Stream, wait_closed
+from splitserve.bench.workload import LoadRequest
 
 # Seconds for one stream from its sending to its end.
-_STREAM_TIMEOUT = 900.0
+STREAM_TIMEOUT = 900.0
 
 
-class LoadError(SplitserveError):
-    """A stream of the benchmark failed."""
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    # In the order in which they ended.
+    records: list[StreamRecord]
+    # What failed requests said -> how many said it.
+    errors: Counter[str]
+    # Seconds from the start to the end of the last request.
+    elapsed: float
 
-    reason = "load_failed"
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
+
+    def complete(self) -> list[StreamRecord]:
+        """All records. Raises LoadError where a request failed."""
+        if self.errors:
+            error, _ = self.errors.most_common(1)[0]
+            raise LoadError(f"{self.num_failed} of {self.num_failed + len(self.records)} requests failed: {error}")
+        return self.records
 
 
-async def run_streams(
-    url: str, model: str, prompts: Sequence[Sequence[int]], max_tokens: int, timeout: float = _STREAM_TIMEOUT
-) -> list[StreamRecord]:
-    """One stream a prompt (token ids), all at once; exactly `max_tokens` tokens each, greedy. Raises LoadError."""
-    limits = aiohttp.ClientTimeout(total=timeout)
+def client_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
     # One buffer holds a frame: a line may be longer than the usual 64 KiB.
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=limits, read_bufsize=2**20
-    ) as session:
-        tasks = [asyncio.create_task(_stream(session, url, _body(model, p, max_tokens))) for p in prompts]
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout), read_bufsize=2**20
+    )
+
+
+async def run_load(
+    endpoint: Endpoint,
+    requests: Iterable[LoadRequest],
+    *,
+    concurrency: int | None = None,
+    duration: float | None = None,
+    timeout: float = STREAM_TIMEOUT,
+) -> LoadResult:
+    """In a closed loop of `concurrency`, or, with None, each request at its `send_at`.
+
+    `duration`: seconds after which nothing more is sent; what is under way goes on to its end. `timeout`: of a stream.
+    """
+    async with client_session(timeout) as session:
+        load = _Load(endpoint, session, duration)
+        await (load.closed(iter(requests), concurrency) if concurrency else load.open(requests))
+    return LoadResult(load.records, load.errors, time.perf_counter() - load.began)
+
+
+def ask(
+    endpoint: Endpoint, prompts: Iterable[Prompt], max_tokens: int, *, timeout: float = STREAM_TIMEOUT
+) -> list[StreamRecord]:
+    """All prompts at once, to their ends. Raises LoadError where one fails."""
+    requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
+    return asyncio.run(run_load(endpoint, requests, concurrency=len(requests), timeout=timeout)).complete()
+
+
+class _Load:
+    """One run of load, and what came of it."""
+
+    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession, duration: float | None) -> None:
+        self._endpoint = endpoint
+        self._session = session
+        self._duration = duration
+        self.began = time.perf_counter()
+        self.records: list[StreamRecord] = []
+        self.errors: Counter[str] = Counter()
+
+    async def closed(self, requests: Iterator[LoadRequest], concurrency: int) -> None:
+        async def client() -> None:
+            # The iterator is shared: who is free takes the next request.
+            for request in requests:
+                if self._is_over(time.perf_counter() - self.began):
+                    return
+                await self._send(request)
+
+        await _all([asyncio.create_task(client()) for _ in range(concurrency)])
+
+    async def open(self, requests: Iterable[LoadRequest]) -> None:
+        async def send_in_time(request: LoadRequest) -> None:
+            await asyncio.sleep(self.began + request.send_at - time.perf_counter())
+            await self._send(request)
+
+        in_time = list(takewhile(lambda request: not self._is_over(request.send_at), requests))
+        # Making prompts took time; requests are late from here on only.
+        self.began = time.perf_counter()
+        await _all([asyncio.create_task(send_in_time(request)) for request in in_time])
+
+    def _is_over(self, seconds: float) -> bool:
+        return self._duration is not None and seconds >= self._duration
+
+    async def _send(self, request: LoadRequest) -> None:
         try:
-            return list(await asyncio.gather(*tasks))
-        except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
-            raise LoadError(f"a stream of {url} failed: {str(error) or type(error).__name__}") from error
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self.records.append(await Stream(self._endpoint, request).run(self._session))
+        except LoadError as error:
+            self.errors[error.message] += 1
 
 
-def _body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        # Without it a token whose text is not complete yet brings no frame.
-        "return_token_ids": True,
-    }
-
-
-async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> StreamRecord:
-    arrived_at: list[float] = []
-    counts: list[int] = []
-    sent_at = time.perf_counter()
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise LoadError(f"{url}: HTTP {response.status}: {(await response.text())[:500]}")
-        async for line in response.content:
-            now = time.perf_counter()
-            count = num_tokens_of(line)
-            if count:
-                arrived_at.append(now)
-                counts.append(count)
-    if sum(counts) != body["max_tokens"]:
-        raise LoadError(f"{url}: a stream brought {sum(counts)} of {body['max_tokens']} tokens: see the workers' logs")
-    return StreamRecord(sent_at, tuple(arrived_at), tuple(counts))
-
-
-def num_tokens_of(line: bytes) -> int:
-    """Output tokens in one line of a Server-Sent Events stream. Raises LoadError for an error frame."""
-    data = line.removeprefix(b"data:").strip()
-    if not line.startswith(b"data:") or data == b"[DONE]":
-        return 0
-    frame = msgspec.json.decode(data)
-    if "error" in frame:
-        raise LoadError(f"a stream ended with an error: {frame['error'].get('message')}")
-    return sum(len(choice.get("token_ids") or ()) for choice in frame["choices"])
+async def _all(tasks: list[asyncio.Task[None]]) -> None:
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await wait_closed(tasks)

@@ -1,144 +1,215 @@
-"""`splitserve bench serve`: TTFT of one long prompt, colocated and over each transport, and what compute hid of it.
+"""`splitserve bench serve`: one load on each system, and the TTFT of a long prompt on it while it is idle.
 
-1. For each chunk size a colocated worker and a pair over each backend start together. Each worker may use all cores:
-   one prompt at a time is in the machine, and idle workers do not spin.
-2. Each warms up with prompts of its own.
-3. Runs in turn: the same fresh prompt of random words to each system, so that what else the machine does hits all.
-4. The prefill workers say what their hand-overs took and how much of that came after the last forward pass.
+Each system in turn, a colocated worker first, then a pair over each backend, or a server that runs already:
+1. It starts, and warms up with prompts of its own.
+2. One long prompt at a time: TTFT with nothing else under way, set against the colocated worker's.
+3. The prefill worker says what those hand-overs took and how much of that came after the last forward pass.
+4. The load: the same requests for every system. Requests that fail are counted, and the command's exit code says so.
 """
 
 from __future__ import annotations
 
-import shlex
+import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from splitserve.bench.backends import choose_backends
-from splitserve.bench.jobs import Job, PromptMaker
-from splitserve.bench.load import LoadError
-from splitserve.bench.machine import check_writable, describe_machine
+from splitserve.bench.load import ask, run_load
+from splitserve.bench.load_figures import LoadFigures, Slo
+from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
+from splitserve.bench.prompts import Encode, PromptMaker
 from splitserve.bench.publish import publish
-from splitserve.bench.serve_report import ServeFigures, ServeReport
-from splitserve.bench.stats import StreamRecord, TtftFigures
-from splitserve.bench.systems import READY_TIMEOUT, ServedSystem
+from splitserve.bench.serve_report import Handover, ServeFigures, ServeReport
+from splitserve.bench.stats import StreamRecord, TtftFigures, mean
+from splitserve.bench.stream import Endpoint, LoadError
+from splitserve.bench.systems import Running, RunningServer, ServedSystem, Server
+from splitserve.bench.workload import LoadPlan
 from splitserve.config import DTYPES
-from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
-from splitserve.launch.local import LocalCluster, num_cores
+from splitserve.launch.local import num_cores
 from splitserve.launch.transfers import Transfers, read_transfers
-from splitserve.launch.up import wait_ready
 from splitserve.server.tokenizer import Tokenizer
 
+MODES = ("null", "disaggregated")
 # Measured where none is named, as far as they are present.
 DEFAULT_BACKENDS = ("tcp", "shm")
-# Prompt tokens of a step: most of the transfer can hide, and nothing can.
-CHUNK_SIZES = (512, 2048)
-_WARM_UPS = 2
 # Seconds a prefill worker gets to count a hand-over whose first token the client has already.
 _COUNT_TIMEOUT = 10.0
+# Requests that are under way at once in an open loop, as far as the size of the KV pool goes.
+_OPEN_LOOP_REQUESTS = 64
+# Tokens of a pool that is made larger only for a single request.
+_MAX_POOL_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class ServeBenchOptions:
+    # As it can be typed again.
+    command: str
     model: str
     dtype: str
+    # Of MODES; not looked at with `endpoint`.
+    modes: tuple[str, ...]
     # Empty: DEFAULT_BACKENDS.
     backends: tuple[str, ...]
-    prompt_tokens: int
-    runs: int
+    # A server that runs already; None: ours are started.
+    endpoint: Endpoint | None
+    plan: LoadPlan
+    num_warm_ups: int
+    slos: tuple[Slo, ...]
+    # Length of the prompts of which TTFT is measured one at a time, and how many.
+    ttft_tokens: int
+    ttft_runs: int
+    # Prompt tokens a step, each measured; None: the worker's default.
+    chunks: tuple[int | None, ...]
+    # CPU threads of each worker; None: the cores divided fairly.
+    threads: int | None
     # Markdown file that gets a section; None: none does.
     append_to: Path | None
     as_json: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _System:
+    mode: str
+    # None: nothing is handed over.
+    backend: str | None
+    chunk: int | None
+    server: Server
+
+
 def run_serve_bench(options: ServeBenchOptions) -> int:
-    """Returns the exit code. Raises ConfigError, ClusterError, LoadError."""
+    """Returns the exit code: 1 where requests failed. Raises ConfigError, ClusterError, LoadError."""
     console = Console(stderr=True)
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
+    systems = _systems(options, console)
     if options.append_to is not None:
         check_writable(options.append_to)
-    backends = choose_backends(options.backends, DEFAULT_BACKENDS, "--transfer-backend", console)
     tokenizer = Tokenizer.load(resolve_model(options.model))
-    prompts = PromptMaker(lambda text: tokenizer.encode(text, add_special_tokens=False))
-    figures = []
-    for chunk in CHUNK_SIZES:
-        figures += _measure_chunk(options, backends, chunk, prompts, console)
-    report = ServeReport(options.model, options.dtype, _command(options), describe_machine(), figures)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    figures = [_measure(system, options, encode, console) for system in systems]
+    report = ServeReport(options.model, options.dtype, options.command, describe_machine(), figures, options.slos)
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    return 0
+    return 1 if report.warn(console) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    system: ServedSystem
-    cluster: LocalCluster
-
-    def ask(self, prompt: list[int]) -> StreamRecord:
-        return self.system.run_job(self.cluster.router_url, Job(prompts=[prompt], max_tokens=1))[0]
-
-    def transfers(self, count: int) -> Transfers | None:
-        """After `count` hand-overs in all; None where there are none. Raises LoadError where they do not show."""
-        if not self.system.num_pairs:
-            return None
-        url = self.cluster.urls(DisaggregationMode.PREFILL)[0]
-        deadline = time.monotonic() + _COUNT_TIMEOUT
-        while (found := read_transfers(url)).count < count:
-            if time.monotonic() > deadline:
-                raise LoadError(f"{url} counts {found.count} hand-overs, {count} were made: see its log")
-            time.sleep(0.05)
-        return found
-
-
-def _measure_chunk(
-    options: ServeBenchOptions, backends: Sequence[str], chunk: int, prompts: PromptMaker, console: Console
-) -> list[ServeFigures]:
+def _measure(system: _System, options: ServeBenchOptions, encode: Encode, console: Console) -> ServeFigures:
     """Raises ClusterError, LoadError."""
-    with ExitStack() as closing:
-        running = [_Running(s, closing.enter_context(s.cluster())) for s in _systems(options, backends, chunk)]
-        for one in running:
-            wait_ready(one.cluster, console, READY_TIMEOUT)
-        with console.status(f"chunks of {chunk}: warming up") as status:
-            for _ in range(_WARM_UPS):
-                prompt = prompts.make(options.prompt_tokens)
-                for one in running:
-                    one.ask(prompt)
-            before = [one.transfers(_WARM_UPS) for one in running]
-            records: list[list[StreamRecord]] = [[] for _ in running]
-            for number in range(1, options.runs + 1):
-                status.update(f"chunks of {chunk}: run {number} of {options.runs}")
-                prompt = prompts.make(options.prompt_tokens)
-                for one, its_records in zip(running, records, strict=True):
-                    its_records.append(one.ask(prompt))
-            after = [one.transfers(_WARM_UPS + options.runs) for one in running]
-    ttfts = [TtftFigures.of(options.prompt_tokens, its_records) for its_records in records]
+    plan, name, others = options.plan, system.server.name, OthersWatch()
+    with system.server.running(console) as running, console.status(f"{name}: warming up") as status:
+        warm_up = plan.warm_up(encode, options.num_warm_ups)
+        if warm_up:
+            asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
+        status.update(f"{name}: one prompt at a time")
+        idle, transfers = _measure_idle(running, options, encode)
+        status.update(f"{name}: {plan.describe()}")
+        load = run_load(running.endpoint, plan.requests(encode), concurrency=plan.concurrency, duration=plan.duration)
+        result = asyncio.run(load)
+    return ServeFigures(
+        mode=system.mode,
+        backend=system.backend,
+        chunk_tokens=system.chunk,
+        threads=system.server.threads,
+        load_shape=plan.describe(),
+        concurrency=plan.concurrency,
+        request_rate=plan.request_rate,
+        input_tokens=_typical([r.num_prompt_tokens for r in result.records], plan.input_tokens, plan),
+        output_tokens=_typical([r.num_output_tokens for r in result.records], plan.output_tokens, plan),
+        load=LoadFigures.of(result.records, result.num_failed, result.elapsed, options.slos),
+        errors=result.errors,
+        idle=idle,
+        transfer=None if transfers is None else Handover.of(transfers),
+        # A running server is no child of this process: what it takes cannot be told from what others take.
+        cores_taken_by_others=None if system.mode == "external" else others.cores_taken(),
+    )
+
+
+def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
+    """What was asked for, or what a trace brought on average."""
+    return round(mean(lengths)) if plan.trace is not None and lengths else asked
+
+
+def _measure_idle(
+    running: Running, options: ServeBenchOptions, encode: Encode
+) -> tuple[TtftFigures | None, Transfers | None]:
+    """Raises LoadError."""
+    if options.ttft_runs == 0:
+        return None, None
+    # Other prompts than the load's, the same for every system.
+    prompts = PromptMaker(encode, options.plan.seed + 2)
+
+    def one() -> StreamRecord:
+        return ask(running.endpoint, [prompts.make(options.ttft_tokens)], max_tokens=1)[0]
+
+    one()
+    before = _settled(running.prefill_url)
+    figures = TtftFigures.of(options.ttft_tokens, [one() for _ in range(options.ttft_runs)])
+    if running.prefill_url is None or before is None:
+        return figures, None
+    return figures, _counted(running.prefill_url, before.count + options.ttft_runs) - before
+
+
+def _settled(prefill_url: str | None) -> Transfers | None:
+    """When hand-overs that have reached their clients have been counted, too. None: no prefill worker."""
+    if prefill_url is None:
+        return None
+    deadline = time.monotonic() + _COUNT_TIMEOUT
+    found = read_transfers(prefill_url)
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if (now := read_transfers(prefill_url)) == found:
+            break
+        found = now
+    return found
+
+
+def _counted(prefill_url: str, count: int) -> Transfers:
+    """After `count` hand-overs in all. Raises LoadError where they do not show."""
+    deadline = time.monotonic() + _COUNT_TIMEOUT
+    while (found := read_transfers(prefill_url)).count < count:
+        if time.monotonic() > deadline:
+            raise LoadError(f"{prefill_url} counts {found.count} hand-overs, {count} were made: see its log")
+        time.sleep(0.05)
+    return found
+
+
+def _systems(options: ServeBenchOptions, console: Console) -> list[_System]:
+    """For each chunk size the colocated one first. Raises ConfigError."""
+    if options.endpoint is not None:
+        return [_System("external", None, None, RunningServer("external", options.endpoint))]
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if unknown := set(options.modes) - set(MODES):
+        raise ConfigError(f"--mode {', '.join(sorted(unknown))}: choose of {', '.join(MODES)}")
+    backends: list[str | None] = [None] if "null" in options.modes else []
+    if "disaggregated" in options.modes:
+        backends += choose_backends(options.backends, DEFAULT_BACKENDS, "--transfer-backend", console)
     return [
-        ServeFigures.of(one.system.name, chunk, ttft, ttfts[0], None if a is None or b is None else a - b)
-        for one, ttft, b, a in zip(running, ttfts, before, after, strict=True)
+        _System("disaggregated" if backend else "null", backend, chunk, _server(options, chunk, backend))
+        for chunk in options.chunks
+        for backend in backends
     ]
 
 
-def _systems(options: ServeBenchOptions, backends: Sequence[str], chunk: int) -> list[ServedSystem]:
-    """Colocated first."""
+def _server(options: ServeBenchOptions, chunk: int | None, backend: str | None) -> ServedSystem:
+    longest, at_once = options.plan.longest, options.plan.concurrency or _OPEN_LOOP_REQUESTS
     # Decode keeps a reserve for each running request.
-    pool_tokens = 4 * options.prompt_tokens
-    args = ("--chunked-prefill-size", str(chunk))
-    cores = num_cores()
-    colocated = ServedSystem("colocated", options.model, options.dtype, 0, 1, cores, pool_tokens, worker_args=args)
-    return [
-        colocated,
-        *(ServedSystem(b, options.model, options.dtype, 1, 0, cores, pool_tokens, b, args) for b in backends),
-    ]
-
-
-def _command(options: ServeBenchOptions) -> str:
-    words = ["splitserve", "bench", "serve", options.model, "--dtype", options.dtype]
-    for backend in options.backends:
-        words += ["--transfer-backend", backend]
-    return shlex.join([*words, "--prompt-tokens", str(options.prompt_tokens), "--runs", str(options.runs)])
+    pool_tokens = max(4 * options.ttft_tokens, 2 * longest, min(2 * at_once * longest, _MAX_POOL_TOKENS))
+    num_pairs = 0 if backend is None else 1
+    return ServedSystem(
+        "null" if backend is None else f"disaggregated over {backend}",
+        options.model,
+        options.dtype,
+        num_pairs=num_pairs,
+        num_colocated=1 - num_pairs,
+        threads_each=options.threads or max(1, num_cores() // (1 + num_pairs)),
+        pool_tokens=pool_tokens,
+        backend=backend or "tcp",
+        worker_args=() if chunk is None else ("--chunked-prefill-size", str(chunk)),
+    )

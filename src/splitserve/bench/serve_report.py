@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from splitserve.bench.load_figures import LoadFigures, Slo, Spread
 from splitserve.bench.stats import TtftFigures
 from splitserve.launch.transfers import Transfers
 
-_COLUMNS = (
-    "chunk",
-    "system",
-    "TTFT, ms",
-    "of colocated",
-    "KV moved, MB",
-    "transfer, ms",
-    "GB/s",
-    "exposed, ms",
-    "hidden",
-)
 _LEGEND = (
-    "TTFT: median (min-max) of {runs} runs at a client of the router, one prompt of {tokens:,} tokens at a time. "
-    "Chunk: prompt tokens computed in a step. Transfer: from the first write to the proof of the last, means; exposed: "
-    "what of that came after the last forward pass; hidden: the rest. GB/s of the whole of it, compute between chunks "
-    "included."
+    "TTFT, TPOT, E2E: p50 / p90 / p99 over requests; ITL: mean / p50 / p99 over all gaps. Goodput: requests/s that "
+    "ended well and met {slos}. Idle TTFT: median (min-max), one prompt of {tokens} tokens at a time with nothing else "
+    "under way; the rows below it are about those prompts. Transfer: from the first write to the proof of the last, "
+    "means; exposed: what of that came after the last forward pass; hidden: the rest. GB/s of the whole of it, compute "
+    "between chunks included."
 )
 
 
@@ -42,50 +34,77 @@ class Handover:
     hidden: float
     gb_per_s: float
 
+    @classmethod
+    def of(cls, sums: Transfers) -> Handover:
+        n = max(1, sums.count)
+        return cls(sums.num_bytes / n, sums.seconds / n, sums.exposed_seconds / n, sums.hidden, sums.gb_per_s)
+
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """One system at one chunk size."""
+    """One system."""
 
-    # "colocated", or the transfer backend.
-    system: str
-    chunk_tokens: int
-    ttft: TtftFigures
-    # Medians: TTFT of this system / TTFT of the colocated one at the same chunk size.
-    ratio: float
-    # None: colocated.
+    # "null", "disaggregated" or "external".
+    mode: str
+    # None: nothing is handed over.
+    backend: str | None
+    # Prompt tokens a step; None: the worker's default.
+    chunk_tokens: int | None
+    threads: str
+    # The load in words, and its numbers as far as it has them.
+    load_shape: str
+    concurrency: int | None
+    request_rate: float | None
+    # With a trace, the mean of the requests that ended well.
+    input_tokens: int
+    output_tokens: int
+    load: LoadFigures
+    # What failed requests said -> how many.
+    errors: Mapping[str, int]
+    # None: not measured.
+    idle: TtftFigures | None
     transfer: Handover | None
+    # That processes other than the system's and its client's kept busy meanwhile, on average; None: not known.
+    cores_taken_by_others: float | None
 
-    @classmethod
-    def of(
-        cls, system: str, chunk_tokens: int, ttft: TtftFigures, colocated: TtftFigures, transfers: Transfers | None
-    ) -> ServeFigures:
-        """`transfers`: sums over the runs."""
-        handover = None
-        if transfers is not None:
-            n = max(1, transfers.count)
-            handover = Handover(
-                transfers.num_bytes / n,
-                transfers.seconds / n,
-                transfers.exposed_seconds / n,
-                transfers.hidden,
-                transfers.gb_per_s,
-            )
-        return cls(system, chunk_tokens, ttft, ttft.ttft_median / colocated.ttft_median, handover)
+    @property
+    def name(self) -> str:
+        chunk = "" if self.chunk_tokens is None else f", chunks of {self.chunk_tokens:,}"
+        return f"{self.mode}{f' {self.backend}' if self.backend else ''}{chunk}"
 
-    def cells(self) -> list[str]:
-        t, ttft = self.transfer, self.ttft
-        shown = f"{ttft.ttft_median * 1e3:,.0f} ({ttft.ttft_min * 1e3:,.0f}-{ttft.ttft_max * 1e3:,.0f})"
-        moved = ["-"] * 5
-        if t is not None:
-            moved = [
-                f"{t.num_bytes / 1e6:.1f}",
-                f"{t.seconds * 1e3:.1f}",
-                f"{t.gb_per_s:.2f}",
-                f"{t.exposed_seconds * 1e3:.1f}",
-                f"{t.hidden:.0%}",
-            ]
-        return [str(self.chunk_tokens), self.system, shown, f"{self.ratio:.3f}", *moved]
+    def to_json(self, idle_ratio: float | None) -> dict[str, Any]:
+        """Milliseconds, tokens and requests a second. null: there is no such value."""
+        load = self.load
+        spreads = {"ttft": load.ttft, "itl": load.itl, "tpot": load.tpot, "e2e": load.e2e}
+        values = {
+            f"{name}_ms_{part}": None if spread is None else getattr(spread, part)
+            for name, spread in spreads.items()
+            for part in ("mean", "p50", "p90", "p99")
+        }
+        first = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_mean", "itl_ms_p50", "itl_ms_p99")
+        return {
+            "mode": self.mode,
+            "transfer_backend": self.backend,
+            "concurrency": self.concurrency,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            **{name: values.pop(name) for name in first},
+            "output_tok_s": load.output_tokens_per_second,
+            "total_tok_s": load.total_tokens_per_second,
+            "goodput": load.goodput,
+            **values,
+            "requests_per_s": load.requests_per_second,
+            "request_rate": self.request_rate,
+            "num_requests": load.num_requests,
+            "num_failed": load.num_failed,
+            "errors": dict(self.errors),
+            "chunked_prefill_size": self.chunk_tokens,
+            "threads": self.threads,
+            "cores_taken_by_others": self.cores_taken_by_others,
+            "idle_ttft": None if self.idle is None else asdict(self.idle),
+            "idle_ttft_of_null": idle_ratio,
+            "transfer": None if self.transfer is None else asdict(self.transfer),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,32 +113,114 @@ class ServeReport:
     dtype: str
     # As it can be typed again.
     command: str
-    machine: dict[str, str]
+    machine: Mapping[str, str]
     figures: Sequence[ServeFigures]
+    slos: Sequence[Slo]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For JSON: an object a system and chunk size. Seconds, bytes."""
-        return [asdict(f) for f in self.figures]
+        """An object a system."""
+        return [f.to_json(self._idle_ratio(f)) for f in self.figures]
+
+    def rows(self) -> list[list[str]]:
+        """A row a figure: its name, then its value in each system; figures that no system has are left out."""
+        rows = [[name, *(show(f) for f in self.figures)] for name, show in _ROWS]
+        ratios = (self._idle_ratio(f) for f in self.figures)
+        rows.insert(_RATIO_ROW, ["idle TTFT / null's", *("-" if r is None else f"{r:.3f}" for r in ratios)])
+        return [row for row in rows if any(cell != "-" for cell in row[1:])]
 
     def table(self) -> Table:
-        table = Table(*_COLUMNS, title=f"{self.model} in {self.dtype}", caption=self._legend())
-        for figures in self.figures:
-            table.add_row(*figures.cells())
+        table = Table("", *(f.name for f in self.figures), title=self._title(), caption=self._legend())
+        for row in self.rows():
+            table.add_row(*row)
         return table
 
     def markdown(self, date: datetime.date) -> str:
         """A section to append to a log."""
-        lines = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|", *(_line(f.cells()) for f in self.figures)]
+        header = ["", *(f.name for f in self.figures)]
+        lines = [_line(header), "|---" * len(header) + "|", *(_line(row) for row in self.rows())]
         machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
+        failures = "".join(f"\n**{message}**\n" for message in self.failures())
         return (
-            f"\n## {date.isoformat()} · TTFT of {self.model} in {self.dtype}, colocated and disaggregated\n\n"
-            f"`{self.command}`\n\n{machine}.\n\n{self._legend()}\n\n" + "\n".join(lines) + "\n"
+            f"\n## {date.isoformat()} · Serving {self._title()}\n\n`{self.command}`\n\n{machine}.\n\n"
+            f"{self._legend()}\n{failures}\n" + "\n".join(lines) + "\n"
         )
 
+    def failures(self) -> list[str]:
+        """What went wrong, a line a system in which requests failed."""
+        return [
+            f"{f.name}: {f.load.num_failed} of {f.load.num_requests} requests failed: "
+            + "; ".join(f"{count} x {message}" for message, count in f.errors.items())
+            for f in self.figures
+            if f.errors
+        ]
+
+    def warn(self, console: Console) -> bool:
+        """Show failed requests, if there are any."""
+        for message in (failures := self.failures()):
+            console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return bool(failures)
+
+    def _idle_ratio(self, figures: ServeFigures) -> float | None:
+        """Medians: idle TTFT of this system / of the colocated one with the same chunks."""
+        null = next((f for f in self.figures if f.mode == "null" and f.chunk_tokens == figures.chunk_tokens), None)
+        if null is None or null.idle is None or figures.idle is None:
+            return None
+        return figures.idle.ttft_median / null.idle.ttft_median
+
+    def _title(self) -> str:
+        return f"{self.model} in {self.dtype}: {self.figures[0].load_shape}"
+
     def _legend(self) -> str:
-        ttft = self.figures[0].ttft
-        return _LEGEND.format(runs=ttft.num_runs, tokens=ttft.num_prompt_tokens)
+        slos = (
+            " and ".join(f"{s.metric.upper()} <= {s.limit_ms:g} ms" for s in self.slos) or "every objective (none set)"
+        )
+        tokens = next((f"{f.idle.num_prompt_tokens:,}" for f in self.figures if f.idle is not None), "-")
+        return _LEGEND.format(slos=slos, tokens=tokens)
+
+
+def _p50_90_99(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{_ms(spread.p50)} / {_ms(spread.p90)} / {_ms(spread.p99)}"
+
+
+def _itl(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{_ms(spread.mean)} / {_ms(spread.p50)} / {_ms(spread.p99)}"
+
+
+def _idle(idle: TtftFigures | None) -> str:
+    if idle is None:
+        return "-"
+    return f"{idle.ttft_median * 1e3:,.0f} ({idle.ttft_min * 1e3:,.0f}-{idle.ttft_max * 1e3:,.0f})"
+
+
+def _transfer(show: Callable[[Handover], str]) -> Callable[[ServeFigures], str]:
+    return lambda figures: "-" if figures.transfer is None else show(figures.transfer)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
 
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+_ROWS: list[tuple[str, Callable[[ServeFigures], str]]] = [
+    ("requests (failed)", lambda f: f"{f.load.num_requests} ({f.load.num_failed})"),
+    ("TTFT, ms", lambda f: _p50_90_99(f.load.ttft)),
+    ("ITL, ms", lambda f: _itl(f.load.itl)),
+    ("TPOT, ms", lambda f: _p50_90_99(f.load.tpot)),
+    ("E2E, ms", lambda f: _p50_90_99(f.load.e2e)),
+    ("output tok/s", lambda f: f"{f.load.output_tokens_per_second:,.1f}"),
+    ("total tok/s", lambda f: f"{f.load.total_tokens_per_second:,.1f}"),
+    ("goodput, requests/s", lambda f: f"{f.load.goodput:.2f}"),
+    ("idle TTFT, ms", lambda f: _idle(f.idle)),
+    ("KV moved, MB", _transfer(lambda t: f"{t.num_bytes / 1e6:.1f}")),
+    ("transfer, ms", _transfer(lambda t: f"{t.seconds * 1e3:.1f}")),
+    ("transfer, GB/s", _transfer(lambda t: f"{t.gb_per_s:.2f}")),
+    ("exposed, ms", _transfer(lambda t: f"{t.exposed_seconds * 1e3:.1f}")),
+    ("hidden", _transfer(lambda t: f"{t.hidden:.0%}")),
+    ("CPU threads", lambda f: f.threads),
+    ("cores taken by others", lambda f: "-" if f.cores_taken_by_others is None else f"{f.cores_taken_by_others:.1f}"),
+]
+# The ratio's place among them: after the idle TTFT.
+_RATIO_ROW = 9

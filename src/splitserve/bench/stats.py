@@ -18,14 +18,10 @@ class StreamRecord:
     """One request as its client saw it. All records of a run are on one clock."""
 
     sent_at: float
-    # When tokens came, in order.
+    # When tokens came, in order; several may come at once.
     arrived_at: tuple[float, ...]
-    # Tokens that came at arrived_at[i].
-    num_tokens: tuple[int, ...]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(self.num_tokens)
+    num_prompt_tokens: int
+    num_output_tokens: int
 
     @property
     def ttft(self) -> float:
@@ -64,10 +60,17 @@ def median(values: Sequence[float]) -> float:
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
+def elapsed(run: Sequence[StreamRecord]) -> float:
+    """From the first request to the last token."""
+    return max(r.arrived_at[-1] for r in run) - min(r.sent_at for r in run)
+
+
 def output_tokens_per_second(run: Sequence[StreamRecord]) -> float:
-    start = min(r.sent_at for r in run)
-    end = max(r.arrived_at[-1] for r in run)
-    return sum(r.num_output_tokens for r in run) / (end - start)
+    return sum(r.num_output_tokens for r in run) / elapsed(run)
+
+
+def prompt_tokens_per_second(run: Sequence[StreamRecord]) -> float:
+    return sum(r.num_prompt_tokens for r in run) / elapsed(run)
 
 
 @dataclass(frozen=True, slots=True)

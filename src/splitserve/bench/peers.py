@@ -1,0 +1,204 @@
+"""Other engines' servers on this machine, for `bench compare`: each installed and started by a script of its own.
+
+The script of a peer lies in `bench/peers/` of the repository and knows two verbs; the README there has the contract.
+1. `install` puts everything into the peer's folder in the cache, once. Where it fails, its last line is the reason for
+   which the peer is skipped.
+2. `serve` becomes the server. It is ready when GET /health says 200, and is stopped with all its processes.
+
+Adding one: a script, and a line in PEERS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from splitserve.bench.stream import Endpoint
+from splitserve.bench.systems import READY_TIMEOUT, Running
+from splitserve.engine.sources import cache_dir
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.http_server import bind, port_of
+
+# Beside this package's sources, where there is a checkout.
+DEFAULT_SCRIPTS = Path(__file__).parents[3] / "bench" / "peers"
+# Seconds: a large download, on a slow line.
+_INSTALL_TIMEOUT = 1800.0
+# For a server to end, and for its children after it.
+_STOP_TIMEOUT = 20.0
+_CHILDREN_TIMEOUT = 1.0
+# The name under which scripts serve the model, unless the peer takes the folder's.
+_SERVED_NAME = "peer"
+
+
+class PeerUnavailableError(SplitserveError):
+    """A peer cannot be installed, or does not run on this machine."""
+
+    reason = "peer_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What differs from one server to the next."""
+
+    name: str
+    # The model is asked for by its folder.
+    serves_folder: bool = False
+    prompt_as_text: bool = False
+    # As in Endpoint.
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+
+# It refuses fields that it does not know; no token has the id -1, so nothing ends an answer early.
+_TRANSFORMERS_BODY = {
+    "ignore_eos": None,
+    "return_token_ids": None,
+    "generation_config": json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False}),
+}
+PEERS = {
+    "vllm-cpu": Peer("vllm-cpu"),
+    "llama-cpp": Peer("llama-cpp"),
+    "transformers-serve": Peer(
+        "transformers-serve", serves_folder=True, prompt_as_text=True, extra_body=_TRANSFORMERS_BODY
+    ),
+}
+
+
+def find_scripts(folder: Path | None) -> Path:
+    """Raises ConfigError where the scripts are not there."""
+    found = folder or DEFAULT_SCRIPTS
+    missing = [name for name in PEERS if not (found / f"{name}.sh").is_file()]
+    if missing:
+        raise ConfigError(f"{found} has no {missing[0]}.sh: give --peers the folder bench/peers of the repository")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServer:
+    """One peer with one model, all threads its own."""
+
+    peer: Peer
+    scripts: Path
+    # As the user named it, and its folder.
+    model: str
+    model_folder: Path
+    dtype: str
+    num_threads: int
+    # Seconds until it must be ready: some compile while they start.
+    ready_timeout: float = READY_TIMEOUT
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    @property
+    def threads(self) -> str:
+        return str(self.num_threads)
+
+    @contextmanager
+    def running(self, console: Console) -> Iterator[Running]:
+        """Raises PeerUnavailableError with the reason."""
+        home = cache_dir() / "peers" / self.name
+        home.mkdir(parents=True, exist_ok=True)
+        with console.status(f"{self.name}: installing"):
+            self._install(home)
+        sock = bind("127.0.0.1", 0)
+        port = port_of(sock)
+        sock.close()
+        log = home / "serve.log"
+        with console.status(f"{self.name}: starting"):
+            process = self._start(home, log, port)
+        try:
+            with console.status(f"{self.name}: starting, log in {log}"):
+                self._wait_ready(process, log, f"http://127.0.0.1:{port}")
+            model = str(self.model_folder) if self.peer.serves_folder else _SERVED_NAME
+            endpoint = Endpoint(f"http://127.0.0.1:{port}", model, self.peer.prompt_as_text, self.peer.extra_body)
+            yield Running(endpoint)
+        finally:
+            _stop(process)
+
+    def _environment(self, home: Path) -> dict[str, str]:
+        return {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": self.model, "PEER_PYTHON": sys.executable}
+
+    def _install(self, home: Path) -> None:
+        log = home / "install.log"
+        with log.open("wb") as output:
+            try:
+                code = subprocess.run(
+                    [self.scripts / f"{self.name}.sh", "install"],
+                    env=self._environment(home),
+                    stdout=output,
+                    stderr=output,
+                    timeout=_INSTALL_TIMEOUT,
+                ).returncode
+            except subprocess.TimeoutExpired as error:
+                raise PeerUnavailableError(f"not installed after {_INSTALL_TIMEOUT:g} s, see {log}") from error
+        if code != 0:
+            raise PeerUnavailableError(f"cannot be installed: {_last_line(log)} (log: {log})")
+
+    def _start(self, home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
+        command = [str(self.scripts / f"{self.name}.sh"), "serve"]
+        command += [str(self.model_folder), str(port), str(self.num_threads), self.dtype]
+        if setpriv := shutil.which("setpriv"):
+            # It ends with this process even if that is killed.
+            command = [setpriv, "--pdeathsig", "TERM", *command]
+        with log.open("wb") as output:
+            # A session of its own: a Ctrl-C in the terminal is this process's business alone.
+            return subprocess.Popen(
+                command, env=self._environment(home), stdout=output, stderr=output, start_new_session=True
+            )
+
+    def _wait_ready(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+        deadline = time.monotonic() + self.ready_timeout
+        while not _is_healthy(url):
+            if (code := process.poll()) is not None:
+                raise PeerUnavailableError(f"ended with code {code} while it started: {_last_line(log)} (log: {log})")
+            if time.monotonic() > deadline:
+                raise PeerUnavailableError(f"was not ready after {self.ready_timeout:g} s (log: {log})")
+            time.sleep(0.25)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _last_line(log: Path) -> str:
+    """The last that says something: pip's remarks come after what matters."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    telling = [line for line in lines if line and not line.startswith(("WARNING", "[notice]"))]
+    return telling[-1][:300] if telling else "it said nothing"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """With all its children. The server may end them itself; what is left then is killed."""
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        children = []
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(children, timeout=_CHILDREN_TIMEOUT)
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, timeout=_STOP_TIMEOUT)
