@@ -35,6 +35,8 @@ def run_doctor() -> int:
     table.add_row("memory", f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f} GiB")
     devices, works = _devices()
     table.add_row("devices", devices)
+    if works:
+        table.add_row("kernels for bfloat16", _kernels())
     for backend in TransferBackend:
         problem = _transport_problem(backend)
         table.add_row(f"transport {backend}", problem or "works")
@@ -62,6 +64,16 @@ def _devices() -> tuple[str, bool]:
     names = [f"cpu with {torch.get_num_threads()} threads"]
     names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     return ", ".join(names), True
+
+
+def _kernels() -> str:
+    """Whose compute a bfloat16 model on the CPU."""
+    from splitserve.engine.native.library import find_library, has_fast_bfloat16
+
+    library = find_library()
+    if library is None:
+        return "torch's: ours were not built, install splitserve again with a C compiler present"
+    return f"ours for {library.name}" + (", torch's for more than 12 rows" if has_fast_bfloat16() else "")
 
 
 def _transport_problem(backend: TransferBackend) -> str | None:

@@ -94,6 +94,8 @@ class Library:
     def __init__(self, file: Path) -> None:
         _offer_openmp()
         functions = ctypes.CDLL(str(file))
+        # Which build: its instruction set.
+        self.name = file.name.partition(".")[0].removeprefix("kernels_")
         functions.lanes.restype = _SIZE
         # Floats in a vector: the packing of weights follows it.
         self.lanes = int(functions.lanes())
