@@ -2,7 +2,7 @@
 
 The life of a request on a decode worker:
 1. `DecodePreallocQueue.add` opens a receiver, which finds the prefill worker and shakes hands with it.
-2. `pop_preallocated` takes those that have shaken hands, first come first served, while pages, a row and a metadata
+2. `pop_preallocated` takes those that have shaken hands, in the policy's order, while pages, a row and a metadata
    slot are free: it allocates them and announces them to the prefill side. They move to the `DecodeTransferQueue`.
 3. `pop_transferred` takes those whose bytes are all in place and commits them: the metadata row is read, checked to
    belong to the room, and its token becomes the first output. The prompt counts as computed: no forward pass runs.
@@ -11,6 +11,7 @@ The life of a request on a decode worker:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
@@ -39,15 +40,26 @@ class DecodeEntry:
 
 
 class DecodePreallocQueue:
-    """Requests that shake hands or wait for memory."""
+    """Requests that shake hands or wait for memory.
+
+    `admit` gives a request its row and a promise of pages, or says no; `order` is the one in which they are asked.
+    """
 
     def __init__(
-        self, manager: ManagerPort, cache: PagedKVCache, slots: ReqToMetadataIdxAllocator, clock: Clock
+        self,
+        manager: ManagerPort,
+        cache: PagedKVCache,
+        slots: ReqToMetadataIdxAllocator,
+        clock: Clock,
+        admit: Callable[[Request], bool],
+        order: Callable[[Collection[Request]], Collection[Request]],
     ) -> None:
         self._manager = manager
         self._cache = cache
         self._slots = slots
         self._clock = clock
+        self._admit = admit
+        self._order = order
         self._entries: dict[str, DecodeEntry] = {}
 
     def __len__(self) -> int:
@@ -61,22 +73,17 @@ class DecodePreallocQueue:
         receiver = self._manager.receiver(request.rid, bootstrap)
         self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver)
 
-    def pop_preallocated(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+    def pop_preallocated(self, *, may_admit: bool = True) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """(those whose pages are announced now, those that failed)."""
+        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
-        failed: list[DecodeEntry] = []
-        has_room = True
-        for entry in self._entries.values():
-            state = entry.receiver.poll()
-            if state is KVPoll.FAILED:
-                failed.append(entry)
-            elif state is KVPoll.WAITING_FOR_INPUT and has_room:
-                # The first that does not fit stops those behind it, so that a large request is never starved.
-                has_room = self._preallocate(entry)
-                if has_room:
-                    announced.append(entry)
-        for entry in announced + failed:
-            del self._entries[entry.request.rid]
+        ready = [self._entries[rid].request for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
+        for request in self._order(ready) if may_admit else ():
+            # The first that does not fit stops those behind it, so that a large request is never starved.
+            if not self._preallocate(self._entries[request.rid]):
+                break
+            announced.append(self._entries.pop(request.rid))
         return announced, failed
 
     def num_tokens_pre_allocated(self) -> int:
@@ -90,7 +97,7 @@ class DecodePreallocQueue:
         request = entry.request
         if self._slots.available_size() == 0:
             return False
-        if not self._cache.try_admit(request, max_tokens=request.num_tokens_at_most):
+        if not self._admit(request):
             return False
         self._cache.extend(request, request.num_prompt_tokens)
         entry.metadata_index = self._slots.alloc()

@@ -66,6 +66,7 @@ def _held(state: dict[str, Any]) -> str:
         state["num_running_reqs"] == state["num_waiting_reqs"] == state["pages_leased"] == 0
         and state["pages_free"] + state["pages_cached"] == state["pages_total"]
         and state["rows_free"] == state["rows_total"]
+        and state["num_retracted_reqs"] == state["retraction_host_bytes"] == 0
         and state["metadata_slots_free"] == state["metadata_slots_total"]
         and state["num_invariant_violations_total"] == 0
     )

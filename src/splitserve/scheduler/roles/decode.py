@@ -3,16 +3,14 @@
 1. `accept` opens the receiving end; the request stands in the pre-allocation queue: handshake, then memory.
 2. `advance` announces pages to the prefill side and moves it to the transfer queue.
 3. `advance` takes what has arrived: the prompt counts as computed and the first token is there (a prebuilt batch: no
-   forward pass). It joins the running set up to the free places.
-4. It decodes like any other request until it ends.
+   forward pass). The plan lets it into the running set up to the free places.
+4. It decodes like any other request until it ends. Where the pool runs dry it may give way to others (retraction.py).
 
 A request that fails or is aborted while the prefill side may still write keeps its pages, in the lease table, until its
 receiver is quiescent.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.clock import Clock
@@ -43,10 +41,8 @@ class DecodeRole:
         self._outbox = outbox
         self._clock = clock
         self._slots = kit.slots
-        self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock)
+        self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock, self._admit, running.order)
         self._transfer = DecodeTransferQueue(kit.metadata, cache)
-        # Prebuilt requests: KV and first token are here, a place in the running set is not free yet.
-        self._prebuilt: deque[Request] = deque()
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()
         self._num_failed = 0
 
@@ -60,12 +56,11 @@ class DecodeRole:
         arrived, failed_in_transfer = self._transfer.pop_transferred()
         for entry in arrived:
             self._take_in(entry)
-        announced, failed = self._prealloc.pop_preallocated()
+        # Pages that come free are for those that gave theirs back, before anybody new.
+        announced, failed = self._prealloc.pop_preallocated(may_admit=not len(self._set.retraction))
         self._transfer.extend(announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
-        while self._prebuilt and len(self._set.running) < self._set.max_running:
-            self._set.running.append(self._prebuilt.popleft())
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
@@ -77,7 +72,7 @@ class DecodeRole:
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
-        request = entry.request if entry else self._remove_decoding(rid)
+        request = entry.request if entry else self._set.remove(rid)
         if request is None:
             return
         if error is None:
@@ -85,7 +80,9 @@ class DecodeRole:
         else:
             self._outbox.fail(request, error)
         if entry is None:
-            self._cache.release(request, publish=False)
+            # A retracted one holds nothing.
+            if self._cache.holds(request):
+                self._cache.release(request, publish=False)
             return
         entry.receiver.abort(
             error.message if error else "the client of the decode side left",
@@ -96,13 +93,13 @@ class DecodeRole:
     def holders(self) -> list[Request]:
         entries = [*self._transfer.entries(), *self._leases.items()]
         transferring = [e.request for e in entries if self._cache.holds(e.request)]
-        return [*self._set.running, *self._prebuilt, *transferring]
+        return [*self._set.holders(), *transferring]
 
     def num_waiting(self) -> int:
-        return len(self._prealloc) + len(self._transfer) + len(self._prebuilt)
+        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt)
 
     def is_idle(self) -> bool:
-        return not (self._prealloc or self._transfer or self._prebuilt or self._leases or self._set.running)
+        return self._set.is_empty() and not (self._prealloc or self._transfer or self._leases)
 
     def queue_state(self) -> QueueState:
         return {
@@ -122,15 +119,13 @@ class DecodeRole:
         if request.is_finished:
             self._cache.release(request, publish=False)
         else:
-            self._prebuilt.append(request)
+            self._set.prebuilt.append(request)
         self._outbox.tell(request)
 
-    def _remove_decoding(self, rid: str) -> Request | None:
-        for request in self._prebuilt:
-            if request.rid == rid:
-                self._prebuilt.remove(request)
-                return request
-        return self._set.remove(rid)
+    def _admit(self, request: Request) -> bool:
+        """Whether there is room for a newcomer's prompt beside what those that generate need."""
+        pinned = sum(len(entry.request.pages) for entry in self._transfer.entries()) + self._leases.num_pages
+        return self._set.admission.try_admit(request, running=self._set.holders(), num_pinned_pages=pinned)
 
     def _fail(self, entry: DecodeEntry) -> None:
         self._num_failed += 1
