@@ -64,6 +64,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds a request may take that does not say how many; None: as long as it takes.
     request_timeout: float | None = None
 
+    @property
+    def max_open_requests(self) -> int:
+        """Samples a worker holds at most, running and waiting."""
+        return self.max_running_requests + self.max_queued_requests
+
 
 class ClusterToken(msgspec.Struct, frozen=True):
     """What all workers of a cluster share and nobody else knows. It shows in no repr, so in no log."""
