@@ -71,6 +71,11 @@ class PagedKVCache:
         return self.pages.available() + self.prefix.num_evictable_pages - self._owed
 
     @property
+    def max_tokens_per_request(self) -> int:
+        """What a row has room for."""
+        return int(self.rows.table.shape[1]) * self.page_size
+
+    @property
     def num_tokens_total(self) -> int:
         return self.pages.num_pages * self.page_size
 

@@ -33,6 +33,10 @@ class RoomKey:
         """64 bits for tables in memory that both sides look at; never 0."""
         return mix64(self.room, self.sample) | 1
 
+    def successor(self) -> RoomKey:
+        """A key nobody uses, for the next hand-over of the same sample."""
+        return RoomKey(mix64(self.room, self.sample) >> 1, self.sample)
+
     def __str__(self) -> str:
         return f"{self.room}/{self.sample}"
 

@@ -11,6 +11,7 @@ The life of a request on a decode worker:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -30,10 +31,18 @@ class DecodeEntry:
     request: Request
     key: RoomKey
     receiver: ReceiverPort
+    # It has been decoding here, and gave its KV up: prefill computes it again, of all tokens but the last.
+    is_retracted: bool = False
     # The row the prefill side writes, from pre-allocation until the entry ends.
     metadata_index: int | None = None
     # Set where the hand-over succeeded but what arrived is not usable.
     error: SplitserveError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is to come."""
+        request = self.request
+        return request.num_tokens - 1 if self.is_retracted else request.num_prompt_tokens
 
     def failure(self) -> SplitserveError:
         return self.error or self.receiver.failure()
@@ -65,21 +74,29 @@ class DecodePreallocQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: Request) -> None:
-        """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError."""
+    def add(self, request: Request, is_retracted: bool = False) -> None:
+        """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError.
+
+        A retracted request goes through a new room with the same prefill worker, before all that are new here.
+        """
         bootstrap = request.bootstrap
         if bootstrap is None:
             raise MissingBootstrapError("a decode worker needs bootstrap_room: send requests through the router")
+        if is_retracted:
+            bootstrap = dataclasses.replace(bootstrap, key=bootstrap.key.successor())
         receiver = self._manager.receiver(request.rid, bootstrap)
-        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver)
+        request.bootstrap = bootstrap
+        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver, is_retracted)
 
     def pop_preallocated(self, *, may_admit: bool = True) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """(those whose pages are announced now, those that failed)."""
         states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
         failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
-        ready = [self._entries[rid].request for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
-        for request in self._order(ready) if may_admit else ():
+        ready = [self._entries[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
+        back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
+        new = self._order([e.request for e in ready if not e.is_retracted])
+        for request in (*back, *new) if may_admit else ():
             # The first that does not fit stops those behind it, so that a large request is never starved.
             if not self._preallocate(self._entries[request.rid]):
                 break
@@ -99,10 +116,11 @@ class DecodePreallocQueue:
             return False
         if not self._admit(request):
             return False
-        self._cache.extend(request, request.num_prompt_tokens)
+        self._cache.extend(request, entry.num_tokens)
         entry.metadata_index = self._slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
-        entry.receiver.init(request.pages, entry.metadata_index, num_tokens=request.num_prompt_tokens)
+        asked = request.tokens(0, entry.num_tokens) if entry.is_retracted else ()
+        entry.receiver.init(request.pages, entry.metadata_index, num_tokens=entry.num_tokens, prompt_ids=asked)
         return True
 
 
@@ -146,6 +164,9 @@ class DecodeTransferQueue:
         except KVTransferError as error:
             entry.error = error
             return
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens = entry.num_tokens
+        if entry.is_retracted:
+            # Its tokens are told already; the row's belongs to a request that asked for one greedy token.
+            return
         request.num_cached_tokens = row.num_cached_tokens
         request.append(row.output_id, row.logprob if request.return_logprob else None)

@@ -25,7 +25,7 @@ from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVRecei
 from splitserve.disaggregation.mail import ControlChannel, Mailbox
 from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.disaggregation.peers import Directory
-from splitserve.disaggregation.ports import ReceiverPort, SenderPort
+from splitserve.disaggregation.ports import AskedPrompt, ReceiverPort, SenderPort
 from splitserve.disaggregation.prefill_side import PrefillSide
 from splitserve.disaggregation.room import Context, Limits
 from splitserve.disaggregation.staging import Staging
@@ -134,6 +134,13 @@ class KVManager:
             receiver = self._decode.open(rid, bootstrap)
         self._context.wake()
         return receiver
+
+    def take_asked_prompts(self) -> list[AskedPrompt]:
+        if self._prefill is None:
+            return []
+        with self.lock:
+            asked, self._prefill.asked = self._prefill.asked, []
+        return asked
 
     # -- for the owner --------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.ports import AskedPrompt
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.sender import DecodePeer, KVSender
 from splitserve.disaggregation.state import KVPoll
@@ -73,6 +74,8 @@ class PrefillSide:
         self._peers: dict[str, DecodePeer] = {}
         self._early: OrderedDict[RoomKey, _Early] = OrderedDict()
         self._closed: OrderedDict[RoomKey, _Closed] = OrderedDict()
+        # Of rooms in `_early`: prompts that no request will bring, for the scheduler to take.
+        self.asked: list[AskedPrompt] = []
 
     @property
     def num_rooms(self) -> int:
@@ -207,6 +210,9 @@ class PrefillSide:
                 self._refuse(mail, info, DuplicateRoomError(f"room {info.key} was announced by another decode"))
         elif not self._keep_early(mail, info):
             self._refuse(mail, info, CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request"))
+        elif info.prompt_ids:
+            self.asked.append(AskedPrompt(info.rid, info.key, info.prompt_ids))
+            self._context.changed = True
 
     def _keep_early(self, mail: Mail, word: TransferInfo | AbortRoom) -> bool:
         if len(self._early) >= self._context.limits.max_early:

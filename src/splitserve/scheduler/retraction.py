@@ -55,6 +55,8 @@ class Retracted:
     copy: Any
     num_saved_tokens: int
     num_bytes: int
+    # Without a copy: nobody but this worker is to compute it.
+    is_local: bool = False
 
 
 class Retraction:
@@ -113,9 +115,14 @@ class Retraction:
             resumed.append(item.request)
         return resumed
 
+    def add(self, request: Request, now: float) -> None:
+        """Take in a request that holds nothing, to be computed again in this worker."""
+        request.timeline.enter("retracted", now)
+        insort(self._line, Retracted(request, None, 0, 0, is_local=True), key=lambda r: r.request.rank)
+
     def pop_uncopied(self) -> list[Request]:
-        """Those with no copy, for whoever knows a better place to compute them again."""
-        uncopied = [item for item in self._line if item.copy is None]
+        """Those with no copy, for whoever knows a better place to compute them than this worker."""
+        uncopied = [item for item in self._line if item.copy is None and not item.is_local]
         for item in uncopied:
             self._drop(item)
         return [item.request for item in uncopied]

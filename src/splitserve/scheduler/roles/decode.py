@@ -4,7 +4,9 @@
 2. `advance` announces pages to the prefill side and moves it to the transfer queue.
 3. `advance` takes what has arrived: the prompt counts as computed and the first token is there (a prebuilt batch: no
    forward pass). The plan lets it into the running set up to the free places.
-4. It decodes like any other request until it ends. Where the pool runs dry it may give way to others (retraction.py).
+4. It decodes like any other request until it ends. Where the pool runs dry it may give way to others (retraction.py):
+   with a copy it comes back by itself, without one it goes through 2 and 3 again, in a new room, and prefill computes
+   all it had. Where prefill cannot, this worker does.
 
 A request that fails or is aborted while the prefill side may still write keeps its pages, in the lease table, until its
 receiver is quiescent.
@@ -12,17 +14,22 @@ receiver is quiescent.
 
 from __future__ import annotations
 
+import logging
+
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.decode import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
+from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.lease import LeaseTable
 from splitserve.errors import SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.running import Batch, RunningSet, take_result
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeRole:
@@ -61,6 +68,8 @@ class DecodeRole:
         self._transfer.extend(announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
+        for request in self._set.retraction.pop_uncopied():
+            self._ask_again(request)
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
@@ -118,6 +127,8 @@ class DecodeRole:
         self._close_room(entry)
         if request.is_finished:
             self._cache.release(request, publish=False)
+        elif entry.is_retracted:
+            self._set.prebuilt.appendleft(request)
         else:
             self._set.prebuilt.append(request)
         self._outbox.tell(request)
@@ -127,9 +138,24 @@ class DecodeRole:
         pinned = sum(len(entry.request.pages) for entry in self._transfer.entries()) + self._leases.num_pages
         return self._set.admission.try_admit(request, running=self._set.holders(), num_pinned_pages=pinned)
 
+    def _ask_again(self, request: Request) -> None:
+        """Have a retracted request's KV computed by the prefill side, in a new room; here where that cannot be."""
+        assert request.bootstrap is not None
+        if request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
+            try:
+                self._prealloc.add(request, is_retracted=True)
+            except SplitserveError as error:
+                logger.warning("request %s is computed again here: %s", request.rid, error.message)
+            else:
+                return
+        self._set.retraction.add(request, self._clock.now())
+
     def _fail(self, entry: DecodeEntry) -> None:
         self._num_failed += 1
-        self._outbox.fail(entry.request, entry.failure())
+        if entry.is_retracted:
+            logger.warning("request %s is computed again here: %s", entry.request.rid, entry.failure().message)
+        else:
+            self._outbox.fail(entry.request, entry.failure())
         self._leases.hold(entry, entry.receiver, len(entry.request.pages))
 
     def _free(self, entry: DecodeEntry) -> None:
@@ -138,6 +164,8 @@ class DecodeRole:
             self._cache.settle(entry.request)
             self._cache.release(entry.request, publish=False)
         self._close_room(entry)
+        if entry.is_retracted and not entry.request.is_finished:
+            self._set.retraction.add(entry.request, self._clock.now())
 
     def _close_room(self, entry: DecodeEntry) -> None:
         if entry.metadata_index is not None:
