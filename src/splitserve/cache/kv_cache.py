@@ -169,6 +169,10 @@ class PagedKVCache:
         """All that hold a row, in the order they got it."""
         return [holding.request for holding in self._holdings.values()]
 
+    def num_secured_pages(self, request: Request) -> int:
+        """Pages that an admitted request holds, or is owed."""
+        return len(request.pages) + self._holdings[request.rid].num_pages_owed
+
     def flush(self) -> int:
         """Forget everything no request uses; how many pages that freed."""
         evicted = self.prefix.evict(self.prefix.num_pages)

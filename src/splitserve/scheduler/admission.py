@@ -53,8 +53,8 @@ class Admission:
         num_pages = self._foreseen(newcomer, self._num_reserved) - self._pages(newcomer.num_tokens)
         for request in self._cache.admitted():
             if not request.is_finished:
-                held = max(len(request.pages), self._pages(min(request.num_tokens, self._tokens_at_most(request))))
-                num_pages += max(0, self._foreseen(request, self._num_reserved) - held)
+                secured = self._cache.num_secured_pages(request)
+                num_pages += max(0, self._foreseen(request, self._num_reserved) - secured)
         return max(0, num_pages)
 
     def _longest_end(self, request: Request) -> int:
