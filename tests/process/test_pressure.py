@@ -9,8 +9,8 @@ from splitserve.testing.deployment import Deployment, deploy
 
 pytestmark = pytest.mark.process
 
-# 16 pages of 16 tokens, of which a request grows to 7, and host memory for a few: some come back from their copies, some
-# are computed again.
+# 16 pages of 16 tokens, of which a request grows to 7, and host memory for a few: some come back from their copies,
+# some are computed again.
 POOL_TOKENS, NUM_REQUESTS, NUM_TOKENS = 256, 16, 40
 PRESSURE = ["--num-reserved-decode-tokens", "1", "--retraction-host-memory", "6M"]
 
