@@ -139,8 +139,7 @@ class KVManager:
         if self._prefill is None:
             return []
         with self.lock:
-            asked, self._prefill.asked = self._prefill.asked, []
-        return asked
+            return self._prefill.take_asked()
 
     # -- for the owner --------------------------------------------------------------------------------------------
 

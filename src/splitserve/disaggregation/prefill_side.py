@@ -75,7 +75,7 @@ class PrefillSide:
         self._early: OrderedDict[RoomKey, _Early] = OrderedDict()
         self._closed: OrderedDict[RoomKey, _Closed] = OrderedDict()
         # Of rooms in `_early`: prompts that no request will bring, for the scheduler to take.
-        self.asked: list[AskedPrompt] = []
+        self._asked: list[AskedPrompt] = []
 
     @property
     def num_rooms(self) -> int:
@@ -104,6 +104,12 @@ class PrefillSide:
             case _:
                 pass
         return sender
+
+    def take_asked(self) -> list[AskedPrompt]:
+        """Prompts to open a room for, each once; not those whose decode has gone meanwhile."""
+        asked, self._asked = self._asked, []
+        waiting = {key for key, early in self._early.items() if isinstance(early.word, TransferInfo)}
+        return [prompt for prompt in asked if prompt.key in waiting]
 
     def fail(self, sender: KVSender, error: SplitserveError) -> None:
         """Fail a room; decode hears the cause now, and its TransferStatus when the room is settled."""
@@ -211,7 +217,7 @@ class PrefillSide:
         elif not self._keep_early(mail, info):
             self._refuse(mail, info, CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request"))
         elif info.prompt_ids:
-            self.asked.append(AskedPrompt(info.rid, info.key, info.prompt_ids))
+            self._asked.append(AskedPrompt(info.rid, info.key, info.prompt_ids))
             self._context.changed = True
 
     def _keep_early(self, mail: Mail, word: TransferInfo | AbortRoom) -> bool:
