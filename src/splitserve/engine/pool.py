@@ -116,9 +116,15 @@ class KVPool:
         return self.layout.bytes_per_page
 
     def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        """A copy of the pages in the host's memory, outside the pool: [len(pages), page_size, heads, head_dim] each."""
+        """A copy of the pages in the host's memory, outside the pool: [len(pages), page_size, heads, head_dim] each.
+
+        Raises MemoryError where there is no room for it.
+        """
         index = torch.tensor(pages, device=self.device)
-        return [part.index_select(0, index).cpu() for part in self._parts()]
+        try:
+            return [part.index_select(0, index).cpu() for part in self._parts()]
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
 
     def restore(self, copy: list[torch.Tensor], first: int, pages: Sequence[int]) -> None:
         """Write the pages [first, first + len(pages)) of a copy to `pages`."""

@@ -38,7 +38,7 @@ class HostCopies(Protocol):
     def bytes_per_page(self) -> int: ...
 
     def save(self, pages: Sequence[int]) -> Any:
-        """A copy of the pages, in this order."""
+        """A copy of the pages, in this order. Raises MemoryError where the host has none left."""
         ...
 
     def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
@@ -84,22 +84,15 @@ class Retraction:
 
     def retract(self, request: Request, now: float) -> None:
         """Take a running request's pages and row; it stands in line from here on."""
-        num_saved = request.num_computed_tokens
-        pages = request.pages[: kv_to_page_num(num_saved, self._cache.page_size)]
-        num_bytes = len(pages) * self._copies.bytes_per_page
-        copy = None
-        if pages and self.num_host_bytes + num_bytes <= self._host_memory:
-            copy = self._copies.save(pages)
-            self.num_host_bytes += num_bytes
-        is_saved = copy is not None
-        where = f"{num_bytes / 2**20:.1f} MiB copied to host memory" if is_saved else "its KV will be computed again"
+        item = self._save(request)
+        where = f"{item.num_bytes / 2**20:.1f} MiB copied" if item.num_bytes else "its KV will be computed again"
         logger.info("request %s is retracted after %d tokens: %s", request.rid, request.num_tokens, where)
         self._cache.release(request, publish=True)
         request.num_computed_tokens = 0
         request.num_retractions += 1
         self.num_retracted_total += 1
         request.timeline.enter("retracted", now)
-        item = Retracted(request, copy, num_saved, num_bytes) if is_saved else Retracted(request, None, 0, 0)
+        self.num_host_bytes += item.num_bytes
         insort(self._line, item, key=lambda r: r.request.rank)
 
     def resume_retracted_reqs(self, admission: Admission, places: int, now: float) -> list[Request]:
@@ -145,6 +138,18 @@ class Retraction:
             raise InvariantViolation(f"{held} bytes of copies, {self.num_host_bytes} accounted of {self._host_memory}")
         if holding := [item.request.rid for item in self._line if self._cache.holds(item.request)]:
             raise InvariantViolation(f"retracted requests {holding} hold pages")
+
+    def _save(self, request: Request) -> Retracted:
+        """Copy what it has computed, if the host has room."""
+        num_saved = request.num_computed_tokens
+        pages = request.pages[: kv_to_page_num(num_saved, self._cache.page_size)]
+        num_bytes = len(pages) * self._copies.bytes_per_page
+        if pages and self.num_host_bytes + num_bytes <= self._host_memory:
+            try:
+                return Retracted(request, self._copies.save(pages), num_saved, num_bytes)
+            except MemoryError as error:
+                logger.warning("no host memory for the KV of request %s: %s", request.rid, error)
+        return Retracted(request, None, 0, 0)
 
     def _drop(self, item: Retracted) -> None:
         self._line.remove(item)

@@ -31,7 +31,7 @@ def turn_until_retracted(world) -> list[str]:
     raise AssertionError("nobody gave way")
 
 
-def turns_of_engine(world) -> int:
+def tokens_computed(world) -> int:
     return sum(world.fake_engine.step_sizes)
 
 
@@ -71,7 +71,7 @@ def test_what_was_copied_is_not_computed_again():
         turn_until_retracted(world)
         world.run_until_idle()
         assert world.tokens("b") == expected_tokens(ask("b").prompt_ids, GREEDY, 24)
-        computed[host_memory] = turns_of_engine(world)
+        computed[host_memory] = tokens_computed(world)
     # Each token but the last of an answer, once.
     assert computed[1 << 20] == 2 * (8 + 24 - 1)
     assert computed[0] > computed[1 << 20]
@@ -159,6 +159,22 @@ def test_a_reserve_of_the_longest_answer_leaves_nobody_to_give_way():
     world.run_until_idle()
     assert world.scheduler.state().num_retracted_requests_total == 0
     assert world.largest_step() == 8
+
+
+def test_a_host_that_is_out_of_memory_costs_work_and_nothing_else():
+    world = dry_world()
+
+    def refuse(pages):
+        raise MemoryError("none left")
+
+    world.fake_engine.save = refuse
+    world.submit(ask("a"))
+    world.submit(ask("b"))
+    turn_until_retracted(world)
+    assert world.scheduler.state().retraction_host_bytes == 0
+    world.run_until_idle()
+    assert world.tokens("b") == expected_tokens(ask("b").prompt_ids, GREEDY, 24)
+    world.check_nothing_is_held()
 
 
 def test_a_copy_that_nobody_accounts_for_is_caught():
