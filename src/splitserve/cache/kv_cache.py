@@ -62,6 +62,8 @@ class PagedKVCache:
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
+        # Admitted requests that have ended here: room comes back by nothing else.
+        self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
 
@@ -148,6 +150,7 @@ class PagedKVCache:
         holding, row = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
+        self.num_releases += 1
         self.prefix.unlock(holding.handle)
         self.pages.free(request.pages[holding.num_shared :])
         self.rows.free(row)

@@ -31,6 +31,8 @@ class Admission:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
         self._tokens_at_most = tokens_at_most
+        # The last refusal: whom, and what must change before it is worth another look. A full worker asks every step.
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def try_admit(
         self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = (), num_pinned_pages: int = 0
@@ -40,13 +42,19 @@ class Admission:
         `num_pinned_pages` cannot be taken back by retraction, and the newcomer's will not be either where there are
         any `running` ones to look after: on a decode worker, whose newcomers are written to by others.
         """
+        state = (request, self._cache.num_releases, num_pinned_pages)
+        if state == self._refused:
+            return False
         num_tokens = min(request.num_tokens, self._tokens_at_most(request))
         own = self._pages(num_tokens)
-        if running and max(map(self._longest_end, running)) + num_pinned_pages + own > self._cache.pages.num_pages:
-            return False
-        return self._cache.try_admit(
+        longest = max(map(self._longest_end, running), default=0)
+        fits = not running or longest + num_pinned_pages + own <= self._cache.pages.num_pages
+        if fits and self._cache.try_admit(
             request, num_tokens=num_tokens, headroom=self._headroom(request), max_prefix=max_prefix
-        )
+        ):
+            return True
+        self._refused = state
+        return False
 
     def _headroom(self, newcomer: Request) -> int:
         """Pages that rule 1 wants beside all promises."""
