@@ -42,8 +42,10 @@ class Life:
 class Watch:
     """Looks at a generating worker after each of its turns: accounts, and that nobody passes those who gave way."""
 
-    def __init__(self, worker: SimWorker) -> None:
+    def __init__(self, worker: SimWorker, *, is_fifo: bool = False) -> None:
         self._worker = worker
+        # Requests must be let in first in order of arrival.
+        self._is_fifo = is_fifo
         self._ran: set[str] = set()
         self._line: list[str] = []
         self.retractions: Counter[str] = Counter()
@@ -60,6 +62,9 @@ class Watch:
         before = [rid for rid in self._line if rid in admitted or rid in stayed]
         back = [rid for rid in before if rid in admitted]
         assert back == before[: len(back)], f"{back} came back before {before}"
+        if self._is_fifo and running.waiting:
+            new = [r for r in self._worker.cache.admitted() if r.rid not in self._ran]
+            assert not new or max(r.number for r in new) < min(r.number for r in running.waiting)
         self._ran |= admitted
         self._line = line
         for request in running.requests():
@@ -101,10 +106,10 @@ def colocated_life(seed: int) -> int:
     """One life of a null worker; how often somebody gave way."""
     rng = random.Random(seed)
     page_size, longest = rng.choice([1, 2, 4, 16]), rng.choice([8, 24, 60, 60])
-    world = ColocatedWorld(
-        **settings_of(rng, page_size, longest), token_budget=rng.choice([1, 5, 64]), prefix=rng.random() < 0.6
-    )
-    life, watch = Life(), Watch(world)
+    settings = settings_of(rng, page_size, longest)
+    world = ColocatedWorld(**settings, token_budget=rng.choice([1, 5, 64]), prefix=rng.random() < 0.6)
+    is_fifo = settings["policy"] is SchedulePolicy.FCFS and not settings["has_priorities"]
+    life, watch = Life(), Watch(world, is_fifo=is_fifo)
     for i in range(rng.randrange(2, 40)):
         ask = ask_of(rng, i, longest)
         life.asked[ask.rid] = ask

@@ -95,6 +95,31 @@ def test_an_abort_on_the_way_back_ends_it_on_both_sides():
     world.check_nothing_is_held()
 
 
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+def test_a_request_whose_pages_are_still_lent_out_can_be_ended(end):
+    world = PairWorld(5, prefill_settings={"num_pages": 40, "page_size": PAGE}, decode_settings=TIGHT, late_fences=True)
+    for room, rid in enumerate("ab"):
+        world.submit(rid, prompt_of(rid), GREEDY, room=room, timeout=30.0)
+    happen_until(world, lambda: has_asked(world))
+    happen_until(world, world.data.busy_sessions)
+    world.data.break_session(world.data.busy_sessions()[0])
+    # The manager has cut the session off; no byte of it lands from here on until the fence.
+    while not world.decode.scheduler.state().pages_leased:
+        world.decode.turn()
+        world.decode.manager.tick()
+        world.prefill.manager.tick()
+        for pair in world.control.busy():
+            world.control.deliver(pair)
+    if end == "abort":
+        world.abort("b", world.decode)
+    else:
+        world.clock.advance(30.0)
+    world.decode.turn()
+    assert world.decode.finish("b").status_code == (499 if end == "abort" else 504)
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
 def test_transfers_go_on_into_extra_rows_while_the_running_set_is_full():
     settings = {"max_running": 1, "pre_alloc_size": 2, "num_reserved_decode_tokens": 8}
     world = PairWorld(3, decode_settings=settings)

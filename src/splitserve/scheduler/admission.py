@@ -34,27 +34,31 @@ class Admission:
         # The last refusal: whom, and what must change before it is worth another look. A full worker asks every step.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
-    def try_admit(
-        self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = (), num_pinned_pages: int = 0
-    ) -> bool:
+    def try_admit(self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = ()) -> bool:
         """Admit `request` if there is room; False, changing nothing, if not.
 
-        `num_pinned_pages` cannot be taken back by retraction, and the newcomer's will not be either where there are
-        any `running` ones to look after: on a decode worker, whose newcomers are written to by others.
+        `running`, on a decode worker: only these can be retracted, for others write to the pages of all the rest, as
+        they will to the newcomer's. Nothing said: all can.
         """
-        state = (request, self._cache.num_releases, num_pinned_pages)
+        state = (request, self._cache.num_releases, len(running))
         if state == self._refused:
             return False
         num_tokens = min(request.num_tokens, self._tokens_at_most(request))
-        own = self._pages(num_tokens)
-        longest = max(map(self._longest_end, running), default=0)
-        fits = not running or longest + num_pinned_pages + own <= self._cache.pages.num_pages
-        if fits and self._cache.try_admit(
+        if self._lets_end(running, self._pages(num_tokens)) and self._cache.try_admit(
             request, num_tokens=num_tokens, headroom=self._headroom(request), max_prefix=max_prefix
         ):
             return True
         self._refused = state
         return False
+
+    def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
+        """Rule 2, for a newcomer of `num_pages`."""
+        if not running:
+            return True
+        retractable = {request.rid for request in running}
+        pinned = sum(self._cache.num_secured_pages(r) for r in self._cache.admitted() if r.rid not in retractable)
+        longest = max(self._foreseen(request, FORESEEN_TOKENS) for request in running)
+        return longest + pinned + num_pages <= self._cache.pages.num_pages
 
     def _headroom(self, newcomer: Request) -> int:
         """Pages that rule 1 wants beside all promises."""
@@ -64,9 +68,6 @@ class Admission:
                 secured = self._cache.num_secured_pages(request)
                 num_pages += max(0, self._foreseen(request, self._num_reserved) - secured)
         return max(0, num_pages)
-
-    def _longest_end(self, request: Request) -> int:
-        return self._foreseen(request, FORESEEN_TOKENS)
 
     def _foreseen(self, request: Request, more: int) -> int:
         """Pages it holds when it has `more` tokens, or is at its end."""

@@ -61,13 +61,14 @@ def test_the_reserve_of_one_that_has_ended_is_nobodys():
     assert rule.try_admit(request_of("b", 2, 4))
 
 
-def test_pinned_pages_leave_the_longest_room_to_end():
+@pytest.mark.parametrize(("num_tokens", "fits"), [(4, False), (3, True)])
+def test_pages_that_cannot_be_taken_back_leave_the_longest_room_to_end(num_tokens, fits):
     rule, cache = admission_of(20, reserved=1)
-    long = request_of("long", 4, 10)
+    long, on_its_way = request_of("long", 4, 10), request_of("on its way", 3, 2)
     assert rule.try_admit(long)
     assert cache.extend(long, 4)
-    assert not rule.try_admit(request_of("b", 4, 2), running=[long], num_pinned_pages=3)
-    assert rule.try_admit(request_of("b", 4, 2), running=[long], num_pinned_pages=2)
+    assert rule.try_admit(on_its_way, running=[long])
+    assert rule.try_admit(request_of("b", num_tokens, 2), running=[long]) is fits
 
 
 def test_an_answer_without_end_is_foreseen_so_far_only():

@@ -81,7 +81,8 @@ class DecodeRole:
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
-        request = entry.request if entry else self._set.remove(rid)
+        leased = self._leased(rid)
+        request = entry.request if entry else leased or self._set.remove(rid)
         if request is None:
             return
         if error is None:
@@ -89,8 +90,8 @@ class DecodeRole:
         else:
             self._outbox.fail(request, error)
         if entry is None:
-            # A retracted one holds nothing.
-            if self._cache.holds(request):
+            # A retracted one holds nothing, or what a lease gives back.
+            if leased is None and self._cache.holds(request):
                 self._cache.release(request, publish=False)
             return
         entry.receiver.abort(
@@ -135,8 +136,7 @@ class DecodeRole:
 
     def _admit(self, request: Request) -> bool:
         """Whether there is room for a newcomer's prompt beside what those that generate need."""
-        pinned = sum(len(entry.request.pages) for entry in self._transfer.entries()) + self._leases.num_pages
-        return self._set.admission.try_admit(request, running=self._set.holders(), num_pinned_pages=pinned)
+        return self._set.admission.try_admit(request, running=self._set.holders())
 
     def _ask_again(self, request: Request) -> None:
         """Have a retracted request's KV computed by the prefill side, in a new room; here where that cannot be."""
@@ -149,6 +149,11 @@ class DecodeRole:
             else:
                 return
         self._set.retraction.add(request, self._clock.now())
+
+    def _leased(self, rid: str) -> Request | None:
+        """A retracted request that cannot go on before its lease is over."""
+        requests = (entry.request for entry in self._leases.items())
+        return next((r for r in requests if r.rid == rid and not r.is_finished), None)
 
     def _fail(self, entry: DecodeEntry) -> None:
         self._num_failed += 1

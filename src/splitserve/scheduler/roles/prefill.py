@@ -6,6 +6,8 @@
    moves to the in-flight queue.
 4. `advance` ends it when every byte is proven in place: its pages enter the prefix cache and the front end is answered.
 
+Decode workers may ask for the KV of tokens by themselves, where they had to give it up (`_accept_asked`).
+
 A request that fails or is aborted on the way keeps its pages, in the lease table, until its sender is quiescent.
 """
 
