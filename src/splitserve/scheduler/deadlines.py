@@ -16,6 +16,9 @@ class Deadlines:
         self._heap: list[tuple[float, int, Request]] = []
         self._sweep_at = _FIRST_SWEEP
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def watch(self, request: Request) -> None:
         """Until it ends. A request without a deadline is none of ours."""
         if request.deadline is None:
