@@ -136,7 +136,8 @@ class KVManager:
         return receiver
 
     def take_asked_prompts(self) -> list[AskedPrompt]:
-        if self._prefill is None:
+        # Asked every step, and hardly ever answered: no waiting for a tick under way.
+        if self._prefill is None or not self._prefill.has_asked:
             return []
         with self.lock:
             return self._prefill.take_asked()

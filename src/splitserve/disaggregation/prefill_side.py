@@ -105,6 +105,11 @@ class PrefillSide:
                 pass
         return sender
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether there is anything to take. Needs no lock."""
+        return bool(self._asked)
+
     def take_asked(self) -> list[AskedPrompt]:
         """Prompts to open a room for, each once; not those whose decode has gone meanwhile."""
         asked, self._asked = self._asked, []
