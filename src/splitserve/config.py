@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import msgspec
@@ -12,6 +13,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
 QUANTIZATIONS = ("int8",)
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+
+
+class SchedulePolicy(enum.StrEnum):
+    """In which order waiting requests are let in; `scheduler/policy.py`."""
+
+    FCFS = "fcfs"
+    LPM = "lpm"
+    SPF = "spf"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +70,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_threads: int = 2
     # Compiled grammars kept for later requests, bytes.
     grammar_cache_bytes: int = 256 << 20
+    # Tokens that admission leaves free for every admitted request to grow by; all it may generate, where that is less.
+    num_reserved_decode_tokens: int = 512
+    # Bytes of host memory for the KV of retracted requests; what does not fit is computed again.
+    retraction_host_memory: int = 1 << 30
+    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
+    # Heed the requests' `priority`.
+    enable_priority: bool = False
+    # Seconds a request may take that does not say how many; None: as long as it takes.
+    request_timeout: float | None = None
+
+    @property
+    def max_open_requests(self) -> int:
+        """Samples a worker holds at most, running and waiting."""
+        return self.max_running_requests + self.max_queued_requests
 
 
 class ClusterToken(msgspec.Struct, frozen=True):

@@ -28,6 +28,10 @@ class GenerateRequest(Message, frozen=True):
     num_top_logprobs: int = 0
     # First prompt position whose logprob is wanted; None: no input logprobs.
     logprob_start: int | None = None
+    # Larger goes first, where the worker heeds priorities.
+    priority: int = 0
+    # Seconds from its arrival at the scheduler until it must have ended; None: the worker's default.
+    timeout: float | None = None
 
 
 class AbortRequest(Message, frozen=True):
@@ -104,6 +108,9 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_reqs: int = 0
     # Of these, requests whose grammar is being compiled.
     num_grammar_queue_reqs: int = 0
+    # Gave their pages back to others and wait to go on, and the bytes of host memory that hold their KV.
+    num_retracted_reqs: int = 0
+    retraction_host_bytes: int = 0
     # Disaggregation queues; zero in the other roles.
     num_prefill_bootstrap_queue_reqs: int = 0
     num_prefill_inflight_queue_reqs: int = 0
@@ -121,6 +128,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     metadata_slots_free: int = 0
     # Since the start.
     num_transfer_failed_reqs_total: int = 0
+    num_retracted_requests_total: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
     num_steps_total: int = 0

@@ -107,3 +107,26 @@ def test_aborts_and_broken_connections_cost_no_page(block, late_fences, pool):
         world.check_nothing_is_held()
         prefill.close()
         decode.close()
+
+
+@pytest.mark.parametrize("host_memory", [0, 1 << 20])
+def test_under_pressure_pages_go_over_again_and_every_token_is_right(host_memory, pool):
+    prefill, decode = pool(), pool()
+    memory = np.zeros((prefill.num_pages, PAGE_SIZE), dtype=np.uint64)
+    engine = functools.partial(FakeEngine, pool=memory)
+    pressed = {"num_reserved_decode_tokens": 1, "host_memory": host_memory}
+    world = PairWorld(
+        2,
+        prefill_settings={"shared": prefill, "make_engine": engine},
+        decode_settings={"shared": decode, "make_engine": engine, **pressed},
+    )
+    params = SamplingParams(max_new_tokens=150, temperature=0.0)
+    prompts = {f"r{i}": [i * 7 + j for j in range(20 + 9 * i)] for i in range(16)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        world.submit(rid, prompt, params, room=i + 1)
+    world.run_until_idle()
+    assert world.decode.scheduler.state().num_retracted_requests_total > 5
+    for rid, prompt in prompts.items():
+        assert world.decode.tokens(rid) == expected_tokens(prompt, params, 150)
+    check_owners(prefill, decode)
+    world.check_nothing_is_held()

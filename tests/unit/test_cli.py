@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from splitserve import __version__, cli
+from splitserve.cli.checks import num_bytes
 
 
 def run(*argv: str) -> int:
@@ -44,6 +45,9 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["up", "--hand-over"], "--hand-over needs --transfer-backend shm"),
         (["verify", "--hand-over"], "--hand-over needs --transfer-backend shm"),
         (["serve", "--threads", "0"], "--threads"),
+        (["serve", "--num-reserved-decode-tokens", "0"], "--num-reserved-decode-tokens"),
+        (["serve", "--retraction-host-memory", "plenty"], "--retraction-host-memory"),
+        (["serve", "--request-timeout", "-1"], "--request-timeout"),
         (["serve", "--router", "nowhere"], "not a worker's URL"),
         (["router", "--policy", "fastest"], "--policy"),
         (["router", "--prefill", "http://h:1", "99999"], "--prefill"),
@@ -112,11 +116,20 @@ def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
+    ("text", "count"),
+    [("0", 0), ("4096", 4096), ("2k", 2048), ("512M", 512 << 20), ("3GiB", 3 << 30), ("1TB", 1 << 40)],
+)
+def test_bytes_take_a_suffix(text: str, count: int) -> None:
+    assert num_bytes(text, "--option") == count
+
+
+@pytest.mark.parametrize(
     ("args", "named"),
     [
         (("up", "--threads", "0"), "--threads"),
         (("up", "--transfer-backend", "fake"), "tcp"),
         (("router", "--port", "99999"), "--port"),
+        (("serve", "--schedule-policy", "lifo"), "--schedule-policy"),
         (("serve", "--max-total-tokens", "0"), "--max-total-tokens"),
         (("serve", "--bootstrap-timeout", "-1"), "--bootstrap-timeout"),
         (("up", "--cluster-token-file", "/no/such/file"), "openssl rand"),

@@ -1,13 +1,14 @@
 """One account of the whole KV pool: every page is free, cached, or held by one admitted request.
 
 The life of a request in here:
-1. `try_admit` takes a row, locks the longest cached prefix and reserves room up to the request's longest possible end.
-   The sum of all reservations never exceeds what is free or can be evicted, so an admitted request never fails to grow.
-2. `extend` makes sure that pages for the tokens of the next step are there.
+1. `try_admit` takes a row, locks the longest cached prefix and promises room for the tokens that are known so far. The
+   sum of all promises never exceeds what is free or can be evicted, so growing up to the promise never fails.
+2. `extend` makes sure that pages for the tokens of the next step are there. Beyond the promise it may find none.
 3. `share` publishes the whole pages computed so far, so that others find them while the request still runs.
 4. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
 
-It does not know why a request is admitted or released, nor what the pages contain.
+It does not know why a request is admitted or released, who gives way when there is no page left, nor what the pages
+contain.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ class InvariantViolation(AssertionError):
 class Holding:
     """What one admitted request holds besides its row."""
 
-    # Pages the request may come to hold, cached prefix included.
-    pages_at_most: int
+    request: Request
+    # Pages it was promised, cached prefix included. It may hold more.
+    num_promised: int
     # request.pages[:num_shared] belong to the prefix cache and are kept by `handle`; the rest belong to the request.
     num_shared: int
     handle: PrefixHandle | None
+
+    @property
+    def num_pages_owed(self) -> int:
+        """Of the promise, pages it has not taken yet."""
+        return max(0, self.num_promised - len(self.request.pages))
 
 
 class PagedKVCache:
@@ -53,51 +60,71 @@ class PagedKVCache:
         # Where our pages are part of a pool of several workers; then there must be no prefix cache to hold them too.
         self._shared = shared
         self._holdings: dict[str, Holding] = {}
-        # Pages still to come to admitted requests: the sum of pages_at_most - len(request.pages).
-        self._reserved = 0
+        # The sum of what all holdings are owed.
+        self._owed = 0
+        # Admitted requests that have ended here: room comes back by nothing else.
+        self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+
+    @property
+    def num_grantable_pages(self) -> int:
+        """Pages that are free or can be evicted, and promised to nobody."""
+        return self.pages.available() + self.prefix.num_evictable_pages - self._owed
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """What a row has room for."""
+        return int(self.rows.table.shape[1]) * self.page_size
 
     @property
     def num_tokens_total(self) -> int:
         return self.pages.num_pages * self.page_size
 
-    def try_admit(self, request: Request, *, max_tokens: int, max_prefix: int = 0) -> bool:
-        """Admit `request`, which will hold at most `max_tokens` tokens; False, changing nothing, if there is no room.
+    def try_admit(self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0) -> bool:
+        """Admit `request` with a promise of pages for `num_tokens` tokens; False, changing nothing, without room.
 
-        Of its tokens at most the first `max_prefix` are looked up in the prefix cache.
+        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens are looked up in the
+        prefix cache.
         """
         if self.rows.available_size() == 0:
             return False
         match = self.prefix.match(request.tokens(0, max_prefix))
         self.prefix.lock(match.handle)
-        pages_at_most = kv_to_page_num(max_tokens, self.page_size)
-        still_to_come = pages_at_most - len(match.pages)
-        if self._reserved + still_to_come > self.pages.available() + self.prefix.num_evictable_pages:
+        num_promised = kv_to_page_num(num_tokens, self.page_size)
+        owed = max(0, num_promised - len(match.pages))
+        if owed + headroom > self.num_grantable_pages:
             self.prefix.unlock(match.handle)
             return False
-        self._reserved += still_to_come
-        self._holdings[request.rid] = Holding(pages_at_most, len(match.pages), match.handle)
+        self._owed += owed
+        self._holdings[request.rid] = Holding(request, num_promised, len(match.pages), match.handle)
         request.row = self.rows.alloc()
         request.pages = list(match.pages)
         self.rows.write(request.row, 0, request.pages)
-        request.num_computed_tokens = request.num_cached_tokens = len(match.pages) * self.page_size
-        self.prefix_queries += max_prefix
-        self.prefix_hits += request.num_cached_tokens
+        request.num_computed_tokens = len(match.pages) * self.page_size
+        if request.num_retractions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prefix_queries += max_prefix
+            self.prefix_hits += request.num_cached_tokens
         return True
 
-    def extend(self, request: Request, num_tokens: int) -> None:
-        """Give `request` pages for its first `num_tokens` tokens. Never fails within what it was admitted for."""
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Give `request` pages for its first `num_tokens` tokens; False, changing nothing, if there are none left.
+
+        Never False within what it was promised.
+        """
         missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
         if missing <= 0:
-            return
+            return True
         holding, row = self._held(request)
-        if len(request.pages) + missing > holding.pages_at_most:
-            raise InvariantViolation(f"request {request.rid} outgrows its reservation of {holding.pages_at_most} pages")
+        paid = min(missing, holding.num_pages_owed)
+        if missing - paid > self.num_grantable_pages:
+            return False
         new = self._take(missing)
         self.rows.write(row, len(request.pages), new)
         request.pages.extend(new)
-        self._reserved -= missing
+        self._owed -= paid
+        return True
 
     def share(self, request: Request) -> None:
         """Publish the whole pages of computed tokens; the request goes on with the cache's pages, locked."""
@@ -122,7 +149,8 @@ class PagedKVCache:
             self.share(request)
         holding, row = self._held(request)
         del self._holdings[request.rid]
-        self._reserved -= holding.pages_at_most - len(request.pages)
+        self._owed -= holding.num_pages_owed
+        self.num_releases += 1
         self.prefix.unlock(holding.handle)
         self.pages.free(request.pages[holding.num_shared :])
         self.rows.free(row)
@@ -139,6 +167,14 @@ class PagedKVCache:
 
     def holds(self, request: Request) -> bool:
         return request.rid in self._holdings
+
+    def admitted(self) -> list[Request]:
+        """All that hold a row, in the order they got it."""
+        return [holding.request for holding in self._holdings.values()]
+
+    def num_secured_pages(self, request: Request) -> int:
+        """Pages that an admitted request holds, or is owed."""
+        return len(request.pages) + self._holdings[request.rid].num_pages_owed
 
     def flush(self) -> int:
         """Forget everything no request uses; how many pages that freed."""
@@ -160,9 +196,9 @@ class PagedKVCache:
             )
         if self.rows.available_size() + len(held) != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {len(held)} held")
-        reserved = sum(self._holdings[r.rid].pages_at_most - len(r.pages) for r in held)
-        if reserved != self._reserved:
-            raise InvariantViolation(f"{self._reserved} pages reserved, {reserved} expected")
+        owed = sum(holding.num_pages_owed for holding in self._holdings.values())
+        if owed != self._owed or self.num_grantable_pages < 0:
+            raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {self.num_grantable_pages} left")
 
     def _held(self, request: Request) -> tuple[Holding, int]:
         holding = self._holdings.get(request.rid)

@@ -15,19 +15,24 @@ import typer
 
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
-from splitserve.cli.checks import check_backend, check_dtype, check_worker, named_values
+from splitserve.cli.checks import check_backend, check_dtype, check_worker, named_values, num_bytes
 from splitserve.cli.options import (
     CpuAffinityOption,
     DtypeOption,
     HandOverOption,
+    HostMemoryOption,
     HostOption,
     JsonOption,
     KernelsOption,
     LogLevelOption,
     ModelArgument,
     ParentOption,
+    PolicyOption,
+    PriorityOption,
     QuantizationOption,
     ReadyFileOption,
+    RequestTimeoutOption,
+    ReservedTokensOption,
     ThreadsOption,
     TokenFileOption,
 )
@@ -36,6 +41,7 @@ from splitserve.config import (
     CacheConfig,
     DisaggregationConfig,
     ModelConfig,
+    SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
     WorkerConfig,
@@ -159,6 +165,11 @@ def serve(
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
     max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
+    num_reserved_decode_tokens: ReservedTokensOption = 512,
+    retraction_host_memory: HostMemoryOption = "1G",
+    schedule_policy: PolicyOption = SchedulePolicy.FCFS,
+    enable_priority: PriorityOption = False,
+    request_timeout: RequestTimeoutOption = None,
     bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
     grammar_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its compiled grammar.")] = 60.0,
@@ -202,6 +213,11 @@ def serve(
             max_running_requests=max_running_requests,
             max_queued_requests=max_queued_requests,
             grammar_timeout=grammar_timeout,
+            num_reserved_decode_tokens=num_reserved_decode_tokens,
+            retraction_host_memory=num_bytes(retraction_host_memory, "--retraction-host-memory"),
+            schedule_policy=schedule_policy,
+            enable_priority=enable_priority,
+            request_timeout=request_timeout,
         ),
         disaggregation=DisaggregationConfig(
             mode=disaggregation_mode,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from splitserve.config import DTYPES, TRANSFER_DTYPES, WorkerConfig
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
+
+_BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 
 
 def check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = DTYPES) -> None:
@@ -28,6 +31,7 @@ def check_worker(config: WorkerConfig) -> None:
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
     check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
     narrows, is_decode = config.disaggregation.transfer_dtype != "auto", config.disaggregation.mode == "decode"
+    timeout = config.scheduler.request_timeout
     shares_pool = config.cache.shared_pool is not None
     can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
     checks = (
@@ -46,6 +50,8 @@ def check_worker(config: WorkerConfig) -> None:
         ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
         ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
         ("--grammar-timeout", config.scheduler.grammar_timeout > 0, "must be above 0 seconds"),
+        ("--num-reserved-decode-tokens", config.scheduler.num_reserved_decode_tokens >= 1, "must be at least 1"),
+        ("--request-timeout", timeout is None or timeout > 0, "must be above 0 seconds"),
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
@@ -65,6 +71,15 @@ def named_values(words: Sequence[str], option: str) -> dict[str, str]:
             raise ConfigError(f"{option} {word!r}: give NAME=VALUE")
         values[name] = value
     return values
+
+
+def num_bytes(text: str, option: str) -> int:
+    """Of a number with a suffix K, M, G or T (also as KB or KiB), powers of 1024, or none. Raises ConfigError."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{option} {text!r}: give a number of bytes, such as 512M or 4G")
+    number, suffix = match.groups()
+    return int(number) << (10 * (" KMGT".index(suffix.upper()) if suffix else 0))
 
 
 def _is_positive(value: int | None) -> bool:

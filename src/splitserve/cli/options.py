@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS
+from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy
 from splitserve.errors import ConfigError
 
 ModelArgument = Annotated[
@@ -39,6 +39,23 @@ CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
+ReservedTokensOption = Annotated[
+    int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")
+]
+HostMemoryOption = Annotated[
+    str,
+    typer.Option(
+        metavar="BYTES", help="For the KV of requests that give way when the pool is full, e.g. 512M or 4G; 0: none."
+    ),
+]
+PolicyOption = Annotated[
+    SchedulePolicy,
+    typer.Option(help="First come first served, longest prefix match, or shortest prompt first."),
+]
+PriorityOption = Annotated[bool, typer.Option("--enable-priority", help="Requests of larger `priority` go first.")]
+RequestTimeoutOption = Annotated[
+    float | None, typer.Option(help="Seconds a request may take that names no `timeout`; default: any.")
+]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
 AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]

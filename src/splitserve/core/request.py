@@ -35,6 +35,10 @@ class RoomKey:
         """64 bits for tables in memory that both sides look at; never 0."""
         return mix64(self.room, self.sample) | 1
 
+    def successor(self) -> RoomKey:
+        """A key nobody uses, for the next hand-over of the same sample."""
+        return RoomKey(mix64(self.room, self.sample) >> 1, self.sample)
+
     def __str__(self) -> str:
         return f"{self.room}/{self.sample}"
 
@@ -72,16 +76,15 @@ class FinishReason:
 
 @dataclass(slots=True)
 class Timeline:
-    """When a request entered each stage, in the clock's seconds. A stage is entered once; the first time counts."""
+    """When a request entered each stage first, in the clock's seconds."""
 
     entered: dict[str, float] = field(default_factory=dict)
+    # The stage the request is in now; a retracted one comes back to stages it had left.
+    stage: str = "received"
 
     def enter(self, stage: str, now: float) -> None:
         self.entered.setdefault(stage, now)
-
-    def stage(self) -> str:
-        """The stage the request is in now."""
-        return next(reversed(self.entered), "received")
+        self.stage = stage
 
     def seconds_since_first(self) -> dict[str, float]:
         first = min(self.entered.values(), default=0.0)
@@ -103,11 +106,20 @@ class Request:
     logprob_start: int | None = None
     # How far the output has come in `params.grammar`, from when that is compiled.
     grammar: GrammarMatcher | None = None
+    # Counts the requests of this worker in order of arrival.
+    number: int = 0
+    # Larger goes first.
+    priority: int = 0
+    # When it must have ended, in the clock's seconds, and how long that was from its arrival; None: whenever.
+    deadline: float | None = None
+    timeout: float | None = None
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed_tokens: int = 0
+    # How often its pages were taken back for others before it had ended.
+    num_retractions: int = 0
     # Pages of tokens [0, len(pages) x page_size). The first ones, those found in the prefix cache, belong to the cache
     # and are held by its lock; the rest belong to this request.
     pages: list[int] = field(default_factory=list)
@@ -130,6 +142,20 @@ class Request:
     def num_tokens_at_most(self) -> int:
         """Tokens this request can grow to."""
         return len(self.prompt_ids) + self.params.max_new_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smallest first: the more important, then the older."""
+        return (-self.priority, self.number)
+
+    @property
+    def next_input_logprob(self) -> int | None:
+        """The first prompt position that is still to be scored; None: none is."""
+        if self.logprob_start is None:
+            return None
+        # The first prompt token has nothing before it to be scored by.
+        position = max(self.logprob_start, 1) + len(self.input_logprobs)
+        return position if position < self.num_prompt_tokens else None
 
     @property
     def is_finished(self) -> bool:
@@ -168,7 +194,7 @@ class Request:
 
     def _refused(self, token_id: int) -> FinishReason:
         message = (
-            f"request {self.rid} ended in stage '{self.timeline.stage()}': its grammar does not allow token {token_id} "
+            f"request {self.rid} ended in stage '{self.timeline.stage}': its grammar does not allow token {token_id} "
             f"at output position {len(self.output_ids)}; where another worker sampled it, check that both run the same "
             "version and got the same request"
         )

@@ -16,7 +16,7 @@ import zmq
 
 from splitserve.core.request import BootstrapInfo
 from splitserve.disaggregation.manager import KVManager
-from splitserve.disaggregation.ports import ReceiverPort, SenderPort
+from splitserve.disaggregation.ports import AskedPrompt, ReceiverPort, SenderPort
 from splitserve.disaggregation.waker import Waker
 from splitserve.errors import SplitserveError
 
@@ -119,6 +119,9 @@ class ManagerThread:
 
     def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
         return self._manager.receiver(rid, bootstrap)
+
+    def take_asked_prompts(self) -> list[AskedPrompt]:
+        return self._manager.take_asked_prompts()
 
     def close(self) -> None:
         """Give up what is open, tell the peers, end the thread. Idempotent."""

@@ -2,7 +2,7 @@
 
 The life of a request on a decode worker:
 1. `DecodePreallocQueue.add` opens a receiver, which finds the prefill worker and shakes hands with it.
-2. `pop_preallocated` takes those that have shaken hands, first come first served, while pages, a row and a metadata
+2. `pop_preallocated` takes those that have shaken hands, in the policy's order, while pages, a row and a metadata
    slot are free: it allocates them and announces them to the prefill side. They move to the `DecodeTransferQueue`.
 3. `pop_transferred` takes those whose bytes are all in place and commits them: the metadata row is read, checked to
    belong to the room, and its token becomes the first output. The prompt counts as computed: no forward pass runs.
@@ -11,6 +11,8 @@ The life of a request on a decode worker:
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
@@ -29,54 +31,76 @@ class DecodeEntry:
     request: Request
     key: RoomKey
     receiver: ReceiverPort
+    # It has been decoding here, and gave its KV up: prefill computes it again, of all tokens but the last.
+    is_retracted: bool = False
     # The row the prefill side writes, from pre-allocation until the entry ends.
     metadata_index: int | None = None
     # Set where the hand-over succeeded but what arrived is not usable.
     error: SplitserveError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is to come."""
+        request = self.request
+        return request.num_tokens - 1 if self.is_retracted else request.num_prompt_tokens
 
     def failure(self) -> SplitserveError:
         return self.error or self.receiver.failure()
 
 
 class DecodePreallocQueue:
-    """Requests that shake hands or wait for memory."""
+    """Requests that shake hands or wait for memory.
+
+    `admit` gives a request its row and a promise of pages, or says no; `order` is the one in which they are asked.
+    """
 
     def __init__(
-        self, manager: ManagerPort, cache: PagedKVCache, slots: ReqToMetadataIdxAllocator, clock: Clock
+        self,
+        manager: ManagerPort,
+        cache: PagedKVCache,
+        slots: ReqToMetadataIdxAllocator,
+        clock: Clock,
+        admit: Callable[[Request], bool],
+        order: Callable[[Collection[Request]], Collection[Request]],
     ) -> None:
         self._manager = manager
         self._cache = cache
         self._slots = slots
         self._clock = clock
+        self._admit = admit
+        self._order = order
         self._entries: dict[str, DecodeEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: Request) -> None:
-        """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError."""
+    def add(self, request: Request, is_retracted: bool = False) -> None:
+        """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError.
+
+        A retracted request goes through a new room with the same prefill worker, before all that are new here.
+        """
         bootstrap = request.bootstrap
         if bootstrap is None:
             raise MissingBootstrapError("a decode worker needs bootstrap_room: send requests through the router")
+        if is_retracted:
+            bootstrap = dataclasses.replace(bootstrap, key=bootstrap.key.successor())
         receiver = self._manager.receiver(request.rid, bootstrap)
-        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver)
+        request.bootstrap = bootstrap
+        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver, is_retracted)
 
-    def pop_preallocated(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+    def pop_preallocated(self, *, may_admit: bool = True) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """(those whose pages are announced now, those that failed)."""
+        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
-        failed: list[DecodeEntry] = []
-        has_room = True
-        for entry in self._entries.values():
-            state = entry.receiver.poll()
-            if state is KVPoll.FAILED:
-                failed.append(entry)
-            elif state is KVPoll.WAITING_FOR_INPUT and has_room:
-                # The first that does not fit stops those behind it, so that a large request is never starved.
-                has_room = self._preallocate(entry)
-                if has_room:
-                    announced.append(entry)
-        for entry in announced + failed:
-            del self._entries[entry.request.rid]
+        ready = [self._entries[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
+        back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
+        new = self._order([e.request for e in ready if not e.is_retracted])
+        for request in (*back, *new) if may_admit else ():
+            # The first that does not fit stops those behind it, so that a large request is never starved.
+            if not self._preallocate(self._entries[request.rid]):
+                break
+            announced.append(self._entries.pop(request.rid))
         return announced, failed
 
     def num_tokens_pre_allocated(self) -> int:
@@ -90,12 +114,13 @@ class DecodePreallocQueue:
         request = entry.request
         if self._slots.available_size() == 0:
             return False
-        if not self._cache.try_admit(request, max_tokens=request.num_tokens_at_most):
+        if not self._admit(request):
             return False
-        self._cache.extend(request, request.num_prompt_tokens)
+        self._cache.extend(request, entry.num_tokens)
         entry.metadata_index = self._slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
-        entry.receiver.init(request.pages, entry.metadata_index, num_tokens=request.num_prompt_tokens)
+        asked = request.tokens(0, entry.num_tokens) if entry.is_retracted else ()
+        entry.receiver.init(request.pages, entry.metadata_index, num_tokens=entry.num_tokens, prompt_ids=asked)
         return True
 
 
@@ -139,6 +164,9 @@ class DecodeTransferQueue:
         except KVTransferError as error:
             entry.error = error
             return
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens = entry.num_tokens
+        if entry.is_retracted:
+            # Its tokens are told already; the row's belongs to a request that asked for one greedy token.
+            return
         request.num_cached_tokens = row.num_cached_tokens
         request.append(row.output_id, row.logprob if request.return_logprob else None)

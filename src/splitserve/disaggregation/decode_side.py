@@ -78,7 +78,9 @@ class DecodeSide:
         self._pair_if_ready(receiver)
         return receiver
 
-    def announce(self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int) -> None:
+    def announce(
+        self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int, prompt_ids: list[int]
+    ) -> None:
         assert receiver.peer.session is not None
         info = TransferInfo(
             session_id=receiver.peer.session.session_id,
@@ -88,6 +90,7 @@ class DecodeSide:
             pages=pages,
             metadata_index=metadata_index,
             num_tokens=num_tokens,
+            prompt_ids=prompt_ids,
         )
         self._post(receiver.peer, info)
 

@@ -48,7 +48,9 @@ class FakeKVReceiver(_FakeRoom):
         super().__init__(context, key, rid)
         self._metadata = metadata
 
-    def init(self, pages: Sequence[int], metadata_index: int, *, num_tokens: int) -> None:
+    def init(
+        self, pages: Sequence[int], metadata_index: int, *, num_tokens: int, prompt_ids: Sequence[int] = ()
+    ) -> None:
         if self.is_final:
             return
         self._metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))

@@ -25,7 +25,7 @@ from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVRecei
 from splitserve.disaggregation.mail import ControlChannel, Mailbox
 from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.disaggregation.peers import Directory
-from splitserve.disaggregation.ports import ReceiverPort, SenderPort
+from splitserve.disaggregation.ports import AskedPrompt, ReceiverPort, SenderPort
 from splitserve.disaggregation.prefill_side import PrefillSide
 from splitserve.disaggregation.room import Context, Limits
 from splitserve.disaggregation.staging import Staging
@@ -134,6 +134,13 @@ class KVManager:
             receiver = self._decode.open(rid, bootstrap)
         self._context.wake()
         return receiver
+
+    def take_asked_prompts(self) -> list[AskedPrompt]:
+        # Asked every step, and hardly ever answered: no waiting for a tick under way.
+        if self._prefill is None or not self._prefill.has_asked:
+            return []
+        with self.lock:
+            return self._prefill.take_asked()
 
     # -- for the owner --------------------------------------------------------------------------------------------
 

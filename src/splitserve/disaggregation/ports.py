@@ -11,12 +11,22 @@ Sender (prefill side)                              Receiver (decode side)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from splitserve.core.request import BootstrapInfo
+from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.disaggregation.state import KVPoll
 from splitserve.errors import SplitserveError
 from splitserve.messages import TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPrompt:
+    """Tokens whose KV a decode worker asks for, in a room whose pages it has announced."""
+
+    rid: str
+    key: RoomKey
+    token_ids: list[int]
 
 
 class SenderPort(Protocol):
@@ -53,8 +63,13 @@ class SenderPort(Protocol):
 class ReceiverPort(Protocol):
     def poll(self) -> KVPoll: ...
 
-    def init(self, pages: Sequence[int], metadata_index: int, *, num_tokens: int) -> None:
-        """Announce the target pages, in token order, and the metadata row. Once, in WaitingForInput."""
+    def init(
+        self, pages: Sequence[int], metadata_index: int, *, num_tokens: int, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        """Announce the target pages, in token order, and the metadata row. Once, in WaitingForInput.
+
+        `prompt_ids`: ask prefill to compute these, for nobody else will.
+        """
         ...
 
     def failure(self) -> SplitserveError: ...
@@ -77,4 +92,8 @@ class ManagerPort(Protocol):
 
     def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
         """Open the receiving end of a room. Raises DuplicateRoomError, CapacityError."""
+        ...
+
+    def take_asked_prompts(self) -> list[AskedPrompt]:
+        """Prefill: what decode workers have asked for since the last call. Open a sender for each."""
         ...

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.ports import AskedPrompt
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.sender import DecodePeer, KVSender
 from splitserve.disaggregation.state import KVPoll
@@ -73,6 +74,8 @@ class PrefillSide:
         self._peers: dict[str, DecodePeer] = {}
         self._early: OrderedDict[RoomKey, _Early] = OrderedDict()
         self._closed: OrderedDict[RoomKey, _Closed] = OrderedDict()
+        # Of rooms in `_early`: prompts that no request will bring, for the scheduler to take.
+        self._asked: list[AskedPrompt] = []
 
     @property
     def num_rooms(self) -> int:
@@ -101,6 +104,17 @@ class PrefillSide:
             case _:
                 pass
         return sender
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether there is anything to take. Needs no lock."""
+        return bool(self._asked)
+
+    def take_asked(self) -> list[AskedPrompt]:
+        """Prompts to open a room for, each once; not those whose decode has gone meanwhile."""
+        asked, self._asked = self._asked, []
+        waiting = {key for key, early in self._early.items() if isinstance(early.word, TransferInfo)}
+        return [prompt for prompt in asked if prompt.key in waiting]
 
     def fail(self, sender: KVSender, error: SplitserveError) -> None:
         """Fail a room; decode hears the cause now, and its TransferStatus when the room is settled."""
@@ -207,6 +221,9 @@ class PrefillSide:
                 self._refuse(mail, info, DuplicateRoomError(f"room {info.key} was announced by another decode"))
         elif not self._keep_early(mail, info):
             self._refuse(mail, info, CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request"))
+        elif info.prompt_ids:
+            self._asked.append(AskedPrompt(info.rid, info.key, info.prompt_ids))
+            self._context.changed = True
 
     def _keep_early(self, mail: Mail, word: TransferInfo | AbortRoom) -> bool:
         if len(self._early) >= self._context.limits.max_early:

@@ -22,7 +22,9 @@ from splitserve.errors import KVTransferError, SplitserveError
 class ReceiverHost(Protocol):
     """What a receiver asks of its side."""
 
-    def announce(self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int) -> None: ...
+    def announce(
+        self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int, prompt_ids: list[int]
+    ) -> None: ...
 
     def fail(self, receiver: KVReceiver, error: SplitserveError) -> None: ...
 
@@ -47,7 +49,9 @@ class KVReceiver(Room):
         self._pages: list[int] = []
         self._num_tokens = 0
 
-    def init(self, pages: Sequence[int], metadata_index: int, *, num_tokens: int) -> None:
+    def init(
+        self, pages: Sequence[int], metadata_index: int, *, num_tokens: int, prompt_ids: Sequence[int] = ()
+    ) -> None:
         with self.context.lock:
             if self.poll() is KVPoll.FAILED:
                 return
@@ -55,7 +59,7 @@ class KVReceiver(Room):
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
             self._pages, self._num_tokens = list(pages), num_tokens
-            self._host.announce(self, self._pages, metadata_index, num_tokens)
+            self._host.announce(self, self._pages, metadata_index, num_tokens, list(prompt_ids))
         self.context.wake()
 
     def complete(self, checksum: int | None) -> None:

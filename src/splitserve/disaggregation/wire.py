@@ -31,7 +31,7 @@ from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import KVTransferError, SplitserveError
 from splitserve.messages import TransferStats
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class WireError(ValueError):
@@ -178,6 +178,8 @@ class TransferInfo(Body, frozen=True):
     pages: list[int]
     metadata_index: int
     num_tokens: int
+    # What to compute, where no router brings the request: decode lost the KV of these and asks for it again.
+    prompt_ids: list[int] = []
 
 
 class AbortRoom(Body, frozen=True):

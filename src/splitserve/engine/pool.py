@@ -3,6 +3,7 @@
 1. `num_pages_for` decides how many pages the device affords, `layout_for` writes that down as plain data.
 2. `KVPool` takes the memory, in one piece, and cuts it into components: the keys of layer 0, its values, and so on.
 3. Attention reads and writes it as tensors [num_pages, page_size, num_kv_heads, head_dim]; transports as raw regions.
+4. `save` copies pages to the host's memory for a request that gives way, `restore` back into other pages.
 
 The pool does not know which page belongs to whom. Memory nobody wrote to reads as zero, and on a CPU it costs nothing.
 """
@@ -110,9 +111,33 @@ class KVPool:
         side = self.keys if component.name == "k" else self.values
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 
+    @property
+    def bytes_per_page(self) -> int:
+        return self.layout.bytes_per_page
+
+    def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
+        """A copy of the pages in the host's memory, outside the pool: [len(pages), page_size, heads, head_dim] each.
+
+        Raises MemoryError where there is no room for it.
+        """
+        index = torch.tensor(pages, device=self.device)
+        try:
+            return [part.index_select(0, index).cpu() for part in self._parts()]
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
+
+    def restore(self, copy: list[torch.Tensor], first: int, pages: Sequence[int]) -> None:
+        """Write the pages [first, first + len(pages)) of a copy to `pages`."""
+        index = torch.tensor(pages, device=self.device)
+        for part, saved in zip(self._parts(), copy, strict=True):
+            part.index_copy_(0, index, saved[first : first + len(pages)].to(self.device))
+
     def regions(self) -> tuple[Region, ...]:
         """Region i is component i of the layout."""
         return tuple(self._regions)
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [*self.keys.values(), *self.values.values()]
 
     def close(self) -> None:
         """Let go of the memory; it returns to the system with the last tensor that looks at it. Idempotent."""

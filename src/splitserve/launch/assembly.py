@@ -17,10 +17,13 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.launch.hand_over import open_hand_over
+from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
 from splitserve.scheduler.loops import NormalLoop
 from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.roles.decode import DecodeRole
@@ -37,12 +40,7 @@ def assemble_scheduler(
     mode = config.disaggregation.mode
     cache = _cache(config, engine)
     outbox = Outbox(pipe.send, clock)
-    running = RunningSet(
-        cache,
-        token_budget=config.scheduler.chunked_prefill_size,
-        max_running=config.scheduler.max_running_requests,
-        tokens_at_most=_prompt_only if mode is DisaggregationMode.PREFILL else _to_the_end,
-    )
+    running = _running_set(config, engine, cache)
     kit = None
     if mode is not DisaggregationMode.NULL:
         kit = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
@@ -51,6 +49,8 @@ def assemble_scheduler(
         max_tokens_per_request=engine.max_total_tokens_per_request,
         max_queued_requests=config.scheduler.max_queued_requests,
         eos_token_ids=engine.loaded.eos_token_ids,
+        has_priorities=config.scheduler.enable_priority,
+        default_timeout=config.scheduler.request_timeout,
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
@@ -66,6 +66,23 @@ def _grammars(
     closing.callback(pool.shutdown, wait=False, cancel_futures=True)
     limits = GrammarLimits(config.grammar_timeout, config.max_queued_grammars, config.grammar_cache_bytes)
     return GrammarQueue(compiler, pool, clock, pipe.waker.wake, limits)
+
+
+def _running_set(config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache) -> RunningSet:
+    scheduler, is_prefill = config.scheduler, config.disaggregation.mode is DisaggregationMode.PREFILL
+    admission = Admission(
+        cache,
+        num_reserved_decode_tokens=scheduler.num_reserved_decode_tokens,
+        tokens_at_most=_prompt_only if is_prefill else _to_the_end,
+    )
+    return RunningSet(
+        cache,
+        admission,
+        Retraction(cache, engine.pool, scheduler.retraction_host_memory),
+        WaitingOrder(scheduler.schedule_policy, cache, has_priorities=scheduler.enable_priority),
+        token_budget=scheduler.chunked_prefill_size,
+        max_running=scheduler.max_running_requests,
+    )
 
 
 def _prompt_only(request: Request) -> int:

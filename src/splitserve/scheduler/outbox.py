@@ -52,7 +52,7 @@ class Outbox:
 
     def fail(self, request: Request, error: SplitserveError) -> None:
         """End the request with `error`; the stage it was in and its id go into the message."""
-        stage = error.stage or request.timeline.stage()
+        stage = error.stage or request.timeline.stage
         message = f"request {request.rid} ended in stage '{stage}': {error.message}"
         request.finish = FinishReason(
             FinishType.ABORT, message=message, status_code=error.http_status, reason=error.reason, param=error.param

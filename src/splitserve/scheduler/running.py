@@ -2,7 +2,8 @@
 
 Scheduling is one rule: every running request's computed tokens chase its tokens, within the step's token budget. A
 request that misses one token is decoding, one that misses more is prefilling its next chunk; the plan mixes both.
-Decodes go first, then prompts already begun, then the waiting line in order of arrival while the pool has room.
+Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room. Where
+a running request finds no page to grow into, another gives way (retraction.py), and comes back before anybody else.
 
 It does not know roles: who may enter the line, what happens to a computed chunk and who hears of a token is theirs.
 """
@@ -10,12 +11,16 @@ It does not know roles: who may enter the line, what happens to a computed chunk
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import InputLogprobSpec, RequestResult, RequestStep, SampleSpec, StepPlan
 from splitserve.core.request import Request
+from splitserve.scheduler.admission import Admission, prefix_limit
+from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.retraction import Retraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,93 +32,140 @@ class Batch:
 
 
 class RunningSet:
-    """`tokens_at_most` says how many tokens' KV a request may come to hold in this worker."""
-
     def __init__(
         self,
         cache: PagedKVCache,
+        admission: Admission,
+        retraction: Retraction,
+        order: WaitingOrder,
         *,
         token_budget: int,
         max_running: int,
-        tokens_at_most: Callable[[Request], int],
     ) -> None:
         self.cache = cache
+        self.admission = admission
+        self.retraction = retraction
+        self.order = order
         self.token_budget = token_budget
         self.max_running = max_running
-        self.tokens_at_most = tokens_at_most
         # Not admitted yet: they hold no page and no row.
         self.waiting: deque[Request] = deque()
-        # Admitted: each has a row and a reservation in the cache.
+        # Admitted and computed elsewhere, no place in the running set yet.
+        self.prebuilt: deque[Request] = deque()
+        # Admitted: each has a row and pages, in order of arrival.
         self.running: list[Request] = []
 
     def plan(self, now: float) -> Batch | None:
         """The next step, or None if there is nothing to compute."""
-        budget = self.token_budget
-        steps: list[RequestStep] = []
-        requests: list[Request] = []
+        self._fill_places(now)
         # A stable sort: decodes before chunks, each in order of arrival.
-        for request in sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
-            if budget > 0:
-                budget -= self._schedule(request, budget, steps, requests)
-        while budget > 0 and self.waiting and len(self.running) < self.max_running:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            self.waiting.popleft()
-            self.running.append(request)
-            request.timeline.enter("running", now)
-            budget -= self._schedule(request, budget, steps, requests)
-        return Batch(StepPlan(tuple(steps)), tuple(requests)) if steps else None
+        order = sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1)
+        # Request -> where its step ends.
+        ends: dict[Request, int] = {}
+        budget = self.token_budget
+        for request in order:
+            if budget > 0 and request.row is not None:
+                budget -= self._grow(request, budget, ends, now)
+        self._admit_waiting(budget, ends, now)
+        if not ends:
+            return None
+        steps = tuple(step_of(request, end) for request, end in ends.items())
+        return Batch(StepPlan(steps), tuple(ends))
 
     def remove(self, rid: str) -> Request | None:
-        """Take a request out, waiting or running; its pages and row stay with it. None if it is not here."""
-        for place in (self.waiting, self.running):
+        """Take a request out, wherever it stands; its pages and row stay with it. None if it is not here."""
+        for place in (self.waiting, self.prebuilt, self.running):
             for request in place:
                 if request.rid == rid:
                     place.remove(request)
                     return request
-        return None
+        return self.retraction.remove(rid)
 
-    def _admit(self, request: Request) -> bool:
-        max_tokens = self.tokens_at_most(request)
-        return self.cache.try_admit(request, max_tokens=max_tokens, max_prefix=prefix_limit(request))
+    def holders(self) -> list[Request]:
+        """All in here that hold pages."""
+        return [*self.running, *self.prebuilt]
 
-    def _schedule(self, request: Request, budget: int, steps: list[RequestStep], requests: list[Request]) -> int:
-        """Add the request's next tokens to the step; how many."""
+    def requests(self) -> Iterator[Request]:
+        """All in here."""
+        return chain(self.running, self.prebuilt, self.waiting, self.retraction.requests())
+
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.prebuilt or self.running or len(self.retraction))
+
+    def _fill_places(self, now: float) -> None:
+        """Give free places to those that have been running before, then to those that wait with their pages."""
+        places = self.max_running - len(self.running)
+        resumed = self.retraction.resume_retracted_reqs(self.admission, places, now)
+        if resumed:
+            self.running.extend(resumed)
+            self.running.sort(key=lambda r: r.number)
+        while self.prebuilt and len(self.running) < self.max_running:
+            self.running.append(self.prebuilt.popleft())
+
+    def _grow(self, request: Request, budget: int, ends: dict[Request, int], now: float) -> int:
+        """Put the request's next tokens into the step, and others out of the pool where it has no page for them.
+
+        Returns the tokens by which the step grew, which may be negative.
+        """
         start = request.num_computed_tokens
         end = min(request.num_tokens, start + budget)
-        self.cache.extend(request, end)
-        assert request.row is not None
-        sample = None
-        if end == request.num_tokens:
-            sample = SampleSpec(
-                request.params,
-                end,
-                request.prompt_ids,
-                request.output_ids,
-                request.return_logprob,
-                request.num_top_logprobs,
-                request.grammar,
-            )
-        logprobs = input_logprobs_of(request, start, end)
-        steps.append(RequestStep(request.rid, request.row, request.tokens(start, end), start, sample, logprobs))
-        requests.append(request)
-        return end - start
+        freed = 0
+        while not self.cache.extend(request, end):
+            victim = self.retraction.victim(self.holders())
+            if victim is None:
+                return -freed
+            if victim in ends:
+                freed += ends.pop(victim) - victim.num_computed_tokens
+            self._retract(victim, now)
+            if victim is request:
+                return -freed
+        ends[request] = end
+        return end - start - freed
+
+    def _retract(self, request: Request, now: float) -> None:
+        place = self.running if request in self.running else self.prebuilt
+        place.remove(request)
+        self.retraction.retract(request, now)
+
+    def _admit_waiting(self, budget: int, ends: dict[Request, int], now: float) -> None:
+        """Let in who waits, in the policy's order; the first that does not fit stops those behind it."""
+        if budget <= 0 or not self.waiting or len(self.running) >= self.max_running or len(self.retraction):
+            return
+        for request in list(self.order(self.waiting)):
+            if budget <= 0 or len(self.running) >= self.max_running:
+                return
+            if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.timeline.enter("running", now)
+            budget -= self._grow(request, budget, ends, now)
 
 
-def prefix_limit(request: Request) -> int:
-    """How many of its tokens may come from a cache: all but the last, or those whose logits nobody asks to see."""
-    limit = request.num_tokens - 1
-    if request.logprob_start is not None:
-        limit = min(limit, max(request.logprob_start - 1, 0))
-    return limit
+def step_of(request: Request, end: int) -> RequestStep:
+    """The request's next tokens, up to `end`, with what is asked of them."""
+    start = request.num_computed_tokens
+    assert request.row is not None
+    sample = None
+    if end == request.num_tokens:
+        sample = SampleSpec(
+            request.params,
+            end,
+            request.prompt_ids,
+            request.output_ids,
+            request.return_logprob,
+            request.num_top_logprobs,
+            request.grammar,
+        )
+    logprobs = input_logprobs_of(request, start, end)
+    return RequestStep(request.rid, request.row, request.tokens(start, end), start, sample, logprobs)
 
 
 def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpec | None:
     """What a step over tokens [start, end) can say of the prompt's logprobs: the token at p is scored at p - 1."""
-    if request.logprob_start is None:
+    if (position := request.next_input_logprob) is None:
         return None
-    first = max(request.logprob_start, start + 1)
+    first = max(position, start + 1)
     last = min(end, request.num_prompt_tokens - 1)
     if first > last:
         return None

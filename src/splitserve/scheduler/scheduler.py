@@ -2,7 +2,7 @@
 
 A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns *what* they mean for a request:
 
-    receive   messages from the front end, compiled grammars, progress of the role's queues
+    receive   messages from the front end, compiled grammars, deadlines, progress of the role's queues
     plan      the next step, from the running set
     commit    the engine's result, into requests and out to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
@@ -20,6 +20,7 @@ from splitserve.core.batch import StepResult
 from splitserve.core.request import Request
 from splitserve.errors import (
     CapacityError,
+    DeadlineExceededError,
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
@@ -36,6 +37,7 @@ from splitserve.messages import (
     StateRequest,
     ToScheduler,
 )
+from splitserve.scheduler.deadlines import Deadlines
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
@@ -64,6 +66,10 @@ class Limits:
     max_tokens_per_request: int
     max_queued_requests: int
     eos_token_ids: frozenset[int]
+    # Heed its priority.
+    has_priorities: bool = False
+    # Seconds it may take where it does not say; None: as long as it takes.
+    default_timeout: float | None = None
 
 
 class Scheduler:
@@ -86,6 +92,8 @@ class Scheduler:
         self._outbox = outbox
         self._clock = clock
         self._limits = limits
+        self._deadlines = Deadlines()
+        self._num_accepted = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
         self._num_violations = 0
@@ -95,6 +103,8 @@ class Scheduler:
         for message in self._inbox.drain():
             self._handle(message)
         self._enter_compiled()
+        for request in self._deadlines.pop_expired(self._clock.now()):
+            self._expire(request)
         self.role.advance()
         self._outbox.flush()
 
@@ -122,11 +132,14 @@ class Scheduler:
         self._inbox.wait(timeout)
 
     def state(self) -> SchedulerState:
-        prefix, queues = self._cache.prefix, self.role.queue_state()
+        prefix, queues, retraction = self._cache.prefix, self.role.queue_state(), self._set.retraction
         return SchedulerState(
             num_running_reqs=len(self._set.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
             num_grammar_queue_reqs=len(self.grammars),
+            num_retracted_reqs=len(retraction),
+            retraction_host_bytes=retraction.num_host_bytes,
+            num_retracted_requests_total=retraction.num_retracted_total,
             page_size=self._cache.page_size,
             pages_total=self._cache.pages.num_pages,
             pages_free=self._cache.pages.available(),
@@ -138,7 +151,7 @@ class Scheduler:
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
-            num_tokens_held=sum(r.num_tokens for r in self._set.running) + sum(r.num_tokens for r in self._set.waiting),
+            num_tokens_held=sum(r.num_tokens for r in self._set.requests()),
             num_invariant_violations_total=self._num_violations,
             **queues,
         )
@@ -146,6 +159,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise InvariantViolation unless every page, row and slot is accounted for."""
         self._cache.check(self.role.holders())
+        self._set.retraction.check()
         queues = self.role.queue_state()
         if self.role.is_idle() and queues.get("metadata_slots_free") != queues.get("metadata_slots_total"):
             raise InvariantViolation(f"idle, but metadata slots are taken: {queues}")
@@ -170,6 +184,9 @@ class Scheduler:
                 self._outbox.reply(StateReply(call_id=message.call_id, state=self.state()))
 
     def _accept(self, message: GenerateRequest) -> None:
+        now = self._clock.now()
+        timeout = self._limits.default_timeout if message.timeout is None else message.timeout
+        self._num_accepted += 1
         request = Request(
             rid=message.rid,
             prompt_ids=message.prompt_ids,
@@ -179,13 +196,18 @@ class Scheduler:
             return_logprob=message.return_logprob,
             num_top_logprobs=message.num_top_logprobs,
             logprob_start=message.logprob_start,
+            number=self._num_accepted,
+            priority=message.priority if self._limits.has_priorities else 0,
+            deadline=None if timeout is None else now + timeout,
+            timeout=timeout,
         )
-        request.timeline.enter("received", self._clock.now())
+        request.timeline.enter("received", now)
         if self._outbox.is_open(request.rid):
             logger.error("request id %s is in use already; the second request with it is dropped", request.rid)
             return
         self._has_worked = True
         self._outbox.open(request)
+        self._deadlines.watch(request)
         if request.params.grammar is None:
             self._enter(request)
             return
@@ -228,6 +250,13 @@ class Scheduler:
         else:
             self._outbox.fail(request, error)
 
+    def _expire(self, request: Request) -> None:
+        error = _timed_out(request)
+        if self.grammars.remove(request.rid) is None:
+            self.role.abort(request.rid, error)
+        else:
+            self._enter(request, error)
+
     def _check_limits(self, request: Request) -> None:
         longest = self._limits.max_tokens_per_request
         if not request.prompt_ids:
@@ -245,3 +274,10 @@ class Scheduler:
                 request.params, max_new_tokens=room, min_new_tokens=min(request.params.min_new_tokens, room)
             )
             request.params = params
+
+
+def _timed_out(request: Request) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"it was not finished within its timeout of {request.timeout:g} s, with {len(request.output_ids)} tokens of "
+        "output: ask for fewer tokens, give it a longer timeout, or retry when the worker is less busy"
+    )

@@ -37,7 +37,7 @@ def build_app(
         tokenizer=tokenizer,
         model_path=model_path,
         bootstrap_port=config.disaggregation.bootstrap_port if bootstrap_port is None else bootstrap_port,
-        requests=RequestTable(config.scheduler.max_queued_requests),
+        requests=RequestTable(config.scheduler.max_open_requests),
         metrics=WorkerMetrics(config.server.served_model_name or config.model.model),
         scheduler_pid=scheduler_pid,
     )

@@ -25,6 +25,7 @@ from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fa
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.grammars import grammar_of
+from splitserve.server.patience import with_patience
 from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
 from splitserve.server.schemas import GenerateBody, NativeSampling
 from splitserve.server.stream import Frames, stream_response, unless_disconnected
@@ -42,6 +43,7 @@ def native_routes(front: FrontEnd) -> APIRouter:
         rid = body.rid or draw_rid()
         with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
             fanout, is_list = prepare(front, body, rid)
+            fanout = with_patience(fanout, body, request.headers)
         generation = Generation(front, fanout, received_at)
         with_text = bool(body.return_text_in_logprobs)
         if body.stream:

@@ -19,6 +19,7 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.grammars import openai_grammar
 from splitserve.server.openai_reply import Form, Reply, dump, frames
+from splitserve.server.patience import with_patience
 from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
 from splitserve.server.schemas import ChatBody, CompletionBody, OpenAIBody
 from splitserve.server.stream import stream_response, unless_disconnected
@@ -38,6 +39,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         rid, name = _rid(body)
         with validation.stage(name, "validation"):
             form, fanout = prepare_completion(front, body, rid, name)
+            fanout = with_patience(fanout, body, request.headers)
         return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
 
     @router.post("/v1/chat/completions")
@@ -47,6 +49,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         rid, name = _rid(body)
         with validation.stage(name, "validation"):
             form, fanout = prepare_chat(front, body, rid, name)
+            fanout = with_patience(fanout, body, request.headers)
         return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
 
     @router.get("/v1/models")

@@ -55,6 +55,14 @@ class NativeSampling(SamplingFields):
     min_new_tokens: int | None = None
 
 
+class PatienceFields(Body):
+    """How the request stands in line (`patience.py`)."""
+
+    priority: int | None = None
+    # Seconds.
+    timeout: float | None = None
+
+
 class BootstrapFields(Body):
     """What a router adds: a value for all samples, or a list with one a prompt or one a sample."""
 
@@ -63,7 +71,7 @@ class BootstrapFields(Body):
     bootstrap_room: Any = None
 
 
-class GenerateBody(BootstrapFields):
+class GenerateBody(BootstrapFields, PatienceFields):
     """POST /generate."""
 
     text: str | list[str] | None = None
@@ -84,7 +92,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(SamplingFields, BootstrapFields):
+class OpenAIBody(SamplingFields, BootstrapFields, PatienceFields):
     """What completions and chat completions share, extensions included."""
 
     model: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,14 +66,17 @@ def _held(state: dict[str, Any]) -> str:
         state["num_running_reqs"] == state["num_waiting_reqs"] == state["pages_leased"] == 0
         and state["pages_free"] + state["pages_cached"] == state["pages_total"]
         and state["rows_free"] == state["rows_total"]
+        and state["num_retracted_reqs"] == state["retraction_host_bytes"] == 0
         and state["metadata_slots_free"] == state["metadata_slots_total"]
         and state["num_invariant_violations_total"] == 0
     )
     return "" if balanced else str(state)
 
 
-def deploy(*, chunk: int = 2048, dtype: str = "float32", max_total_tokens: int = 40_000) -> Iterator[Deployment]:
-    args = ["--chunked-prefill-size", str(chunk), "--max-total-tokens", str(max_total_tokens)]
+def deploy(
+    *, chunk: int = 2048, dtype: str = "float32", max_total_tokens: int = 40_000, worker_args: Sequence[str] = ()
+) -> Iterator[Deployment]:
+    args = ["--chunked-prefill-size", str(chunk), "--max-total-tokens", str(max_total_tokens), *worker_args]
     with LocalCluster(MODEL, null=1, dtype=dtype, threads=1, worker_args=args) as cluster:
         cluster.wait_ready(timeout=180)
         with httpx.Client(timeout=300) as client:

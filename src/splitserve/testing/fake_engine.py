@@ -52,6 +52,16 @@ class FakeEngine:
     def regions(self) -> tuple[Region, ...]:
         return (Region(self._pool.ctypes.data, self._pool.nbytes),)
 
+    @property
+    def bytes_per_page(self) -> int:
+        return self.layout.bytes_per_page
+
+    def save(self, pages: Sequence[int]) -> Slots:
+        return self._pool[list(pages)]
+
+    def restore(self, copy: Slots, first: int, pages: Sequence[int]) -> None:
+        self._pool[list(pages)] = copy[first : first + len(pages)]
+
     def execute(self, plan: StepPlan) -> StepResult:
         self.step_sizes.append(plan.num_tokens)
         if self._failure is not None:

@@ -73,6 +73,8 @@ class DisaggregatedWorker(SimWorker):
             return role(running, worker.cache, outbox, clock, HandOverKit(self.manager, metadata, slots))
 
         is_prefill = mode is DisaggregationMode.PREFILL
+        if not is_prefill:
+            settings.setdefault("pre_alloc_size", 64)
         super().__init__(
             clock,
             make_role,

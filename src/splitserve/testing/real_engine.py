@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.layout import Region
@@ -11,7 +14,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
-from splitserve.testing.sim import EngineMaker
+from splitserve.testing.sim import EngineMaker, EngineWithMemory
 
 
 class RealEngine:
@@ -25,6 +28,16 @@ class RealEngine:
     def regions(self) -> tuple[Region, ...]:
         return self._pool.regions()
 
+    @property
+    def bytes_per_page(self) -> int:
+        return self._pool.bytes_per_page
+
+    def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
+        return self._pool.save(pages)
+
+    def restore(self, copy: list[torch.Tensor], first: int, pages: Sequence[int]) -> None:
+        self._pool.restore(copy, first, pages)
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
 
@@ -32,7 +45,7 @@ class RealEngine:
 def real_engine(loaded: LoadedModel) -> EngineMaker:
     """For SimWorker's `make_engine`."""
 
-    def make(page_table: npt.NDArray[np.int32], num_pages: int, page_size: int) -> RealEngine:
+    def make(page_table: npt.NDArray[np.int32], num_pages: int, page_size: int) -> EngineWithMemory:
         return RealEngine(loaded, page_table, num_pages, page_size)
 
     return make

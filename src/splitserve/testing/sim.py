@@ -18,16 +18,20 @@ from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.cache.slots import ReqToTokenPool
+from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.clock import ManualClock
+from splitserve.config import SchedulePolicy
 from splitserve.core.batch import Engine, TokenLogprob
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.request import FinishReason, Request
 from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
+from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.loops import NormalLoop
 from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.retraction import HostCopies, Retraction
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
@@ -38,7 +42,7 @@ from splitserve.testing.fake_grammar import FakeCompiler, InlinePool
 RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
 
 
-class EngineWithMemory(Engine, Protocol):
+class EngineWithMemory(Engine, HostCopies, Protocol):
     """An engine and the pool it computes into."""
 
     layout: KVLayout
@@ -84,10 +88,20 @@ class SimWorker:
         shared: SharedPages | None = None,
         grammar_compiler: GrammarCompiler | None = None,
         grammar_pool: Executor | None = None,
+        num_reserved_decode_tokens: int = 512,
+        host_memory: int = 1 << 30,
+        policy: SchedulePolicy = SchedulePolicy.FCFS,
+        has_priorities: bool = False,
+        default_timeout: float | None = None,
+        pre_alloc_size: int | None = None,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
-        rows = ReqToTokenPool(max_running, self.longest, page_size)
+        rows = (
+            ReqToTokenPool(max_running, self.longest, page_size)
+            if pre_alloc_size is None
+            else DecodeReqToTokenPool(max_running, self.longest, page_size, pre_alloc_size)
+        )
         self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
         cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
@@ -96,15 +110,20 @@ class SimWorker:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
         outbox = Outbox(self._collect, clock)
-        running = RunningSet(
-            self.cache, token_budget=token_budget, max_running=max_running, tokens_at_most=tokens_at_most
+        admission = Admission(
+            self.cache, num_reserved_decode_tokens=num_reserved_decode_tokens, tokens_at_most=tokens_at_most
         )
-        limits = Limits(self.longest, max_queued, eos_token_ids)
-        self.role = make_role(self, running, outbox)
+        retraction = Retraction(self.cache, self.engine, host_memory)
+        order = WaitingOrder(policy, self.cache, has_priorities=has_priorities)
+        self.running = RunningSet(
+            self.cache, admission, retraction, order, token_budget=token_budget, max_running=max_running
+        )
+        limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
+        self.role = make_role(self, self.running, outbox)
         compiler = grammar_compiler or FakeCompiler(eos_token_ids)
         bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
         grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
-        self.scheduler = Scheduler(self.role, running, self.cache, self.inbox, outbox, clock, limits, grammars)
+        self.scheduler = Scheduler(self.role, self.running, self.cache, self.inbox, outbox, clock, limits, grammars)
         self._loop = NormalLoop(self.scheduler, self.engine)
 
     @property
@@ -145,6 +164,7 @@ class SimWorker:
         assert self.role.is_idle()
         assert state.pages_free + state.pages_cached == state.pages_total
         assert state.rows_free == state.rows_total
+        assert state.retraction_host_bytes == 0
         assert state.metadata_slots_free == state.metadata_slots_total
         assert state.num_invariant_violations_total == 0
 

@@ -27,7 +27,7 @@ def make_request(rid="r", prompt=(1, 2, 3, 4, 5), max_new_tokens=4) -> Request:
 
 
 def admit(cache: PagedKVCache, request: Request) -> bool:
-    return cache.try_admit(request, max_tokens=request.num_tokens_at_most, max_prefix=request.num_tokens - 1)
+    return cache.try_admit(request, num_tokens=request.num_tokens, max_prefix=request.num_tokens - 1)
 
 
 lives = st.lists(
@@ -43,7 +43,7 @@ lives = st.lists(
 
 @given(lives, st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_lost_and_an_admitted_request_always_finds_room(life, with_prefix):
+def test_nothing_is_lost_and_a_request_always_finds_what_it_was_promised(life, with_prefix):
     cache = make_cache(prefix=with_prefix)
     held: list[Request] = []
     for number, (action, a, b) in enumerate(life):
@@ -58,10 +58,13 @@ def test_nothing_is_lost_and_an_admitted_request_always_finds_room(life, with_pr
             request = held[a % len(held)]
             if action == "compute":
                 end = min(request.num_computed_tokens + b, request.num_tokens_at_most)
-                cache.extend(request, end)
+                found = cache.extend(request, end)
+                assert found or end > len(request.prompt_ids)
+                if not found:
+                    end = min(end, len(request.pages) * cache.page_size)
                 # Tokens beyond the prompt come from sampling.
                 request.output_ids.extend([0] * (end - request.num_tokens))
-                request.num_computed_tokens = end
+                request.num_computed_tokens = max(end, request.num_computed_tokens)
             elif action == "share":
                 cache.share(request)
             else:
@@ -91,11 +94,25 @@ def test_a_second_request_reuses_the_pages_of_the_first():
     assert (cache.prefix_queries, cache.prefix_hits) == (9 + 9, 8)
 
 
-def test_a_request_that_cannot_end_within_the_pool_waits():
+def test_a_request_without_room_for_its_tokens_and_the_headroom_waits():
     cache = make_cache(num_pages=4)
-    assert admit(cache, make_request("a", prompt=range(8), max_new_tokens=4))
-    assert not admit(cache, make_request("b", prompt=range(4), max_new_tokens=4))
-    assert admit(cache, make_request("c", prompt=range(2), max_new_tokens=2))
+    assert admit(cache, make_request("a", prompt=range(8)))
+    second = make_request("b", prompt=range(4))
+    assert not cache.try_admit(second, num_tokens=4, headroom=2)
+    assert second.row is None
+    assert cache.try_admit(second, num_tokens=4, headroom=1)
+
+
+def test_growth_beyond_the_promise_takes_no_page_promised_to_others():
+    cache = make_cache(num_pages=3)
+    first, second = make_request("a", prompt=range(4)), make_request("b", prompt=range(20, 28))
+    assert admit(cache, first)
+    assert admit(cache, second)
+    assert cache.extend(first, 4)
+    assert not cache.extend(first, 5)
+    assert len(first.pages) == 1
+    assert cache.extend(second, 8)
+    cache.check([first, second])
 
 
 def test_releasing_twice_is_caught():

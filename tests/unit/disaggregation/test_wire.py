@@ -23,6 +23,9 @@ BODIES = [
     wire.TransferInfo(
         session_id="s", key=KEY, attempt=(1 << 62) + 5, rid="r", pages=[3, 1, 2], metadata_index=7, num_tokens=33
     ),
+    wire.TransferInfo(
+        session_id="s", key=KEY, attempt=1, rid="r", pages=[3], metadata_index=0, num_tokens=2, prompt_ids=[9, 8]
+    ),
     wire.AbortRoom(key=KEY, attempt=1, cause=CAUSE),
     wire.TransferStatus(key=KEY, attempt=1, stats=TransferStats(num_bytes=1, seconds=0.5, exposed_seconds=0.25)),
     wire.TransferStatus(key=KEY, attempt=1, failure=CAUSE),

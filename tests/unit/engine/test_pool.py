@@ -49,6 +49,23 @@ def test_region_i_is_component_i_and_page_p_lies_at_p_pages(dtype: str) -> None:
         assert bytes_at(region.address + page_bytes, page_bytes) == expected
 
 
+def test_saved_pages_come_back_into_others_whatever_became_of_theirs() -> None:
+    layout = layout_for(SHAPES, "bfloat16", page_size=4, num_pages=6)
+    pool = KVPool(layout, CPU)
+    tensors = [pool.keys[0], pool.values[0], pool.keys[1], pool.values[1]]
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in tensors]
+    copy = pool.save([4, 1, 2])
+    assert sum(part.nbytes for part in copy) == 3 * pool.bytes_per_page
+    for tensor in tensors:
+        tensor.zero_()
+    pool.restore(copy, 1, [0, 5])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[[0, 5]], old[[1, 2]])
+        assert not tensor[[1, 2, 3, 4]].any()
+
+
 def test_regions_do_not_overlap() -> None:
     regions = sorted(
         KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU).regions(), key=lambda r: r.address

@@ -73,7 +73,7 @@ async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokeni
         await scheduler.start()
         await client.ready(DEADLINE)
         config = WorkerConfig(
-            scheduler=SchedulerConfig(max_queued_requests=max_open),
+            scheduler=SchedulerConfig(max_running_requests=1, max_queued_requests=max_open - 1),
             disaggregation=DisaggregationConfig(mode=DisaggregationMode(mode)),
             server=ServerConfig(served_model_name="tiny"),
         )

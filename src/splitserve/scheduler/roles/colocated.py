@@ -2,7 +2,8 @@
 
 1. `accept` puts a request into the waiting line; the plan admits it when the pool has room.
 2. After the step that finishes its prompt, its whole pages are shared through the prefix cache.
-3. When it ends, all its computed whole pages go to the prefix cache, the rest is freed.
+3. Where the pool runs dry it may give way to others (retraction.py); what was not saved is computed again here.
+4. When it ends, all its computed whole pages go to the prefix cache, the rest is freed.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class ColocatedRole:
             self._outbox.fail(request, error)
 
     def holders(self) -> list[Request]:
-        return list(self._set.running)
+        return self._set.holders()
 
     def num_waiting(self) -> int:
         return len(self._set.waiting)
 
     def is_idle(self) -> bool:
-        return not self._set.waiting and not self._set.running
+        return self._set.is_empty()
 
     def queue_state(self) -> QueueState:
         return {}

@@ -3,8 +3,10 @@
 1. `accept` opens the receiving end; the request stands in the pre-allocation queue: handshake, then memory.
 2. `advance` announces pages to the prefill side and moves it to the transfer queue.
 3. `advance` takes what has arrived: the prompt counts as computed and the first token is there (a prebuilt batch: no
-   forward pass). It joins the running set up to the free places.
-4. It decodes like any other request until it ends.
+   forward pass). The plan lets it into the running set up to the free places.
+4. It decodes like any other request until it ends. Where the pool runs dry it may give way to others (retraction.py):
+   with a copy it comes back by itself, without one it goes through 2 and 3 again, in a new room, and prefill computes
+   all it had. Where prefill cannot, this worker does.
 
 A request that fails or is aborted while the prefill side may still write keeps its pages, in the lease table, until its
 receiver is quiescent.
@@ -12,19 +14,22 @@ receiver is quiescent.
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.decode import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
+from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.lease import LeaseTable
 from splitserve.errors import SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.running import Batch, RunningSet, take_result
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeRole:
@@ -43,10 +48,8 @@ class DecodeRole:
         self._outbox = outbox
         self._clock = clock
         self._slots = kit.slots
-        self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock)
+        self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock, self._admit, running.order)
         self._transfer = DecodeTransferQueue(kit.metadata, cache)
-        # Prebuilt requests: KV and first token are here, a place in the running set is not free yet.
-        self._prebuilt: deque[Request] = deque()
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()
         self._num_failed = 0
 
@@ -60,12 +63,13 @@ class DecodeRole:
         arrived, failed_in_transfer = self._transfer.pop_transferred()
         for entry in arrived:
             self._take_in(entry)
-        announced, failed = self._prealloc.pop_preallocated()
+        # Pages that come free are for those that gave theirs back, before anybody new.
+        announced, failed = self._prealloc.pop_preallocated(may_admit=not len(self._set.retraction))
         self._transfer.extend(announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
-        while self._prebuilt and len(self._set.running) < self._set.max_running:
-            self._set.running.append(self._prebuilt.popleft())
+        for request in self._set.retraction.pop_uncopied():
+            self._ask_again(request)
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
@@ -77,7 +81,8 @@ class DecodeRole:
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
-        request = entry.request if entry else self._remove_decoding(rid)
+        leased = self._leased(rid)
+        request = entry.request if entry else leased or self._set.remove(rid)
         if request is None:
             return
         if error is None:
@@ -85,7 +90,9 @@ class DecodeRole:
         else:
             self._outbox.fail(request, error)
         if entry is None:
-            self._cache.release(request, publish=False)
+            # A retracted one holds nothing, or what a lease gives back.
+            if leased is None and self._cache.holds(request):
+                self._cache.release(request, publish=False)
             return
         entry.receiver.abort(
             error.message if error else "the client of the decode side left",
@@ -96,13 +103,13 @@ class DecodeRole:
     def holders(self) -> list[Request]:
         entries = [*self._transfer.entries(), *self._leases.items()]
         transferring = [e.request for e in entries if self._cache.holds(e.request)]
-        return [*self._set.running, *self._prebuilt, *transferring]
+        return [*self._set.holders(), *transferring]
 
     def num_waiting(self) -> int:
-        return len(self._prealloc) + len(self._transfer) + len(self._prebuilt)
+        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt)
 
     def is_idle(self) -> bool:
-        return not (self._prealloc or self._transfer or self._prebuilt or self._leases or self._set.running)
+        return self._set.is_empty() and not (self._prealloc or self._transfer or self._leases)
 
     def queue_state(self) -> QueueState:
         return {
@@ -121,20 +128,39 @@ class DecodeRole:
         self._close_room(entry)
         if request.is_finished:
             self._cache.release(request, publish=False)
+        elif entry.is_retracted:
+            self._set.prebuilt.appendleft(request)
         else:
-            self._prebuilt.append(request)
+            self._set.prebuilt.append(request)
         self._outbox.tell(request)
 
-    def _remove_decoding(self, rid: str) -> Request | None:
-        for request in self._prebuilt:
-            if request.rid == rid:
-                self._prebuilt.remove(request)
-                return request
-        return self._set.remove(rid)
+    def _admit(self, request: Request) -> bool:
+        """Whether there is room for a newcomer's prompt beside what those that generate need."""
+        return self._set.admission.try_admit(request, running=self._set.holders())
+
+    def _ask_again(self, request: Request) -> None:
+        """Have a retracted request's KV computed by the prefill side, in a new room; here where that cannot be."""
+        assert request.bootstrap is not None
+        if request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
+            try:
+                self._prealloc.add(request, is_retracted=True)
+            except SplitserveError as error:
+                logger.warning("request %s is computed again here: %s", request.rid, error.message)
+            else:
+                return
+        self._set.retraction.add(request, self._clock.now())
+
+    def _leased(self, rid: str) -> Request | None:
+        """A retracted request that cannot go on before its lease is over."""
+        requests = (entry.request for entry in self._leases.items())
+        return next((r for r in requests if r.rid == rid and not r.is_finished), None)
 
     def _fail(self, entry: DecodeEntry) -> None:
         self._num_failed += 1
-        self._outbox.fail(entry.request, entry.failure())
+        if entry.is_retracted:
+            logger.warning("request %s is computed again here: %s", entry.request.rid, entry.failure().message)
+        else:
+            self._outbox.fail(entry.request, entry.failure())
         self._leases.hold(entry, entry.receiver, len(entry.request.pages))
 
     def _free(self, entry: DecodeEntry) -> None:
@@ -143,6 +169,8 @@ class DecodeRole:
             self._cache.settle(entry.request)
             self._cache.release(entry.request, publish=False)
         self._close_room(entry)
+        if entry.is_retracted and not entry.request.is_finished:
+            self._set.retraction.add(entry.request, self._clock.now())
 
     def _close_room(self, entry: DecodeEntry) -> None:
         if entry.metadata_index is not None:

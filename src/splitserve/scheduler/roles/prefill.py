@@ -6,6 +6,8 @@
    moves to the in-flight queue.
 4. `advance` ends it when every byte is proven in place: its pages enter the prefix cache and the front end is answered.
 
+Decode workers may ask for the KV of tokens by themselves, where they had to give it up (`_accept_asked`).
+
 A request that fails or is aborted on the way keeps its pages, in the lease table, until its sender is quiescent.
 """
 
@@ -14,12 +16,14 @@ from __future__ import annotations
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
-from splitserve.core.request import DisaggregationMode, FinishReason, FinishType, Request
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
+from splitserve.core.sampling import SamplingParams
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.lease import LeaseTable
+from splitserve.disaggregation.ports import AskedPrompt
 from splitserve.disaggregation.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
 from splitserve.disaggregation.state import KVPoll
-from splitserve.errors import GrammarError, SplitserveError
+from splitserve.errors import GrammarError, PromptTooLongError, SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.running import Batch, RunningSet, take_result
@@ -42,6 +46,7 @@ class PrefillRole:
         self._clock = clock
         self._metadata = kit.metadata
         self._slots = kit.slots
+        self._manager = kit.manager
         self._bootstrap = PrefillBootstrapQueue(kit.manager, kit.slots)
         # Bootstrapped and not yet fully computed: waiting or running, by rid.
         self._computing: dict[str, PrefillEntry] = {}
@@ -56,6 +61,8 @@ class PrefillRole:
     def advance(self) -> None:
         for entry in self._leases.reclaim():
             self._free(entry)
+        for asked in self._manager.take_asked_prompts():
+            self._accept_asked(asked)
         ready, failed = self._bootstrap.pop_bootstrapped()
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
@@ -119,6 +126,22 @@ class PrefillRole:
             "metadata_slots_free": self._slots.available_size(),
             "num_transfer_failed_reqs_total": self._num_failed,
         }
+
+    def _accept_asked(self, asked: AskedPrompt) -> None:
+        """A prompt that decode asks for: a request like any other, but that our front end knows nothing of it."""
+        rid = f"{asked.rid}@{asked.key}"
+        params = SamplingParams(max_new_tokens=1, temperature=0.0)
+        # It needs no finding: its room is announced already.
+        request = Request(rid, asked.token_ids, params, bootstrap=BootstrapInfo("", 0, asked.key))
+        request.timeline.enter("received", self._clock.now())
+        self._outbox.open(request)
+        try:
+            self.accept(request)
+        except SplitserveError as error:
+            self._outbox.fail(request, error)
+            return
+        if request.num_prompt_tokens > self._cache.max_tokens_per_request:
+            self.abort(rid, PromptTooLongError(f"{request.num_prompt_tokens} tokens do not fit this prefill worker"))
 
     def _hand_over(self, entry: PrefillEntry) -> None:
         entry.request.timeline.enter("transfer", self._clock.now())

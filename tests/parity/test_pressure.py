@@ -1,0 +1,78 @@
+"""Real attention in a pool so small that requests give way dozens of times: output is that of an unhurried run."""
+
+import random
+
+import pytest
+
+from splitserve.core.sampling import SamplingParams
+from splitserve.messages import GenerateRequest
+from splitserve.testing.pair import PairWorld
+from splitserve.testing.real_engine import real_engine
+from splitserve.testing.sim import ColocatedWorld, SimWorker
+
+NUM_REQUESTS, NUM_OUTPUT_TOKENS, PAGE_SIZE = 20, 40, 4
+# The longest request takes 16 pages of these.
+TIGHT = {"num_pages": 22, "num_reserved_decode_tokens": 1, "max_running": 16}
+ROOMY = {"num_pages": 1024, "max_running": 16}
+
+
+def requests_of(vocab_size: int) -> list[GenerateRequest]:
+    """Half of them greedy, half seeded, all with logprobs, some of the prompt too."""
+    rng = random.Random(6)
+    requests = []
+    for i in range(NUM_REQUESTS):
+        params = SamplingParams(
+            max_new_tokens=NUM_OUTPUT_TOKENS,
+            temperature=0.8 * (i % 2),
+            seed=i,
+            ignore_eos=True,
+            frequency_penalty=0.5 * (i % 3),
+        )
+        prompt = [rng.randrange(vocab_size - 8) for _ in range(rng.randrange(1, 24))]
+        start = 0 if i % 4 == 0 else None
+        requests.append(
+            GenerateRequest(rid=f"r{i}", prompt_ids=prompt, params=params, return_logprob=True, logprob_start=start)
+        )
+    return requests
+
+
+def run_colocated(requests: list[GenerateRequest], settings) -> SimWorker:
+    world = ColocatedWorld(page_size=PAGE_SIZE, token_budget=64, **settings)
+    for request in requests:
+        world.submit(request)
+    world.run_until_idle()
+    world.check_nothing_is_held()
+    return world
+
+
+def run_disaggregated(requests: list[GenerateRequest], settings) -> SimWorker:
+    prefill = {"num_pages": 1024, "page_size": PAGE_SIZE, "token_budget": 64, "make_engine": settings["make_engine"]}
+    world = PairWorld(7, prefill_settings=prefill, decode_settings={"page_size": PAGE_SIZE, **settings}, num_slots=32)
+    for room, request in enumerate(requests):
+        world.submit(request.rid, request.prompt_ids, request.params, room=room, return_logprob=True)
+    world.run_until_idle()
+    world.check_nothing_is_held()
+    return world.decode
+
+
+def logprobs_of(worker: SimWorker, rid: str) -> list[float]:
+    return [lp.logprob for output in worker.outputs[rid] for lp in output.logprobs]
+
+
+@pytest.mark.parametrize("run", [run_colocated, run_disaggregated])
+def test_output_is_that_of_a_run_in_a_large_pool(tiny, run):
+    loaded, _ = tiny
+    requests, engine = requests_of(loaded.vocab_size), real_engine(loaded)
+    unhurried = run(requests, ROOMY | {"make_engine": engine})
+    assert unhurried.scheduler.state().num_retracted_requests_total == 0
+    # With a copy to come back to, and computed again.
+    for host_memory in (1 << 30, 0):
+        pressed = run(requests, TIGHT | {"make_engine": engine, "host_memory": host_memory})
+        assert pressed.scheduler.state().num_retracted_requests_total >= 24
+        for rid in (request.rid for request in requests):
+            assert pressed.tokens(rid) == unhurried.tokens(rid)
+            assert len(pressed.tokens(rid)) == NUM_OUTPUT_TOKENS
+            # Another batch is another order of sums.
+            assert logprobs_of(pressed, rid) == pytest.approx(logprobs_of(unhurried, rid), abs=1e-3)
+            scored = [[lp.logprob for lp in worker.input_logprobs(rid)] for worker in (pressed, unhurried)]
+            assert scored[0] == pytest.approx(scored[1], abs=1e-3)

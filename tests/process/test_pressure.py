@@ -1,0 +1,53 @@
+"""A real model in pools too small for what is asked of them, over HTTP: same output, clear deadlines."""
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from splitserve.testing.deployment import Deployment, deploy
+
+pytestmark = pytest.mark.process
+
+# 16 pages of 16 tokens, of which a request grows to 7, and host memory for a few: some come back from their copies,
+# some are computed again.
+POOL_TOKENS, NUM_REQUESTS, NUM_TOKENS = 256, 16, 40
+PRESSURE = ["--num-reserved-decode-tokens", "1", "--retraction-host-memory", "6M"]
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    yield from deploy(max_total_tokens=POOL_TOKENS, worker_args=PRESSURE)
+
+
+def num_retractions(deployment: Deployment, url: str) -> float:
+    families = text_string_to_metric_families(deployment.client.get(f"{url}/metrics").text)
+    samples = {s.name: s.value for family in families for s in family.samples}
+    return samples["splitserve:num_retracted_requests_total"]
+
+
+def test_output_under_pressure_is_that_of_requests_alone(deployment, prompts):
+    pieces = [prompts[-1][i * 61 : i * 61 + 60] for i in range(NUM_REQUESTS)]
+    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    alone = deployment.generate_all("colocated", pieces, 1, sampling_params=params)
+    for mode, role in (("colocated", "null"), ("disaggregated", "decode")):
+        assert num_retractions(deployment, deployment.worker(role)) == 0
+        together = deployment.generate_all(mode, pieces, NUM_REQUESTS, sampling_params=params)
+        assert num_retractions(deployment, deployment.worker(role)) >= 6
+        assert [a["output_ids"] for a in together] == [a["output_ids"] for a in alone]
+    deployment.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_runs_out_of_time_says_so(deployment, prompts, mode, is_stream):
+    body = {
+        "input_ids": prompts[5],
+        "stream": is_stream,
+        "sampling_params": {"max_new_tokens": 240, "ignore_eos": True},
+    }
+    answer = deployment.client.post(f"{deployment.url(mode)}/generate", json=body, headers={"X-Request-Timeout": "0.7"})
+    assert "deadline_exceeded" in answer.text
+    assert "timeout of 0.7 s" in answer.text
+    assert answer.status_code == 504 or (is_stream and answer.status_code == 200)
+    deployment.check_nothing_is_held()

@@ -1,0 +1,185 @@
+"""Pools too small for what is asked of them: nobody starves, nothing is lost or said twice, whatever the order.
+
+Seeds choose pool, reserve, host memory, lengths, arrivals, priorities, aborts and deadlines, down to the smallest pool
+that can work. The fake engine's tokens depend on every KV slot, so a page that came back wrong shows.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from splitserve.config import SchedulePolicy
+from splitserve.core.request import FinishType
+from splitserve.core.sampling import SamplingParams
+from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.testing.fake_engine import expected_tokens
+from splitserve.testing.pair import PairWorld
+from splitserve.testing.sim import ColocatedWorld, SimWorker
+
+
+@dataclass
+class Life:
+    """What was asked of a world, and what may end early."""
+
+    asked: dict[str, GenerateRequest] = field(default_factory=dict)
+    # May end with an abort, or be cut short by a deadline.
+    excused: set[str] = field(default_factory=set)
+
+    def check_outputs(self, worker: SimWorker) -> None:
+        for rid, ask in self.asked.items():
+            got, finish = worker.tokens(rid), worker.finish(rid)
+            count = min(ask.params.max_new_tokens, worker.longest - len(ask.prompt_ids))
+            expected = expected_tokens(ask.prompt_ids, ask.params, count)
+            assert got == expected[: len(got)], rid
+            if finish is None or finish.type is FinishType.ABORT:
+                assert rid in self.excused, (rid, finish)
+            else:
+                assert got == expected, rid
+
+
+class Watch:
+    """Looks at a generating worker after each of its turns: accounts, and that nobody passes those who gave way."""
+
+    def __init__(self, worker: SimWorker, *, is_fifo: bool = False) -> None:
+        self._worker = worker
+        # Requests must be let in first in order of arrival.
+        self._is_fifo = is_fifo
+        self._ran: set[str] = set()
+        self._line: list[str] = []
+        self.retractions: Counter[str] = Counter()
+
+    def look(self) -> None:
+        self._worker.check()
+        running = self._worker.running
+        line = [r.rid for r in running.retraction.requests()]
+        assert line == [r.rid for r in sorted(running.retraction.requests(), key=lambda r: r.rank)]
+        admitted = {r.rid for r in self._worker.cache.admitted()}
+        stayed = set(line) & set(self._line)
+        assert not stayed or admitted <= self._ran, f"{admitted - self._ran} passed {stayed}, who gave way"
+        # Those who ended meanwhile, by an abort or a deadline, are passed by everybody.
+        before = [rid for rid in self._line if rid in admitted or rid in stayed]
+        back = [rid for rid in before if rid in admitted]
+        assert back == before[: len(back)], f"{back} came back before {before}"
+        if self._is_fifo and running.waiting:
+            new = [r for r in self._worker.cache.admitted() if r.rid not in self._ran]
+            assert not new or max(r.number for r in new) < min(r.number for r in running.waiting)
+        self._ran |= admitted
+        self._line = line
+        for request in running.requests():
+            self.retractions[request.rid] = request.num_retractions
+
+
+def settings_of(rng: random.Random, page_size: int, longest: int) -> dict:
+    """Of a worker that generates; its pool holds the longest request, and sometimes nothing beside it."""
+    num_pages = -(-longest // page_size)
+    num_pages += rng.choice([0, 1, num_pages, 3 * num_pages])
+    return {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "max_running": rng.choice([1, 3, 8, 32, 32]),
+        "num_reserved_decode_tokens": rng.choice([1, 1, 2, 8, 512]),
+        # None, a few pages of eight bytes a token, plenty.
+        "host_memory": rng.choice([0, 5 * 8 * page_size, 1 << 20]),
+        "policy": rng.choice(list(SchedulePolicy)),
+        "has_priorities": rng.random() < 0.3,
+    }
+
+
+def ask_of(rng: random.Random, number: int, longest: int) -> GenerateRequest:
+    num_prompt_tokens = rng.randrange(1, rng.choice([4, 4, longest]))
+    sampling = SamplingParams(
+        max_new_tokens=rng.randrange(1, longest), temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(1000)
+    )
+    return GenerateRequest(
+        rid=f"r{number}",
+        prompt_ids=[rng.randrange(3) for _ in range(num_prompt_tokens)],
+        params=sampling,
+        return_logprob=rng.random() < 0.3,
+        priority=rng.randrange(3),
+        timeout=rng.choice([0.003, 0.05]) if rng.random() < 0.1 else None,
+    )
+
+
+def colocated_life(seed: int) -> int:
+    """One life of a null worker; how often somebody gave way."""
+    rng = random.Random(seed)
+    page_size, longest = rng.choice([1, 2, 4, 16]), rng.choice([8, 24, 60, 60])
+    settings = settings_of(rng, page_size, longest)
+    world = ColocatedWorld(**settings, token_budget=rng.choice([1, 5, 64]), prefix=rng.random() < 0.6)
+    is_fifo = settings["policy"] is SchedulePolicy.FCFS and not settings["has_priorities"]
+    life, watch = Life(), Watch(world, is_fifo=is_fifo)
+    for i in range(rng.randrange(2, 40)):
+        ask = ask_of(rng, i, longest)
+        life.asked[ask.rid] = ask
+        if ask.timeout is not None:
+            life.excused.add(ask.rid)
+        world.submit(ask)
+        for _ in range(rng.choice([0, 0, 0, 1, 10])):
+            world.turn()
+            world.clock.advance(0.001)
+            watch.look()
+        if rng.random() < 0.15:
+            victim = rng.choice(list(life.asked))
+            life.excused.add(victim)
+            world.submit(AbortRequest(rid=victim, quiet=rng.random() < 0.3))
+    for _ in range(20_000):
+        world.turn()
+        world.clock.advance(0.001)
+        watch.look()
+        if world.is_idle():
+            break
+    assert world.is_idle(), world.scheduler.state()
+    life.check_outputs(world)
+    world.check_nothing_is_held()
+    return world.scheduler.state().num_retracted_requests_total
+
+
+def pair_life(seed: int) -> int:
+    """One life of a prefill and a decode worker; how often somebody gave way."""
+    rng = random.Random(seed)
+    page_size, longest = rng.choice([1, 4, 16]), rng.choice([8, 24, 60, 60])
+    prefill = {"num_pages": -(-longest // page_size) + rng.choice([0, 20]), "page_size": page_size}
+    decode = settings_of(rng, page_size, longest) | {"pre_alloc_size": rng.choice([0, 1, 8])}
+    world = PairWorld(seed, prefill_settings=prefill, decode_settings=decode, num_slots=rng.choice([1, 8]))
+    life, watch = Life(), Watch(world.decode)
+    for i in range(rng.randrange(2, 24)):
+        ask = ask_of(rng, i, longest)
+        life.asked[ask.rid] = ask
+        if ask.timeout is not None:
+            life.excused.add(ask.rid)
+        more = {"return_logprob": ask.return_logprob, "priority": ask.priority, "timeout": ask.timeout}
+        world.submit(ask.rid, ask.prompt_ids, ask.params, room=i, **more)
+        for _ in range(rng.choice([0, 10, 100])):
+            world.happen()
+            watch.look()
+        if rng.random() < 0.15:
+            victim = rng.choice(list(life.asked))
+            life.excused.add(victim)
+            world.abort(victim, *rng.sample([world.prefill, world.decode], rng.randrange(1, 3)))
+    for _ in range(200_000):
+        world.happen()
+        watch.look()
+        if world.prefill.is_idle() and world.decode.is_idle():
+            break
+    assert world.decode.is_idle(), world.decode.scheduler.state()
+    assert world.prefill.is_idle(), world.prefill.scheduler.state()
+    life.check_outputs(world.decode)
+    world.check_nothing_is_held()
+    return world.decode.scheduler.state().num_retracted_requests_total
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("life", [colocated_life, pair_life])
+def test_every_request_ends_right_however_small_the_pool(life, block):
+    num_retractions = sum(life(seed) for seed in range(block * 50, block * 50 + 50))
+    assert num_retractions > 10, "no pressure: this proves nothing"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block", range(50))
+@pytest.mark.parametrize("life", [colocated_life, pair_life])
+def test_every_request_ends_right_in_ten_thousand_lives(life, block):
+    for seed in range(1000 + block * 100, 1100 + block * 100):
+        life(seed)

@@ -1,0 +1,135 @@
+"""Decode workers whose pool runs dry: through the prefill side again, or by themselves where that cannot be."""
+
+import pytest
+
+from splitserve.core.sampling import SamplingParams
+from splitserve.testing.fake_engine import expected_tokens
+from splitserve.testing.pair import PairWorld
+
+PAGE = 4
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+TIGHT = {"num_pages": 12, "page_size": PAGE, "num_reserved_decode_tokens": 1, "host_memory": 0}
+# Forward passes of an answer on decode: prefill makes its first token.
+DECODES = GREEDY.max_new_tokens - 1
+
+
+def prompt_of(rid, length=8) -> list[int]:
+    return [ord(rid) + i for i in range(length)]
+
+
+def pair_world(seed=1, *, prefill=None, decode=None) -> PairWorld:
+    """Two requests, "a" and "b", of which one has to give way."""
+    prefill_settings = {"num_pages": 40, "page_size": PAGE} | (prefill or {})
+    world = PairWorld(seed, prefill_settings=prefill_settings, decode_settings=TIGHT | (decode or {}))
+    for room, rid in enumerate("ab"):
+        world.submit(rid, prompt_of(rid), GREEDY, room=room, return_logprob=True)
+    return world
+
+
+def happen_until(world, condition) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        world.happen()
+    raise AssertionError("it did not come to pass")
+
+
+def has_asked(world) -> bool:
+    state = world.decode.scheduler.state()
+    return state.num_retracted_requests_total > 0 and state.num_decode_transfer_queue_reqs > 0
+
+
+def check_answers(world) -> None:
+    for rid in "ab":
+        assert world.decode.tokens(rid) == expected_tokens(prompt_of(rid), GREEDY, GREEDY.max_new_tokens)
+        logprobs = [lp.token_id for output in world.decode.outputs[rid] for lp in output.logprobs]
+        assert logprobs == world.decode.tokens(rid)
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_room_on_the_host_the_prefill_side_computes_it_again(seed):
+    world = pair_world(seed)
+    world.run_until_idle()
+    check_answers(world)
+    assert world.decode.scheduler.state().num_retracted_requests_total > 0
+    assert sum(world.decode.fake_engine.step_sizes) == 2 * DECODES, "decode computed a prompt"
+    assert sum(world.prefill.fake_engine.step_sizes) > 2 * 8
+
+
+def test_with_room_on_the_host_the_prefill_side_hears_nothing_of_it():
+    world = pair_world(decode={"host_memory": 1 << 20})
+    world.run_until_idle()
+    check_answers(world)
+    assert world.decode.scheduler.state().num_retracted_requests_total > 0
+    assert sum(world.decode.fake_engine.step_sizes) == 2 * DECODES
+    assert sum(world.prefill.fake_engine.step_sizes) == 2 * 8
+
+
+def test_what_does_not_fit_the_prefill_worker_is_computed_again_on_decode():
+    world = pair_world(prefill={"num_pages": 3})
+    world.run_until_idle()
+    check_answers(world)
+    assert sum(world.decode.fake_engine.step_sizes) > 2 * DECODES
+
+
+@pytest.mark.parametrize("late_fences", [False, True])
+def test_a_session_that_breaks_on_the_way_back_costs_no_token(late_fences):
+    world = pair_world(5)
+    world.data.late_fences = late_fences
+    happen_until(world, lambda: has_asked(world))
+    happen_until(world, world.data.busy_sessions)
+    world.data.break_session(world.data.busy_sessions()[0])
+    world.run_until_idle()
+    check_answers(world)
+    assert sum(world.decode.fake_engine.step_sizes) > 2 * DECODES
+
+
+def test_an_abort_on_the_way_back_ends_it_on_both_sides():
+    world = pair_world(2)
+    happen_until(world, lambda: has_asked(world))
+    world.abort("b", world.decode)
+    world.run_until_idle()
+    assert world.decode.finish("b").status_code == 499
+    assert world.decode.tokens("a") == expected_tokens(prompt_of("a"), GREEDY, 24)
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+def test_a_request_whose_pages_are_still_lent_out_can_be_ended(end):
+    world = PairWorld(5, prefill_settings={"num_pages": 40, "page_size": PAGE}, decode_settings=TIGHT, late_fences=True)
+    for room, rid in enumerate("ab"):
+        world.submit(rid, prompt_of(rid), GREEDY, room=room, timeout=30.0)
+    happen_until(world, lambda: has_asked(world))
+    happen_until(world, world.data.busy_sessions)
+    world.data.break_session(world.data.busy_sessions()[0])
+    # The manager has cut the session off; no byte of it lands from here on until the fence.
+    while not world.decode.scheduler.state().pages_leased:
+        world.decode.turn()
+        world.decode.manager.tick()
+        world.prefill.manager.tick()
+        for pair in world.control.busy():
+            world.control.deliver(pair)
+    if end == "abort":
+        world.abort("b", world.decode)
+    else:
+        world.clock.advance(30.0)
+    world.decode.turn()
+    assert world.decode.finish("b").status_code == (499 if end == "abort" else 504)
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+def test_transfers_go_on_into_extra_rows_while_the_running_set_is_full():
+    settings = {"max_running": 1, "pre_alloc_size": 2, "num_reserved_decode_tokens": 8}
+    world = PairWorld(3, decode_settings=settings)
+    for room, rid in enumerate("abcd"):
+        world.submit(rid, prompt_of(rid), SamplingParams(max_new_tokens=400, temperature=0.0), room=room)
+    happen_until(world, lambda: len(world.decode.running.prebuilt) == 2)
+    state = world.decode.scheduler.state()
+    assert (state.num_running_reqs, state.rows_free, state.num_decode_prealloc_queue_reqs) == (1, 0, 1)
+    assert all(world.decode.tokens(r.rid) for r in world.decode.running.prebuilt), "no first token yet"
+    for rid in "abcd":
+        world.abort(rid, world.prefill, world.decode)
+    world.run_until_idle()
+    world.check_nothing_is_held()
