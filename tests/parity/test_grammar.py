@@ -59,7 +59,7 @@ def request(number: int) -> GenerateRequest:
     )
 
 
-def test_fifty_schemas_parse_validate_and_are_the_same_colocated_and_disaggregated(loaded, settings):
+def test_fifty_schemas_parse_validate_and_are_the_same_in_every_mode_and_under_memory_pressure(loaded, settings):
     tokenizer = Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
     one = ColocatedWorld(**settings)
     pair = PairWorld(5, prefill_settings=settings, decode_settings=settings, num_slots=32)
@@ -82,3 +82,21 @@ def test_fifty_schemas_parse_validate_and_are_the_same_colocated_and_disaggregat
         assert logprobs == (tokens if number % 2 == 0 else [])
     one.check_nothing_is_held()
     pair.check_nothing_is_held()
+
+    # And where the pool is so small that requests give way: to host memory, and to be computed again.
+    for host_memory in (1 << 30, 0):
+        tight = settings | {"num_pages": 49, "num_reserved_decode_tokens": 1, "host_memory": host_memory}
+        pressed = ColocatedWorld(**tight)
+        pressed_pair = PairWorld(6, prefill_settings=settings, decode_settings=tight, num_slots=32)
+        for number in range(len(SCHEMAS)):
+            message = request(number)
+            pressed.submit(message)
+            pressed_pair.submit(message.rid, message.prompt_ids, message.params, room=number + 1)
+        pressed.run_until_idle()
+        pressed_pair.run_until_idle(max_events=2_000_000)
+        for worker in (pressed, pressed_pair.decode):
+            assert worker.scheduler.state().num_retracted_requests_total >= 5
+            for number in range(len(SCHEMAS)):
+                assert worker.tokens(f"r{number}") == one.tokens(f"r{number}")
+        pressed.check_nothing_is_held()
+        pressed_pair.check_nothing_is_held()

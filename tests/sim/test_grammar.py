@@ -177,6 +177,42 @@ def test_a_deadline_on_one_side_is_told_to_the_other(slow):
     world.check_nothing_is_held()
 
 
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+def test_a_timeout_that_comes_while_the_grammar_is_compiled_ends_both_halves(slow):
+    world = pair(1, **{slow: {"grammar_pool": HeldPool()}})
+    world.submit("g", [1, 2, 3], params(2, 2), room=1, timeout=10.0)
+    late, other = (world.prefill, world.decode) if slow == "prefill" else (world.decode, world.prefill)
+    for _ in range(200):
+        world.happen()
+    assert late.scheduler.state().num_grammar_queue_reqs == 1
+    world.clock.advance(10.0)
+    world.run_until_idle()
+    assert (late.finish("g").status_code, late.finish("g").reason) == (504, "deadline_exceeded")
+    assert "timeout of 10 s" in late.finish("g").message
+    assert other.finish("g").type is FinishType.ABORT
+    assert late.scheduler.state().num_grammar_queue_reqs == 0
+    world.check_nothing_is_held()
+
+
+def test_requests_that_gave_way_go_on_in_their_grammars():
+    # No reserve, and room for one and a half requests.
+    tight = {"num_pages": 8, "page_size": 4, "num_reserved_decode_tokens": 1}
+    for host_memory in (1 << 30, 0):
+        one = colocated(**tight, host_memory=host_memory)
+        both = pair(3, decode=tight | {"host_memory": host_memory})
+        for i in range(6):
+            one.submit(GenerateRequest(rid=f"g{i}", prompt_ids=[4, 5, i], params=params(7, 15)))
+            both.submit(f"g{i}", [4, 5, i], params(7, 15), room=i + 1)
+        one.run_until_idle()
+        both.run_until_idle()
+        for worker in (one, both.decode):
+            assert worker.scheduler.state().num_retracted_requests_total >= 3
+            assert all(follows(worker.tokens(f"g{i}"), 7, 15) for i in range(6))
+            assert all(worker.tokens(f"g{i}") == one.tokens(f"g{i}") for i in range(6))
+        one.check_nothing_is_held()
+        both.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(quiet):
     pool = HeldPool()
