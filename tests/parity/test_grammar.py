@@ -95,7 +95,7 @@ def test_fifty_schemas_parse_validate_and_are_the_same_in_every_mode_and_under_m
         pressed.run_until_idle()
         pressed_pair.run_until_idle(max_events=2_000_000)
         for worker in (pressed, pressed_pair.decode):
-            assert worker.scheduler.state().num_retracted_requests_total >= 5
+            assert worker.scheduler.state().num_retracted_requests_total > 0
             for number in range(len(SCHEMAS)):
                 assert worker.tokens(f"r{number}") == one.tokens(f"r{number}")
         pressed.check_nothing_is_held()
