@@ -55,6 +55,7 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["router", "--timeout", "0"], "--timeout"),
         (["up", "--prefill", "1", "--decode", "0"], "each kind needs the other"),
         (["up", "--dtype", "int3"], "--dtype"),
+        (["up", "smollm2", "another"], "after --"),
         (["up", "--transfer-backend", "pigeon"], "--transfer-backend"),
         (["serve", "--disaggregation-transfer-backend", "pigeon"], "--disaggregation-transfer-backend"),
         (["up", "--log-level", "info", "--prefill", "0", "--decode", "0"], "at least one worker"),

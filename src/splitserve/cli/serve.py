@@ -1,0 +1,178 @@
+"""`splitserve serve`: one worker. The options are the parameters here, and all they do is fill a WorkerConfig."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitserve.cli.checks import check_worker, named_values, num_bytes
+from splitserve.cli.options import (
+    CpuAffinityOption,
+    DtypeOption,
+    HostMemoryOption,
+    HostOption,
+    KernelsOption,
+    LogLevelOption,
+    ModelArgument,
+    ParentOption,
+    PolicyOption,
+    PriorityOption,
+    QuantizationOption,
+    ReadyFileOption,
+    RequestTimeoutOption,
+    ReservedTokensOption,
+    ThreadsOption,
+    TokenFileOption,
+)
+from splitserve.config import (
+    TRANSFER_DTYPES,
+    CacheConfig,
+    DisaggregationConfig,
+    ModelConfig,
+    SchedulePolicy,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+)
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError
+from splitserve.router.args import parse_url
+
+
+def serve(
+    model: ModelArgument = "smollm2",
+    disaggregation_mode: Annotated[DisaggregationMode, typer.Option(help="null: both phases here.")] = (
+        DisaggregationMode.NULL
+    ),
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 30000,
+    router: Annotated[str | None, typer.Option(metavar="URL", help="Router to register with.")] = None,
+    disaggregation_host: Annotated[
+        str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
+    ] = None,
+    disaggregation_bootstrap_port: Annotated[
+        int,
+        typer.Option(
+            help="Prefill: port of its bootstrap server, 0: any free one. Decode: used where a request names none."
+        ),
+    ] = 8998,
+    disaggregation_transfer_backend: Annotated[
+        str,
+        typer.Option("--disaggregation-transfer-backend", "--transfer-backend", help="How the KV cache travels."),
+    ] = "tcp",
+    transfer_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Backend's own setting, repeatable: mooncake takes protocol, device."),
+    ] = None,
+    transfer_checksum: Annotated[
+        bool, typer.Option(help="Compare every prompt's KV cache end to end; enough on one side.")
+    ] = False,
+    transfer_dtype: Annotated[
+        str, typer.Option(help=f"Decode: dtype of the KV cache on its way here: auto, {', '.join(TRANSFER_DTYPES)}.")
+    ] = "auto",
+    cluster_token_file: TokenFileOption = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
+    dtype: DtypeOption = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
+    threads: ThreadsOption = None,
+    cpu_affinity: CpuAffinityOption = None,
+    kernels: KernelsOption = "auto",
+    quantization: QuantizationOption = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV pool.")] = 16,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Tokens in the KV pool.")] = None,
+    shared_pool: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compute in one pool with other workers of this host (backend shm)."),
+    ] = None,
+    mem_fraction_static: Annotated[float, typer.Option(help="Of free memory, for the KV pool.")] = 0.15,
+    disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
+    chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
+    max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
+    num_reserved_decode_tokens: ReservedTokensOption = 512,
+    retraction_host_memory: HostMemoryOption = "1G",
+    schedule_policy: PolicyOption = SchedulePolicy.FCFS,
+    enable_priority: PriorityOption = False,
+    request_timeout: RequestTimeoutOption = None,
+    bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
+    transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
+    grammar_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its compiled grammar.")] = 60.0,
+    load_timeout: Annotated[float, typer.Option(help="Seconds for loading the model.")] = 900.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
+    log_level: LogLevelOption = "info",
+    ready_file: ReadyFileOption = None,
+    exit_with_parent: ParentOption = False,
+) -> None:
+    """Run one worker: colocated, prefill or decode."""
+    from splitserve.launch.cluster_token import read_token_file
+
+    defaults = DisaggregationConfig()
+    is_wildcard = host in ("0.0.0.0", "::", "")
+    if is_wildcard and disaggregation_host is None and (router or disaggregation_mode is not DisaggregationMode.NULL):
+        raise ConfigError(f"--host {host!r} is no address that others can reach: give that as --disaggregation-host")
+    peer_host = defaults.host if is_wildcard else host
+    token = defaults.cluster_token
+    if cluster_token_file is not None and disaggregation_mode is not DisaggregationMode.NULL:
+        token = read_token_file(cluster_token_file)
+    config = WorkerConfig(
+        model=ModelConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            context_length=context_length,
+            threads=threads,
+            cpu_affinity=cpu_affinity,
+            kernels=kernels,
+            quantization=quantization,
+        ),
+        cache=CacheConfig(
+            page_size=page_size,
+            max_total_tokens=max_total_tokens,
+            mem_fraction=mem_fraction_static,
+            enable_prefix_cache=not disable_radix_cache,
+            shared_pool=None if shared_pool is None else str(shared_pool),
+        ),
+        scheduler=SchedulerConfig(
+            chunked_prefill_size=chunked_prefill_size,
+            max_running_requests=max_running_requests,
+            max_queued_requests=max_queued_requests,
+            grammar_timeout=grammar_timeout,
+            num_reserved_decode_tokens=num_reserved_decode_tokens,
+            retraction_host_memory=num_bytes(retraction_host_memory, "--retraction-host-memory"),
+            schedule_policy=schedule_policy,
+            enable_priority=enable_priority,
+            request_timeout=request_timeout,
+        ),
+        disaggregation=DisaggregationConfig(
+            mode=disaggregation_mode,
+            transfer_backend=disaggregation_transfer_backend,
+            transfer_dtype=transfer_dtype,
+            transfer_checksum=transfer_checksum,
+            transfer_options=named_values(transfer_option or (), "--transfer-option"),
+            host=disaggregation_host or peer_host,
+            cluster_token=token,
+            bootstrap_port=disaggregation_bootstrap_port,
+            bootstrap_timeout=bootstrap_timeout,
+            transfer_timeout=transfer_timeout,
+        ),
+        server=ServerConfig(
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            router_url=None if router is None else parse_url(router),
+            log_level=log_level,
+        ),
+    )
+    check_worker(config)
+    from splitserve.launch.worker import ProcessOptions, run_worker
+
+    options = ProcessOptions(
+        ready_file=ready_file,
+        exit_with_parent=exit_with_parent,
+        load_timeout=load_timeout,
+        drain_timeout=drain_timeout,
+    )
+    raise typer.Exit(run_worker(config, options=options))
