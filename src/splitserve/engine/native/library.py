@@ -82,6 +82,7 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+@functools.cache
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
     flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
