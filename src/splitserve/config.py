@@ -50,6 +50,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Of the device's free memory after the weights are loaded.
     mem_fraction: float = 0.15
     enable_prefix_cache: bool = True
+    # Decode: keep prefixes too, and have prefill send only what is missing.
+    enable_decode_prefix_cache: bool = True
     # File in memory that holds one pool for several workers of this host; None: a pool of our own.
     shared_pool: str | None = None
 

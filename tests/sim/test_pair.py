@@ -7,6 +7,7 @@ import pytest
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import SamplingParams
+from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.errors import EngineError
 from splitserve.messages import AbortRequest
 from splitserve.testing.fake_engine import expected_tokens
@@ -46,6 +47,41 @@ def test_cached_tokens_and_the_first_logprob_travel_with_the_metadata():
     assert (world.decode.cached("cold"), world.decode.cached("warm")) == (0, 48)
     logprobs = [lp for output in world.decode.outputs["warm"] for lp in output.logprobs]
     assert [lp.token_id for lp in logprobs] == world.decode.tokens("warm")
+
+
+def kv_bytes(world: PairWorld, rid: str) -> int:
+    """Of the request's pages that were written, without its metadata row."""
+    (stats,) = [output.transfer for output in world.prefill.outputs[rid] if output.transfer is not None]
+    return stats.num_bytes - MetadataBuffers(1).row_bytes
+
+
+def test_a_conversation_moves_only_the_pages_of_its_new_tokens():
+    world = PairWorld(8, prefill_settings={"num_pages": 512}, decode_settings={"num_pages": 512})
+    page_size, page_bytes = 16, world.decode.engine.bytes_per_page
+    talks = {f"talk {i}": [100 + i] * (20 + i) for i in range(8)}
+    for turn in range(10):
+        computed = dict.fromkeys(talks, 0) if turn == 0 else {name: len(tokens) - 1 for name, tokens in talks.items()}
+        for number, (name, tokens) in enumerate(talks.items()):
+            # What the user says now.
+            tokens += [turn, number, 7, 7, 7] * (1 + number)
+            world.submit(f"{name}, {turn}", list(tokens), GREEDY, room=1 + turn * len(talks) + number)
+        world.run_until_idle()
+        for name, tokens in talks.items():
+            rid = f"{name}, {turn}"
+            # Decode has the KV of all tokens of the turn before but the last one it drew, and keeps whole pages.
+            held = computed[name] // page_size
+            assert kv_bytes(world, rid) == (len(tokens) - held * page_size) * page_bytes // page_size
+            assert world.decode.tokens(rid) == expected_tokens(tokens, GREEDY, 8)
+            tokens += world.decode.tokens(rid)
+    world.check_nothing_is_held()
+
+
+def test_without_a_prefix_cache_on_decode_whole_prompts_move():
+    world = PairWorld(8, decode_settings={"prefix": False})
+    for room in (1, 2):
+        world.submit(f"r{room}", list(range(64)), GREEDY, room=room)
+        world.run_until_idle()
+    assert kv_bytes(world, "r1") == kv_bytes(world, "r2") == 4 * world.decode.engine.bytes_per_page
 
 
 def test_a_request_of_one_token_ends_with_the_hand_over():

@@ -89,6 +89,9 @@ def serve(
     ] = None,
     mem_fraction_static: Annotated[float, typer.Option(help="Of free memory, for the KV pool.")] = 0.15,
     disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
+    decode_prefix_cache: Annotated[
+        bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")
+    ] = True,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
     max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
@@ -133,6 +136,7 @@ def serve(
             max_total_tokens=max_total_tokens,
             mem_fraction=mem_fraction_static,
             enable_prefix_cache=not disable_radix_cache,
+            enable_decode_prefix_cache=decode_prefix_cache,
             shared_pool=None if shared_pool is None else str(shared_pool),
         ),
         scheduler=SchedulerConfig(

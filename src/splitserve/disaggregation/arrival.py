@@ -19,6 +19,7 @@ class Arrivals:
         self._pool = [memory_of(region) for region in pool]
         self._wire_dtype = wire_dtype
 
-    def widen(self, pages: Sequence[int], num_tokens: int) -> None:
-        for cast in plan_unpack(self._layout, pages, num_tokens, self._wire_dtype):
+    def widen(self, pages: Sequence[int], tokens: range, num_tokens: int) -> None:
+        """`tokens` of a room of `num_tokens`."""
+        for cast in plan_unpack(self._layout, pages, tokens, num_tokens, self._wire_dtype):
             unpack(cast, self._pool)

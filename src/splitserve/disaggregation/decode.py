@@ -3,9 +3,11 @@
 The life of a request on a decode worker:
 1. `DecodePreallocQueue.add` opens a receiver, which finds the prefill worker and shakes hands with it.
 2. `pop_preallocated` takes those that have shaken hands, in the policy's order, while pages, a row and a metadata
-   slot are free: it allocates them and announces them to the prefill side. They move to the `DecodeTransferQueue`.
+   slot are free: it allocates them and announces them to the prefill side, with the tokens whose KV a prefix cache
+   has here: prefill writes the rest only. They move to the `DecodeTransferQueue`.
 3. `pop_transferred` takes those whose bytes are all in place and commits them: the metadata row is read, checked to
-   belong to the room, and its token becomes the first output. The prompt counts as computed: no forward pass runs.
+   belong to the room, and its token becomes the first output. The prompt counts as computed: no forward pass runs. Its
+   whole pages are published to the prefix cache.
 4. What failed comes back with its cause. Its pages may be reused when the receiver is quiescent, not before.
 """
 
@@ -51,7 +53,8 @@ class DecodeEntry:
 class DecodePreallocQueue:
     """Requests that shake hands or wait for memory.
 
-    `admit` gives a request its row and a promise of pages, or says no; `order` is the one in which they are asked.
+    `admit` gives an entry's request its row, what a prefix cache has of its KV, and a promise of pages, or says no;
+    `order` is the one in which they are asked.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class DecodePreallocQueue:
         cache: PagedKVCache,
         slots: ReqToMetadataIdxAllocator,
         clock: Clock,
-        admit: Callable[[Request], bool],
+        admit: Callable[[DecodeEntry], bool],
         order: Callable[[Collection[Request]], Collection[Request]],
     ) -> None:
         self._manager = manager
@@ -114,13 +117,19 @@ class DecodePreallocQueue:
         request = entry.request
         if self._slots.available_size() == 0:
             return False
-        if not self._admit(request):
+        if not self._admit(entry):
             return False
         self._cache.extend(request, entry.num_tokens)
         entry.metadata_index = self._slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
         asked = request.tokens(0, entry.num_tokens) if entry.is_retracted else ()
-        entry.receiver.init(request.pages, entry.metadata_index, num_tokens=entry.num_tokens, prompt_ids=asked)
+        entry.receiver.init(
+            request.pages,
+            entry.metadata_index,
+            num_tokens=entry.num_tokens,
+            num_held_tokens=request.num_computed_tokens,
+            prompt_ids=asked,
+        )
         return True
 
 
@@ -165,6 +174,7 @@ class DecodeTransferQueue:
             entry.error = error
             return
         request.num_computed_tokens = entry.num_tokens
+        self._cache.share(request)
         if entry.is_retracted:
             # Its tokens are told already; the row's belongs to a request that asked for one greedy token.
             return

@@ -14,7 +14,7 @@ import logging
 from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.disaggregation.backoff import Backoff
 from splitserve.disaggregation.peers import BootstrapAddress, Directory, LookupFailure, PeerState, PrefillPeer
-from splitserve.disaggregation.receiver import KVReceiver
+from splitserve.disaggregation.receiver import KVReceiver, Target
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.state import KVEvent, KVPoll
 from splitserve.disaggregation.wire import (
@@ -78,19 +78,18 @@ class DecodeSide:
         self._pair_if_ready(receiver)
         return receiver
 
-    def announce(
-        self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int, prompt_ids: list[int]
-    ) -> None:
+    def announce(self, receiver: KVReceiver, target: Target) -> None:
         assert receiver.peer.session is not None
         info = TransferInfo(
             session_id=receiver.peer.session.session_id,
             key=receiver.key,
             attempt=receiver.attempt,
             rid=receiver.rid,
-            pages=pages,
-            metadata_index=metadata_index,
-            num_tokens=num_tokens,
-            prompt_ids=prompt_ids,
+            pages=target.pages,
+            metadata_index=target.metadata_index,
+            num_tokens=target.num_tokens,
+            num_held_tokens=target.num_held_tokens,
+            prompt_ids=target.prompt_ids,
         )
         self._post(receiver.peer, info)
 

@@ -49,7 +49,13 @@ class FakeKVReceiver(_FakeRoom):
         self._metadata = metadata
 
     def init(
-        self, pages: Sequence[int], metadata_index: int, *, num_tokens: int, prompt_ids: Sequence[int] = ()
+        self,
+        pages: Sequence[int],
+        metadata_index: int,
+        *,
+        num_tokens: int,
+        num_held_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         if self.is_final:
             return

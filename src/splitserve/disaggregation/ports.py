@@ -64,10 +64,17 @@ class ReceiverPort(Protocol):
     def poll(self) -> KVPoll: ...
 
     def init(
-        self, pages: Sequence[int], metadata_index: int, *, num_tokens: int, prompt_ids: Sequence[int] = ()
+        self,
+        pages: Sequence[int],
+        metadata_index: int,
+        *,
+        num_tokens: int,
+        num_held_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         """Announce the target pages, in token order, and the metadata row. Once, in WaitingForInput.
 
+        `num_held_tokens`: the KV of the first so many is in these pages already; nobody writes to them.
         `prompt_ids`: ask prefill to compute these, for nobody else will.
         """
         ...

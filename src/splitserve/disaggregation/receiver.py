@@ -10,6 +10,7 @@ Knows its room only. Finding and watching the prefill, and what is said to it, i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from splitserve.core.request import BootstrapInfo
@@ -19,12 +20,27 @@ from splitserve.disaggregation.state import KVEvent, KVPoll
 from splitserve.errors import KVTransferError, SplitserveError
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a room's KV goes."""
+
+    # In token order, those that hold the first tokens' KV already included.
+    pages: list[int]
+    metadata_index: int
+    num_tokens: int
+    num_held_tokens: int
+    prompt_ids: list[int]
+
+    @property
+    def arriving(self) -> range:
+        """The tokens that are written."""
+        return range(self.num_held_tokens, self.num_tokens)
+
+
 class ReceiverHost(Protocol):
     """What a receiver asks of its side."""
 
-    def announce(
-        self, receiver: KVReceiver, pages: list[int], metadata_index: int, num_tokens: int, prompt_ids: list[int]
-    ) -> None: ...
+    def announce(self, receiver: KVReceiver, target: Target) -> None: ...
 
     def fail(self, receiver: KVReceiver, error: SplitserveError) -> None: ...
 
@@ -46,11 +62,16 @@ class KVReceiver(Room):
         # Prefill said its last word on this room, or is fenced out.
         self.settled = False
         # What was announced.
-        self._pages: list[int] = []
-        self._num_tokens = 0
+        self._target: Target | None = None
 
     def init(
-        self, pages: Sequence[int], metadata_index: int, *, num_tokens: int, prompt_ids: Sequence[int] = ()
+        self,
+        pages: Sequence[int],
+        metadata_index: int,
+        *,
+        num_tokens: int,
+        num_held_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         with self.context.lock:
             if self.poll() is KVPoll.FAILED:
@@ -58,24 +79,26 @@ class KVReceiver(Room):
             # Raises where the room is not WaitingForInput, before anything is announced.
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
-            self._pages, self._num_tokens = list(pages), num_tokens
-            self._host.announce(self, self._pages, metadata_index, num_tokens, list(prompt_ids))
+            self._target = Target(list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids))
+            self._host.announce(self, self._target)
         self.context.wake()
 
     def complete(self, checksum: int | None) -> None:
         """All bytes are in place, and nobody writes any more. For DecodeSide, under the lock."""
-        if checksum is not None and (error := self._checksum_error(checksum)):
+        target = self._target
+        assert target is not None
+        if checksum is not None and (error := self._checksum_error(checksum, target)):
             self.fail(error)
             return
         if self.context.arrivals is not None:
-            self.context.arrivals.widen(self._pages, self._num_tokens)
+            self.context.arrivals.widen(target.pages, target.arriving, target.num_tokens)
         self.advance(KVEvent.COMPLETED)
 
-    def _checksum_error(self, expected: int) -> KVTransferError | None:
+    def _checksum_error(self, expected: int, target: Target) -> KVTransferError | None:
         checksums, info = self.context.checksums, self.peer.info
         if checksums is None or info is None:
             return None
-        found = checksums.of(self._pages, range(self._num_tokens), self._num_tokens, info.args.layout.page_size)
+        found = checksums.of(target.pages, target.arriving, target.num_tokens, info.args.layout.page_size)
         if found == expected:
             return None
         return KVTransferError(

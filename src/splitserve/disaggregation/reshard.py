@@ -106,9 +106,14 @@ def plan(
     return Plan(np.concatenate(copies), [cast for cast in casts if cast.num_bytes])
 
 
-def plan_unpack(dst: KVLayout, dst_pages: Sequence[int], num_tokens: int, wire_dtype: str) -> list[CastPlan]:
-    """What widens a room that travelled as `wire_dtype`, inside the target's own pages, once all of it has arrived."""
-    pages, tokens = _checked("target", dst_pages, dst, num_tokens), range(num_tokens)
+def plan_unpack(
+    dst: KVLayout, dst_pages: Sequence[int], tokens: range, num_tokens: int, wire_dtype: str
+) -> list[CastPlan]:
+    """What widens `tokens` of a room that travelled as `wire_dtype`, inside the target's own pages.
+
+    Once all of the room has arrived.
+    """
+    pages = _checked("target", dst_pages, dst, num_tokens)
     groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
     for i, c in enumerate(dst.components):
         if (narrow := travels_as(c.dtype, wire_dtype)) != c.dtype:

@@ -174,6 +174,8 @@ class KVSender(Room):
         assert self.info is not None
         page_size, num_tokens = self.context.args.layout.page_size, self.info.num_tokens
         sent, expected = len(self._pages) + num_more, -(-num_tokens // page_size)
+        if not 0 <= self.info.num_held_tokens <= num_tokens:
+            return f"decode says that it holds {self.info.num_held_tokens} of {num_tokens} tokens of room {self.key}"
         if sent > expected or (is_last and sent != expected):
             ours, theirs = f"{sent} pages of {page_size} tokens", f"{num_tokens} tokens"
             return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"
@@ -207,6 +209,8 @@ class KVSender(Room):
         page_size = ours.layout.page_size
         # Every chunk ends with a whole page of ours, but the last with the prompt.
         start, stop = (min(n * page_size, info.num_tokens) for n in (chunk.first, chunk.stop))
+        # Decode holds the beginning already.
+        start = min(stop, max(start, info.num_held_tokens))
         tokens = plan(
             ours.layout,
             theirs.layout,
@@ -225,7 +229,7 @@ class KVSender(Room):
     def _add_to_checksum(self, tokens: range, peer: DecodePeer) -> None:
         assert self.info is not None
         checksums = self.context.checksums
-        if checksums is None or not self.context.args.checksums(peer.args):
+        if not tokens or checksums is None or not self.context.args.checksums(peer.args):
             return
         part = checksums.of(self._pages, tokens, self.info.num_tokens, peer.args.layout.page_size)
         self.checksum = ((self.checksum or 0) + part) % (1 << 64)

@@ -178,6 +178,8 @@ class TransferInfo(Body, frozen=True):
     pages: list[int]
     metadata_index: int
     num_tokens: int
+    # Of these, from the first on: decode has their KV, and nothing of it is written.
+    num_held_tokens: int = 0
     # What to compute, where no router brings the request: decode lost the KV of these and asks for it again.
     prompt_ids: list[int] = []
 

@@ -101,12 +101,21 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
         if mode is DisaggregationMode.DECODE
         else ReqToTokenPool(max_running, longest, page_size)
     )
-    # The decode role has no prompts to look up, and pages that change owner cannot stay in a cache.
-    has_prefixes = config.cache.enable_prefix_cache and mode is not DisaggregationMode.DECODE and not engine.shared
-    prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
+    prefix: PrefixCache = RadixCache(page_size) if _has_prefixes(config, engine) else NoPrefixCache()
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
     return PagedKVCache(pages, rows, prefix, page_size, engine.shared)
+
+
+def _has_prefixes(config: WorkerConfig, engine: BuiltEngine) -> bool:
+    if engine.shared or not config.cache.enable_prefix_cache:
+        # Pages that change owner cannot stay in a cache.
+        return False
+    if config.disaggregation.mode is not DisaggregationMode.DECODE:
+        return True
+    # Of a sliding-window layer prefill sends what this request will read; a shorter one would miss some of it.
+    has_windows = any(component.window is not None for component in engine.layout.components)
+    return config.cache.enable_decode_prefix_cache and not has_windows
 
 
 def _role(

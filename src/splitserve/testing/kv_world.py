@@ -111,6 +111,10 @@ class Worker:
             (c[list(pages)] == rng.integers(0, 256, (len(pages), c.shape[1]), dtype=np.uint8)).all() for c in self.pages
         )
 
+    def read(self, page: int) -> bytes:
+        """Everything in it."""
+        return b"".join(component[page].tobytes() for component in self.pages)
+
 
 class World:
     def __init__(
@@ -171,13 +175,22 @@ class World:
             self.tick(2)
 
     def paired(
-        self, room: int = 1, target: Sequence[int] = (5, 6, 7), num_tokens: int | None = None
+        self,
+        room: int = 1,
+        target: Sequence[int] = (5, 6, 7),
+        num_tokens: int | None = None,
+        num_held_tokens: int = 0,
     ) -> tuple[SenderPort, ReceiverPort]:
         """Both ends of a room, announced; `num_tokens` None: as many as the target pages hold."""
         sender, receiver = self.sender(room), self.receiver(room)
         self.tick()
         held = self.decode.layout.page_size * len(target)
-        receiver.init(list(target), room % NUM_ROWS, num_tokens=held if num_tokens is None else num_tokens)
+        receiver.init(
+            list(target),
+            room % NUM_ROWS,
+            num_tokens=held if num_tokens is None else num_tokens,
+            num_held_tokens=num_held_tokens,
+        )
         self.tick()
         if sender.poll() is not KVPoll.WAITING_FOR_INPUT:
             raise AssertionError(f"room {room} is {sender.poll().name} on prefill")

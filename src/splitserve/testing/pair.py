@@ -79,9 +79,8 @@ class DisaggregatedWorker(SimWorker):
             clock,
             make_role,
             lambda r: r.num_prompt_tokens if is_prefill else r.num_tokens_at_most,
-            prefix=is_prefill and shared is None,
             shared=shared,
-            **settings,
+            **({"prefix": shared is None} | settings),
         )
 
 

@@ -58,6 +58,37 @@ def test_chunks_arrive_in_place_and_both_ends_succeed():
     assert world.prefill.manager.num_rooms == world.decode.manager.num_rooms == 0
 
 
+@pytest.mark.parametrize("num_held_pages", [0, 1, 2, 3])
+def test_what_decode_holds_is_neither_sent_nor_touched(num_held_pages):
+    world = World(decode={"wants_checksum": True})
+    world.prefill.fill([1, 2, 9], seed=3)
+    world.decode.fill([5, 6, 20], seed=4)
+    sender, receiver = world.paired(target=(5, 6, 20), num_held_tokens=num_held_pages * PAGE_SIZE)
+    sender.send([1, 2], is_last=False)
+    world.tick()
+    world.set_row(1)
+    sender.send([9], is_last=True, metadata_index=0)
+    world.tick()
+    assert (sender.poll(), receiver.poll()) == (KVPoll.SUCCESS, KVPoll.SUCCESS)
+    num_sent = 3 - num_held_pages
+    assert sender.stats().num_bytes == num_sent * world.prefill.layout.bytes_per_page + world.prefill.metadata.row_bytes
+    # What was there has another seed than what was sent.
+    arrived = [world.decode.read(page) == world.prefill.read(ours) for page, ours in ((5, 1), (6, 2), (20, 9))]
+    assert arrived == [False] * num_held_pages + [True] * num_sent
+    assert world.decode.metadata.get_buf(1, RoomKey(1)) == MetadataRow(RoomKey(1), 42)
+
+
+@pytest.mark.parametrize("num_held", [-1, 13])
+def test_a_decode_that_holds_more_than_there_is_fails_its_room(num_held):
+    world = World()
+    sender, receiver = world.paired(target=(5, 6, 7), num_tokens=12, num_held_tokens=num_held)
+    world.set_row(1)
+    sender.send([1, 2, 3], is_last=True, metadata_index=0)
+    world.tick()
+    assert sender.poll() is receiver.poll() is KVPoll.FAILED
+    assert f"holds {num_held} of 12" in sender.failure().message
+
+
 def test_the_last_chunk_may_carry_no_pages():
     world = World()
     sender, receiver = world.paired(target=(5,))

@@ -153,7 +153,7 @@ def test_a_room_that_travels_in_a_narrower_dtype_is_widened_inside_its_pages(dat
     source_ranks = src.ranks(cache.kinds)
     for tp_rank, target in dst.ranks(cache.kinds):
         arrived = Carried(data, cache, source_ranks, target, tp_rank, dst.tp, wire_dtype=wire_dtype)
-        for cast in plan_unpack(target, arrived.pages, cache.num_tokens, wire_dtype):
+        for cast in plan_unpack(target, arrived.pages, range(cache.num_tokens), cache.num_tokens, wire_dtype):
             unpack(cast, arrived.pools)
         rounded = Cache(cache.kinds, cache.num_tokens, "float32", 0)
         limit = 448 if wire_dtype == "float8_e4m3fn" else np.inf

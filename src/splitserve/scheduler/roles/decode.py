@@ -76,7 +76,7 @@ class DecodeRole:
             take_result(request, step, outcome)
             if request.is_finished:
                 self._set.running.remove(request)
-                self._cache.release(request, publish=False)
+                self._cache.release(request, publish=True)
             self._outbox.tell(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
@@ -127,16 +127,16 @@ class DecodeRole:
         request.timeline.enter("decoding", self._clock.now())
         self._close_room(entry)
         if request.is_finished:
-            self._cache.release(request, publish=False)
+            self._cache.release(request, publish=True)
         elif entry.is_retracted:
             self._set.prebuilt.appendleft(request)
         else:
             self._set.prebuilt.append(request)
         self._outbox.tell(request)
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, entry: DecodeEntry) -> bool:
         """Whether there is room for a newcomer's prompt beside what those that generate need."""
-        return self._set.admission.try_admit(request, running=self._set.holders())
+        return self._set.admission.try_admit(entry.request, max_prefix=entry.num_tokens, running=self._set.holders())
 
     def _ask_again(self, request: Request) -> None:
         """Have a retracted request's KV computed by the prefill side, in a new room; here where that cannot be."""
