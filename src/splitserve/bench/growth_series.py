@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from splitserve.bench.stats import median
 
 # Excess that is put down to the noise of a measurement, and to caches that one size fits and the next does not.
-TOLERANCE = 1.25
+TOLERANCE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,20 @@ class Series:
 
 
 def measure(
-    sizes: Sequence[int], work: Callable[[int], float], run: Callable[[int], float], repeats: int
+    sizes: Sequence[int],
+    work: Callable[[int], float],
+    run: Callable[[int], float],
+    repeats: int,
+    *,
+    warm_ups: int | None = None,
 ) -> list[Point]:
     """Time `run`, which returns seconds, at each of the sizes.
 
-    All sizes take turns, so that what disturbs the machine falls on each of them. A first round warms up.
+    All sizes take turns, so that what disturbs the machine falls on each of them. Before that the first `warm_ups`
+    sizes run once, None: all.
     """
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    for size in sizes:
+    for size in sizes[:warm_ups]:
         run(size)
     for _ in range(repeats):
         for size in sizes:

@@ -95,7 +95,7 @@ class StepTimer:
 
         lengths = doublings(self._sizes.short_context, self.max_context)
         repeats = max(1, self._sizes.repeats // _STEPS_A_PROMPT)
-        points = measure(lengths, lambda size: prompt_flops(self._loaded, size) / 1e9, run, repeats)
+        points = measure(lengths, lambda size: prompt_flops(self._loaded, size) / 1e9, run, repeats, warm_ups=1)
         conditions = f"one sequence, steps of up to {chunk:,} tokens"
         return Series("prefill by prompt length", conditions, "tokens", "GFLOP", "ms", points)
 

@@ -49,7 +49,7 @@ def test_fast_growth_behind_a_fixed_part_shows_against_the_cheapest_size_before(
 
 def test_a_cost_that_creeps_up_from_size_to_size_is_found():
     # Each step alone is within the tolerance.
-    assert series(lambda n: 0.01 * n**1.2).outgrows_work
+    assert series(lambda n: 0.01 * n**1.3).outgrows_work
 
 
 def test_noise_within_the_tolerance_is_no_growth():
@@ -68,6 +68,9 @@ def test_sizes_take_turns_and_the_first_round_does_not_count():
     assert calls == [1, 2] * 4
     assert [p.times for p in points] == [(2.0, 4.0, 6.0), (3.0, 5.0, 7.0)]
     assert points[0].seconds == 4.0
+    calls.clear()
+    measure([1, 2], float, run, 1, warm_ups=1)
+    assert calls == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
