@@ -17,6 +17,11 @@ LEGEND = (
     f"nothing more, 1 grows with the work. Faster than its work: a unit of work costs over {TOLERANCE:g} x what it "
     "cost at a smaller size."
 )
+# Cores busy with something else from which on a machine was not idle, and what its figures are worth then.
+_BUSY_CORES = 0.2
+_BUSY_NOTE = (
+    " **The machine was not idle: long steps suffer more from that than short ones, so no verdict is certain.**"
+)
 _CAPTION = "Dots: medians. Dashed: a unit of work costs what it costs at the smallest size. Both axes logarithmic."
 
 
@@ -62,9 +67,10 @@ class GrowthReport:
     def section(self) -> str:
         """Markdown without a heading."""
         machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
+        note = _BUSY_NOTE if self.cores_taken_by_others > _BUSY_CORES else ""
         parts = [
             f"`{self.command}`\n\n{machine}. {self.model} in {self.dtype}, {self.threads} threads; others kept "
-            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{LEGEND}\n"
+            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.{note}\n\n{LEGEND}\n"
         ]
         for series in self.series:
             unit = series.time_unit

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -105,6 +106,11 @@ def test_markdown_and_json_say_what_grows_too_fast(report):
     assert [s["grows_faster_than_work"] for s in found] == [False, True]
     assert found[1]["points"][3]["seconds"] == pytest.approx(0.64)
     assert found[1]["points"][3]["growth"] == pytest.approx(2.0)
+
+
+def test_figures_of_a_busy_machine_are_marked(report):
+    assert "was not idle" in report.section()
+    assert "was not idle" not in replace(report, cores_taken_by_others=0.1).section()
 
 
 def circles(svg):
