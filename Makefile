@@ -5,12 +5,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup system-packages demo test check bench soak format clean
+.PHONY: help setup system-packages demo test check bench performance soak format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
 	@echo "make test    all tests            make check   ruff, ruff format, mypy"
 	@echo "make bench   figures, half an hour make soak    the long random test"
+	@echo "make performance  the figures and plots of docs/performance.md"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
 setup: .venv/.installed
@@ -64,6 +65,11 @@ bench: setup
 	@$(BIN)/splitserve bench transfer --quick --append-to docs/log.md
 	@$(BIN)/splitserve bench serve --num-prompts 8 --threads $$(nproc) --chunked-prefill-size 512 --chunked-prefill-size 2048 --append-to docs/log.md
 	@$(BIN)/splitserve bench compare --quick --timeout 120 --append-to docs/log.md
+
+# The measured parts of one page, written anew where they stand: leave the machine idle.
+performance: setup
+	@$(BIN)/splitserve bench growth --page docs/performance.md
+	@$(BIN)/splitserve bench startup --page docs/performance.md
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600

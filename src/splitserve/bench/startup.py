@@ -1,0 +1,187 @@
+"""`splitserve bench startup`: from the start of a worker's process to the first token that a client gets.
+
+cold   nothing of ours is kept from earlier: the cache of models is empty, so MODEL is downloaded or converted where it
+       must be (a folder of safetensors needs neither), and so is Python's cache of compiled modules. Files may still
+       be in the system's memory: emptying that takes root.
+warm   the same with the user's own caches, after a start that filled them.
+
+One worker in null mode, one prompt, one token, greedy. The processes are real ones, one at a time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from splitserve.bench.load import ask
+from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
+from splitserve.bench.page import check_page, replace_section
+from splitserve.bench.prompts import Prompt
+from splitserve.bench.publish import publish
+from splitserve.bench.stats import median
+from splitserve.bench.stream import Endpoint, LoadError
+from splitserve.config import DTYPES
+from splitserve.errors import ConfigError
+from splitserve.launch.child import ChildProcess
+
+SECTION = "bench startup"
+# Seconds for a worker to be ready: a download may be part of it.
+_READY_TIMEOUT = 1800.0
+# Seconds between two looks at it, the measurement's resolution.
+_POLL_INTERVAL = 0.01
+_PROMPT_IDS = list(range(10, 42))
+_LEGEND = (
+    "Seconds from the start of the process, medians (min-max). Ready: it answers HTTP and the model is loaded. First "
+    "token: at the client of a streamed completion that is sent then. Cold: the cache of models is empty (so a "
+    "download or a conversion is part of it), and so is Python's cache of compiled modules. Warm: both are filled."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartupOptions:
+    # As it can be typed again.
+    command: str
+    model: str
+    dtype: str
+    # None: as `splitserve serve` has it.
+    threads: int | None
+    # Starts of each kind; 0: that kind is left out.
+    cold_runs: int
+    warm_runs: int
+    append_to: Path | None
+    # Markdown file whose section "bench startup" is replaced.
+    page: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start, seconds from the process's own."""
+
+    ready: float
+    first_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartupReport:
+    model: str
+    dtype: str
+    command: str
+    machine: Mapping[str, str]
+    # Cores that processes other than these kept busy meanwhile, on average.
+    cores_taken_by_others: float
+    cold: Sequence[Start]
+    warm: Sequence[Start]
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds."""
+        return asdict(self)
+
+    def rows(self) -> list[list[str]]:
+        return [
+            [kind, str(len(starts)), _spread([s.ready for s in starts]), _spread([s.first_token for s in starts])]
+            for kind, starts in (("cold", self.cold), ("warm", self.warm))
+            if starts
+        ]
+
+    def table(self) -> Table:
+        table = Table(*_HEADER, title=f"{self.model} in {self.dtype}", caption=_LEGEND)
+        for row in self.rows():
+            table.add_row(*row)
+        return table
+
+    def markdown(self, date: datetime.date) -> str:
+        """A section to append to a log."""
+        return f"\n## {date.isoformat()} · Start-up to first token: {self.model} in {self.dtype}\n\n{self.section()}"
+
+    def section(self) -> str:
+        """Markdown without a heading."""
+        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
+        lines = ["| " + " | ".join(cells) + " |" for cells in (_HEADER, ["---"] * len(_HEADER), *self.rows())]
+        return (
+            f"`{self.command}`\n\n{machine}. {self.model} in {self.dtype}; others kept "
+            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{_LEGEND}\n\n" + "\n".join(lines) + "\n"
+        )
+
+
+_HEADER = ["start", "runs", "ready, s", "first token, s"]
+
+
+def run_startup_bench(options: StartupOptions) -> int:
+    """Returns the exit code. Raises ConfigError, LoadError."""
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if options.append_to is not None:
+        check_writable(options.append_to)
+    if options.page is not None:
+        check_page(options.page, SECTION)
+    console = Console(stderr=True)
+    report = measure_startup(options, console)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    if options.page is not None:
+        today = datetime.date.today().isoformat()
+        replace_section(options.page, SECTION, f"Measured {today} by {report.section()}")
+        console.print(f"wrote {options.page}", highlight=False)
+    return 0
+
+
+def measure_startup(options: StartupOptions, console: Console) -> StartupReport:
+    """Raises LoadError."""
+    others = OthersWatch()
+    cold, warm = [], []
+    for number in range(options.cold_runs):
+        with console.status(f"cold start {number + 1} of {options.cold_runs}"):
+            cold.append(_cold_start(options))
+    if options.warm_runs:
+        with console.status("a start that fills the caches"):
+            _start(options, {})
+    for number in range(options.warm_runs):
+        with console.status(f"warm start {number + 1} of {options.warm_runs}"):
+            warm.append(_start(options, {}))
+    return StartupReport(
+        options.model, options.dtype, options.command, describe_machine(), others.cores_taken(), cold, warm
+    )
+
+
+def _cold_start(options: StartupOptions) -> Start:
+    with tempfile.TemporaryDirectory(prefix="splitserve-cold-") as folder:
+        return _start(options, {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"})
+
+
+def _start(options: StartupOptions, env: Mapping[str, str]) -> Start:
+    args = ["serve", options.model, "--dtype", options.dtype, "--port", "0", "--served-model-name", options.model]
+    if options.threads is not None:
+        args += ["--threads", str(options.threads)]
+    with tempfile.TemporaryDirectory(prefix="splitserve-startup-") as folder:
+        began = time.perf_counter()
+        child = ChildProcess("worker", args, Path(folder), env=env)
+        try:
+            url = _wait_ready(child, began)
+            ready = time.perf_counter() - began
+            [record] = ask(Endpoint(url, options.model), [Prompt(ids=_PROMPT_IDS, text="")], 1)
+            return Start(ready, record.arrived_at[0] - began)
+        finally:
+            child.close()
+
+
+def _wait_ready(child: ChildProcess, began: float) -> str:
+    """The worker's address. Raises LoadError with the end of its log."""
+    while child.ready is None:
+        if child.exit_code is not None:
+            raise LoadError(f"the worker ended with code {child.exit_code} while it started:\n{child.log_tail()}")
+        if time.perf_counter() - began > _READY_TIMEOUT:
+            raise LoadError(f"the worker was not ready after {_READY_TIMEOUT:g} s:\n{child.log_tail()}")
+        time.sleep(_POLL_INTERVAL)
+    return child.ready.url
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f})"
