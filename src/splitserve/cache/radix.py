@@ -2,7 +2,8 @@
 
 An edge holds the tokens of one or more whole pages and the pages themselves; children are told apart by the tokens of
 their first page. A path is locked by counting users on every node from the leaf to the root; eviction takes unlocked
-leaves, least recently used first. Recency is a counter, not time: the order of use is all that matters.
+leaves, least recently used first. Recency is a counter, not time: the order of use is all that matters. Leaves that can
+be evicted stand in a heap, each once, with the use they had when they came there; who was used since is put back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Node:
     # Locked paths that end at or below this node.
     users: int = 0
     last_use: int = 0
+    # It stands in the cache's heap.
+    is_queued: bool = False
 
 
 class RadixCache:
@@ -38,6 +41,9 @@ class RadixCache:
         self._uses = 0
         self._num_pages = 0
         self._num_locked_pages = 0
+        # (last use, number, node): what can be evicted, and what could be when it was put here.
+        self._evictable: list[tuple[int, int, Node]] = []
+        self._num_queued = 0
 
     @property
     def num_pages(self) -> int:
@@ -60,6 +66,7 @@ class RadixCache:
             leaf = Node(keys[known:], list(pages[known:]), node, last_use=self._uses)
             node.children[leaf.keys[0]] = leaf
             self._num_pages += len(leaf.pages)
+            self._queue(leaf)
             node = leaf
         match = PrefixMatch(held + list(pages[known:]), node if keys else None)
         return match, [given for given, own in zip(pages[:known], held, strict=True) if given != own]
@@ -76,20 +83,25 @@ class RadixCache:
             node.users -= 1
             if node.users == 0:
                 self._num_locked_pages -= len(node.pages)
+                self._queue(node)
 
     def evict(self, num_pages: int) -> list[int]:
         evicted: list[int] = []
-        leaves = [(n.last_use, id(n), n) for n in self._nodes() if not n.children and n.users == 0]
-        heapq.heapify(leaves)
-        while leaves and len(evicted) < num_pages:
-            node = heapq.heappop(leaves)[2]
+        while self._evictable and len(evicted) < num_pages:
+            last_use, _, node = heapq.heappop(self._evictable)
+            node.is_queued = False
+            if last_use != node.last_use:
+                self._queue(node)
+                continue
+            if node.children or node.users:
+                # Back when it loses the last of them.
+                continue
             evicted.extend(node.pages)
             self._num_pages -= len(node.pages)
             parent = node.parent
             assert parent is not None
             del parent.children[node.keys[0]]
-            if parent is not self._root and not parent.children and parent.users == 0:
-                heapq.heappush(leaves, (parent.last_use, id(parent), parent))
+            self._queue(parent)
         return evicted
 
     def check(self) -> None:
@@ -102,6 +114,13 @@ class RadixCache:
             assert node.parent is not None
             assert node.parent.children[node.keys[0]] is node
             assert node.parent is self._root or node.parent.users >= node.users
+            assert node.is_queued or node.children or node.users, "a leaf that nobody uses will never be evicted"
+
+    def _queue(self, node: Node) -> None:
+        if node is not self._root and not (node.is_queued or node.children or node.users):
+            node.is_queued = True
+            self._num_queued += 1
+            heapq.heappush(self._evictable, (node.last_use, self._num_queued, node))
 
     def _split_pages(self, tokens: Sequence[int]) -> list[PageKey]:
         size = self.page_size

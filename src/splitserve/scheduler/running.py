@@ -11,7 +11,7 @@ It does not know roles: who may enter the line, what happens to a computed chunk
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -49,7 +49,7 @@ class RunningSet:
         self.token_budget = token_budget
         self.max_running = max_running
         # Not admitted yet: they hold no page and no row.
-        self.waiting: deque[Request] = deque()
+        self._waiting: dict[str, Request] = {}
         # Admitted and computed elsewhere, no place in the running set yet.
         self.prebuilt: deque[Request] = deque()
         # Admitted: each has a row and pages, in order of arrival.
@@ -74,12 +74,23 @@ class RunningSet:
 
     def remove(self, rid: str) -> Request | None:
         """Take a request out, wherever it stands; its pages and row stay with it. None if it is not here."""
-        for place in (self.waiting, self.prebuilt, self.running):
+        if (waiting := self._waiting.pop(rid, None)) is not None:
+            return waiting
+        for place in (self.prebuilt, self.running):
             for request in place:
                 if request.rid == rid:
                     place.remove(request)
                     return request
         return self.retraction.remove(rid)
+
+    @property
+    def waiting(self) -> Collection[Request]:
+        """In order of arrival."""
+        return self._waiting.values()
+
+    def add(self, request: Request) -> None:
+        """It waits to be admitted."""
+        self._waiting[request.rid] = request
 
     def holders(self) -> list[Request]:
         """All in here that hold pages."""
@@ -90,7 +101,7 @@ class RunningSet:
         return chain(self.running, self.prebuilt, self.waiting, self.retraction.requests())
 
     def is_empty(self) -> bool:
-        return not (self.waiting or self.prebuilt or self.running or len(self.retraction))
+        return not (self._waiting or self.prebuilt or self.running or len(self.retraction))
 
     def _fill_places(self, now: float) -> None:
         """Give free places to those that have been running before, then to those that wait with their pages."""
@@ -129,14 +140,14 @@ class RunningSet:
 
     def _admit_waiting(self, budget: int, ends: dict[Request, int], now: float) -> None:
         """Let in who waits, in the policy's order; the first that does not fit stops those behind it."""
-        if budget <= 0 or not self.waiting or len(self.running) >= self.max_running or len(self.retraction):
+        if budget <= 0 or not self._waiting or len(self.running) >= self.max_running or len(self.retraction):
             return
         for request in list(self.order(self.waiting)):
             if budget <= 0 or len(self.running) >= self.max_running:
                 return
             if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
                 return
-            self.waiting.remove(request)
+            del self._waiting[request.rid]
             self.running.append(request)
             request.timeline.enter("running", now)
             budget -= self._grow(request, budget, ends, now)

@@ -29,7 +29,7 @@ class ColocatedRole:
 
     def accept(self, request: Request) -> None:
         request.timeline.enter("waiting", self._clock.now())
-        self._set.waiting.append(request)
+        self._set.add(request)
 
     def advance(self) -> None:
         return None

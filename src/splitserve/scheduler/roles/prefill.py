@@ -67,7 +67,7 @@ class PrefillRole:
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
             self._computing[entry.request.rid] = entry
-            self._set.waiting.append(entry.request)
+            self._set.add(entry.request)
         done, failed_in_flight = self._inflight.pop_finished()
         for entry in done:
             self._finish(entry)
