@@ -15,7 +15,6 @@ import typer
 
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
-from splitserve.cli.checks import check_backend, check_dtype, check_worker, named_values
 from splitserve.cli.options import (
     CpuAffinityOption,
     DtypeOption,
@@ -42,6 +41,7 @@ from splitserve.config import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.checks import check_backend, check_dtype, check_worker, named_values
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
 app = typer.Typer(
