@@ -80,8 +80,10 @@ class SchedulerBackend:
             to_scheduler=client.to_scheduler,
             from_scheduler=client.from_scheduler,
         )
-        scheduler = await SchedulerProcess.start(SCHEDULER_COMMAND, start)
-        self._closing.push_async_callback(scheduler.close)
+        # Cancelled halfway, it would leave a process that nobody holds: `close` waits for it, and ends it.
+        starting = asyncio.create_task(SchedulerProcess.start(SCHEDULER_COMMAND, start), name="scheduler-start")
+        self._closing.push_async_callback(_end_started, starting)
+        scheduler = await asyncio.shield(starting)
         watch = asyncio.create_task(_fail_at_end(client, scheduler), name="scheduler-watch")
         self._closing.callback(watch.cancel)
         await client.ready(self._load_timeout)
@@ -168,6 +170,12 @@ def _refusal(content: bytes, status: int) -> SplitserveError:
     except (msgspec.DecodeError, KeyError, TypeError):
         text = content[:500].decode(errors="replace")
         return WorkerUnavailableError(f"the cluster's router answered HTTP {status}: {text}")
+
+
+async def _end_started(starting: asyncio.Task[SchedulerProcess]) -> None:
+    await asyncio.wait({starting})
+    if starting.exception() is None:
+        await starting.result().close()
 
 
 async def _fail_at_end(client: SchedulerClient, scheduler: SchedulerProcess) -> None:

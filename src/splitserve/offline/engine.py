@@ -1,8 +1,8 @@
 """`Engine`: a model that a Python program holds, asked by calls instead of HTTP.
 
 The life of an Engine
-1. It starts what serves: one scheduler process, or with `prefill` and `decode` a whole cluster on this machine. When the
-   constructor returns, the model is loaded.
+1. It starts what serves: one scheduler process, or with `prefill` and `decode` a whole cluster on this machine. The
+   model is loaded when the constructor returns.
 2. Every call is a Run in an event loop that the engine has in a thread of its own; the caller's thread or task waits.
 3. A call that is interrupted (Ctrl-C, a cancelled task, a stream that is closed) aborts what it has under way.
 4. `close`, the end of the `with` block or of the program: what runs is aborted, and no process or thread is left.
@@ -67,7 +67,7 @@ class Engine:
         folder = resolve_model(model, progress=progress)
         tokenizer = Tokenizer.load(folder)
         self._progress = progress
-        self._num_places = config.scheduler.max_running_requests
+        self._num_places = min(config.scheduler.max_running_requests, config.scheduler.max_queued_requests)
         self._places = asyncio.Semaphore(self._num_places)
         console = console_for(progress=progress)
         with ExitStack() as closing:
