@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from splitserve import __version__, cli
-from splitserve.cli.checks import num_bytes
+from splitserve.launch.checks import num_bytes
 
 
 def run(*argv: str) -> int:

@@ -32,6 +32,7 @@ LAYERS = {
     "router": 5,
     "launch": 6,
     "bench": 6,
+    "offline": 6,
     "testing": 6,
     "cli": 7,
     "__main__": 7,

@@ -15,7 +15,6 @@ import typer
 
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
-from splitserve.cli.checks import check_backend, check_dtype
 from splitserve.cli.options import (
     DtypeOption,
     HandOverOption,
@@ -32,6 +31,7 @@ from splitserve.cli.options import (
 )
 from splitserve.cli.serve import serve
 from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.checks import check_backend, check_dtype
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 
 app = typer.Typer(

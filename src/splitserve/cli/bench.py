@@ -9,9 +9,9 @@ import typer
 
 from splitserve.cli.bench_growth import bench_growth, bench_startup
 from splitserve.cli.bench_serve import bench_serve
-from splitserve.cli.checks import check_backend
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
 from splitserve.config import DTYPES
+from splitserve.launch.checks import check_backend
 
 bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from splitserve.cli.checks import check_worker, named_values, num_bytes
 from splitserve.cli.options import (
     CpuAffinityOption,
     DtypeOption,
@@ -38,6 +37,7 @@ from splitserve.config import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
+from splitserve.launch.checks import check_worker, named_values, num_bytes
 from splitserve.router.args import parse_url
 
 

@@ -23,6 +23,8 @@ SCHEDULER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.s
 # Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default a
 # worker whose core is shared spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
 OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+# The descriptor itself: a program that embeds us may have put something without one in place of sys.stderr.
+_STANDARD_ERROR = 2
 # Seconds it gets to end after its standard input has ended.
 END_TIMEOUT = 8.0
 
@@ -51,7 +53,7 @@ class SchedulerProcess:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
+            stdout=_STANDARD_ERROR,
             start_new_session=True,
             env={**OPENMP_ENVIRONMENT, **os.environ},
         )

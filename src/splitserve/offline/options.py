@@ -1,0 +1,61 @@
+"""How an engine's workers are set up: the options of `splitserve serve` that make sense inside a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, TypeVar
+
+import msgspec
+
+from splitserve.config import CacheConfig, DisaggregationConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from splitserve.errors import ConfigError
+from splitserve.launch.checks import check_worker
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class EngineOptions(TypedDict, total=False):
+    """Each is the option of `splitserve serve` of that name, for every worker of the engine."""
+
+    dtype: str
+    device: str
+    context_length: int
+    threads: int
+    cpu_affinity: str
+    kernels: str
+    quantization: str
+    page_size: int
+    max_total_tokens: int
+    chunked_prefill_size: int
+    max_running_requests: int
+    max_queued_requests: int
+    grammar_timeout: float
+
+
+def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
+    """Of a worker in the null role. Raises ConfigError naming the option at fault."""
+    unknown = options.keys() - EngineOptions.__annotations__.keys()
+    if unknown:
+        known = ", ".join(EngineOptions.__annotations__)
+        raise ConfigError(f"Engine has no option {', '.join(sorted(unknown))}: it has {known}")
+    config = WorkerConfig(
+        model=_pick(ModelConfig, {"model": model, **options}),
+        cache=_pick(CacheConfig, options),
+        scheduler=_pick(SchedulerConfig, options),
+        disaggregation=DisaggregationConfig(transfer_backend=transfer_backend),
+    )
+    check_worker(config)
+    return config
+
+
+def worker_args(options: Mapping[str, Any]) -> list[str]:
+    """The same for the command line of a worker."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+
+
+def _pick(component: type[S], options: Mapping[str, Any]) -> S:
+    own = {name: options[name] for name in component.__struct_fields__ if name in options}
+    try:
+        return msgspec.convert(own, component)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"Engine's options: {error}") from None

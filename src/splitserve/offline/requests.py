@@ -1,0 +1,94 @@
+"""From what a caller gives to one native request a prompt. What is wrong with the call as a whole is raised here.
+
+What is wrong with one prompt (too long, a temperature out of range) ends that prompt alone, later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from pydantic import ConfigDict, field_validator
+
+from splitserve.errors import InvalidRequestError
+from splitserve.server import validation
+from splitserve.server.fanout import draw_rid
+from splitserve.server.schemas import NativeSampling
+from splitserve.server.tokenizer import Tokenizer
+
+# A text, token ids, or the messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class SamplingParams(NativeSampling):
+    """`sampling_params` of the native API, typed; a name it does not know is an error. None: the server's default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _keys_as_json_writes_them(cls, value: Any) -> Any:
+        return {str(token): bias for token, bias in value.items()} if isinstance(value, Mapping) else value
+
+
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """One prompt of a call."""
+
+    index: int
+    rid: str
+    prompt: Prompt
+    sampling: SamplingParams
+    # Likeliest tokens to score beside each token; None: no logprobs.
+    num_top_logprobs: int | None
+
+    def body(self, tokenizer: Tokenizer, *, stream: bool) -> dict[str, Any]:
+        """Of POST /generate. Raises InvalidRequestError where the prompt cannot be tokenized."""
+        return {
+            "rid": self.rid,
+            "input_ids": _token_ids(self.prompt, tokenizer),
+            "sampling_params": self.sampling.model_dump(exclude_none=True),
+            "stream": stream,
+            "return_logprob": self.num_top_logprobs is not None,
+            "top_logprobs_num": self.num_top_logprobs or 0,
+        }
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
+    """Whether this is one prompt, not a list of prompts. An empty list is a list of none."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping))
+
+
+def requests_for(
+    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling], num_top_logprobs: int | None
+) -> list[PromptRequest]:
+    """One a prompt. `sampling`: for all, or one a prompt. Raises InvalidRequestError."""
+    each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+    shared = list(sampling) if isinstance(sampling, Sequence) else sampling
+    params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]
+    call = draw_rid()
+    return [PromptRequest(i, f"{call}-{i}", p, params[i], num_top_logprobs) for i, p in enumerate(each)]
+
+
+def _parsed(sampling: Sampling) -> SamplingParams:
+    if not isinstance(sampling, SamplingParams):
+        sampling = validation.parse(SamplingParams, {} if sampling is None else sampling)
+    if sampling.n not in (None, 1):
+        raise InvalidRequestError(
+            f"n is {sampling.n}: give the prompt {sampling.n} times instead, with a seed each", param="n"
+        )
+    return sampling
+
+
+def _token_ids(prompt: Any, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return tokenizer.encode_chat(validation.chat_messages(prompt))
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}: give a text, token ids, or chat messages")
+    return list(prompt)

@@ -1,0 +1,167 @@
+"""One call's prompts under way, and what has come of them. Lives in the engine's event loop.
+
+The life of a Run
+1. The first `next` starts runners, which take the prompts in turn. Each prompt waits for one of the engine's places.
+2. Every answer the backend gives is the whole so far, so of a prompt only the latest is kept: a caller that lags behind
+   finds what came meanwhile as one chunk, and no runner waits for it.
+3. A prompt that fails, or is not done by the call's deadline, ends alone; the error is told when all have ended.
+4. `close` or `stop` aborts what still runs.
+
+It knows neither the scheduler nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from splitserve.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
+from splitserve.offline.backends import Backend
+from splitserve.offline.outputs import BatchError, Chunk, Output
+from splitserve.offline.requests import PromptRequest
+
+logger = logging.getLogger(__name__)
+
+# What a prompt came to.
+End = Output | SplitserveError
+
+
+class Run:
+    """`places`: requests of the whole engine at a time. `deadline`: seconds for all prompts together; None: none.
+
+    `is_single`: its one prompt's failure is raised as it is, not as a BatchError. `on_end` gets each prompt's end.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[PromptRequest],
+        backend: Backend,
+        places: asyncio.Semaphore,
+        *,
+        stream: bool = False,
+        is_single: bool = False,
+        deadline: float | None = None,
+        num_runners: int = 1,
+        on_end: Callable[[End], None] = lambda _: None,
+    ) -> None:
+        self._requests = requests
+        self._backend = backend
+        self._places = places
+        self._stream = stream
+        self._is_single = is_single
+        self._deadline = deadline
+        self._num_runners = num_runners
+        self._on_end = on_end
+        self._runners: list[asyncio.Task[None]] = []
+        # Index -> its latest native answer, or its failure, that the caller has not seen; longest unseen first.
+        self._news: dict[int, Mapping[str, Any] | SplitserveError] = {}
+        self._arrived = asyncio.Event()
+        # Index -> characters and tokens the caller has seen.
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._outputs: dict[int, Output] = {}
+        self._errors: dict[int, SplitserveError] = {}
+        self._stopped: SplitserveError | None = None
+
+    async def next(self) -> Chunk | None:
+        """What is new of some prompt; None when all have ended. Raises BatchError then where some have failed."""
+        if not self._runners:
+            self._start()
+        while True:
+            if self._stopped is not None:
+                raise self._stopped
+            while self._news:
+                index = next(iter(self._news))
+                news = self._news.pop(index)
+                if not isinstance(news, SplitserveError):
+                    return self._chunk(index, Output.of(news))
+                self._errors[index] = news
+                self._on_end(news)
+            if len(self._outputs) + len(self._errors) == len(self._requests):
+                self._raise_failures()
+                return None
+            # Every runner has deadlines of its own, so something arrives.
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def finish(self) -> list[Output]:
+        """All answers, in the order of the prompts. Raises BatchError where some have failed."""
+        while await self.next() is not None:
+            pass
+        return [self._outputs[r.index] for r in self._requests]
+
+    async def stop(self, error: SplitserveError) -> None:
+        """Abort what runs; whoever waits gets `error`."""
+        self._stopped = self._stopped or error
+        self._arrived.set()
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort what runs. Idempotent; nothing of it is under way when it returns."""
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+
+    def _start(self) -> None:
+        ends_at = None if self._deadline is None else asyncio.get_running_loop().time() + self._deadline
+        waiting = iter(self._requests)
+        count = min(len(self._requests), self._num_runners)
+        self._runners = [asyncio.create_task(self._work(waiting, ends_at)) for _ in range(count)]
+
+    async def _work(self, waiting: Iterator[PromptRequest], ends_at: float | None) -> None:
+        for request in waiting:
+            try:
+                async with asyncio.timeout_at(ends_at), self._places:
+                    # A deadline that has passed already ends it here, before anything is sent.
+                    await asyncio.sleep(0)
+                    await self._ask(request)
+            except SplitserveError as error:
+                self._put(request, error)
+            except TimeoutError:
+                self._put(request, self._late(request))
+            except Exception as error:
+                logger.exception("request %s failed", request.rid)
+                self._put(request, SplitserveError(f"request {request.rid}: {type(error).__name__}: {error}"))
+
+    async def _ask(self, request: PromptRequest) -> None:
+        has_ended = False
+        body = request.body(self._backend.tokenizer, stream=self._stream)
+        async with aclosing(self._backend.answers(body)) as answers:
+            async for answer in answers:
+                has_ended = answer["meta_info"]["finish_reason"] is not None
+                self._put(request, answer)
+        if not has_ended:
+            raise WorkerUnavailableError(f"request {request.rid}: its answer broke off before its end: send it again")
+
+    def _late(self, request: PromptRequest) -> SplitserveError:
+        return DeadlineExceededError(
+            f"request {request.rid}: not done within the call's {self._deadline:g} s (stage: generation); "
+            "it was aborted: give the call a longer deadline"
+        )
+
+    def _put(self, request: PromptRequest, news: Mapping[str, Any] | SplitserveError) -> None:
+        self._news[request.index] = news
+        self._arrived.set()
+
+    def _chunk(self, index: int, output: Output) -> Chunk:
+        num_chars, num_tokens = self._seen.get(index, (0, 0))
+        self._seen[index] = len(output.text), len(output.token_ids)
+        has_ended = bool(output.finish_reason)
+        if has_ended:
+            self._outputs[index] = output
+            self._on_end(output)
+        return Chunk(
+            text=output.text[num_chars:],
+            token_ids=output.token_ids[num_tokens:],
+            logprobs=output.logprobs[num_tokens:],
+            index=index,
+            output=output if has_ended else None,
+        )
+
+    def _raise_failures(self) -> None:
+        if self._is_single and self._errors:
+            raise self._errors[0]
+        if self._errors:
+            raise BatchError([self._outputs.get(r.index) for r in self._requests], self._errors)

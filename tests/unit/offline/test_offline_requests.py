@@ -1,0 +1,112 @@
+"""What a caller may give, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splitserve.errors import ConfigError, InvalidRequestError
+from splitserve.launch.checks import check_worker
+from splitserve.offline.options import EngineOptions, worker_args, worker_config
+from splitserve.offline.requests import SamplingParams, is_single, requests_for
+from splitserve.server.schemas import GenerateBody
+from splitserve.server.validation import parse
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+class Letters:
+    """One token a letter; a chat is its contents."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return [1, *self.encode("".join(m["content"] for m in messages))]
+
+
+def bodies(prompts: Any, sampling: Any = None, logprobs: int | None = None) -> list[dict[str, Any]]:
+    found = [r.body(Letters(), stream=False) for r in requests_for(prompts, sampling, logprobs)]
+    for body in found:
+        parse(GenerateBody, body)
+    return found
+
+
+@pytest.mark.parametrize("one", ["ab", [97, 98], (97, 98), CHAT], ids=repr)
+def test_one_prompt_is_told_from_a_list_of_prompts(one):
+    assert is_single(one)
+    assert not is_single([one])
+    assert [b["input_ids"] for b in bodies(one)] == [b["input_ids"] for b in bodies([one])]
+
+
+def test_texts_ids_and_chats_mix():
+    assert [b["input_ids"] for b in bodies(["ab", [5], CHAT])] == [[97, 98], [5], [1, 104, 105]]
+    assert bodies([]) == []
+
+
+def test_every_prompt_has_an_id_of_its_own():
+    assert len({b["rid"] for b in bodies(["a"] * 3) + bodies(["a"])}) == 4
+
+
+def test_sampling_is_for_all_or_one_a_prompt_and_an_object_or_a_dict():
+    shared = bodies(["a", "b"], SamplingParams(temperature=0.5, logit_bias={7: 1.0}))
+    assert [b["sampling_params"] for b in shared] == [{"temperature": 0.5, "logit_bias": {"7": 1.0}}] * 2
+    each = bodies(["a", "b"], [{"regex": "[0-9]+", "logit_bias": {7: 1.0}}, None])
+    assert [b["sampling_params"] for b in each] == [{"regex": "[0-9]+", "logit_bias": {"7": 1.0}}, {}]
+
+
+@pytest.mark.parametrize("number", [None, 0, 3])
+def test_logprobs_are_off_the_token_s_own_or_the_likeliest_too(number):
+    [body] = bodies("a", None, number)
+    assert (body["return_logprob"], body["top_logprobs_num"]) == (number is not None, number or 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        ({"temprature": 1.0}, "temprature: Extra inputs"),
+        ({"temperature": "warm"}, "temperature: "),
+        ({"n": 3}, "n is 3: give the prompt 3 times"),
+        ([None, None], "sampling_params is a list of 2 for 1 prompts"),
+    ],
+)
+def test_what_is_wrong_with_the_call_is_raised_before_anything_runs(sampling, told):
+    with pytest.raises(InvalidRequestError, match=told):
+        requests_for("a", sampling, None)
+
+
+@pytest.mark.parametrize("prompt", [5.5, [{"content": "no role"}]])
+def test_what_is_no_prompt_fails_alone(prompt):
+    good, bad = requests_for(["a", prompt], None, None)
+    assert good.body(Letters(), stream=True)["input_ids"] == [97]
+    with pytest.raises(InvalidRequestError):
+        bad.body(Letters(), stream=True)
+
+
+def test_options_reach_the_config_and_the_command_line_by_the_same_names():
+    from typer.testing import CliRunner
+
+    from splitserve.cli import app
+
+    config = worker_config("m", "tcp", {"dtype": "float32", "page_size": 8, "max_running_requests": 3})
+    assert (config.model.dtype, config.cache.page_size, config.scheduler.max_running_requests) == ("float32", 8, 3)
+    check_worker(config)
+    names = EngineOptions.__annotations__
+    flags = [arg.partition("=")[0] for arg in worker_args(dict.fromkeys(names, 1))]
+    known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    assert [flag for flag in flags if flag not in known] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_total_token": 4}, "Engine has no option max_total_token: it has dtype"),
+        ({"page_size": "16"}, r"Expected `int`, got `str` - at `\$.page_size`"),
+        ({"page_size": 0}, "--page-size must be at least 1"),
+        ({"dtype": "float31"}, "--dtype 'float31'"),
+    ],
+)
+def test_a_wrong_option_is_named_before_a_process_starts(options, told):
+    with pytest.raises(ConfigError, match=told):
+        worker_config("m", "tcp", options)
