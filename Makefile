@@ -48,7 +48,7 @@ demo: setup
 	@$(BIN)/splitserve demo
 
 test: setup system-packages
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/.installed
 	$(BIN)/ruff check .

@@ -74,6 +74,14 @@ def engine(model: str, scenario: Callable[[str], None]) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Python ignores SIGINT where its parent did: what a shell starts in the background, a CI runner's job."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def is_busy(engine: Engine) -> bool:
     return engine._backend._front.requests.num_open_samples > 0
 
@@ -103,6 +111,7 @@ def test_one_failure_does_not_lose_the_others(engine):
     assert [o and o.token_ids[0] for o in caught.value.outputs] == [5, None, 7]
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_aborts_what_runs_and_the_engine_goes_on(engine):
     def interrupt() -> None:
         wait_for(lambda: is_busy(engine), "nothing runs")
@@ -184,6 +193,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(model, scenario, name, k
         Engine(model)
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_while_it_loads_leaves_nothing(model, scenario):
     scenario(LOAD_FOREVER)
 
