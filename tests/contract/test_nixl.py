@@ -1,7 +1,6 @@
 """What is particular to NIXL: pieces of any shape, links with and without the gate, peers that come again."""
 
 import random
-import signal
 import time
 
 import numpy as np
@@ -97,11 +96,11 @@ def test_without_the_gate_a_stopped_sender_is_fenced_at_once(world, far_away):
         there.ask("set", region=0, value=7)
         there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
         until(lambda: here.memory[0].all())
-        there.signal(signal.SIGSTOP)
+        there.stop()
         here.transport.drain(session.session_id)
         assert here.transport.is_fenced(session.session_id)
         here.memory[0][:] = 0
-        there.signal(signal.SIGCONT)
+        there.go_on()
         there.answer()
         assert not here.memory[0].any()
 
@@ -112,9 +111,9 @@ def test_without_the_gate_a_stopped_receiver_costs_at_most_the_deadline(world, m
         monkeypatch.setattr(nixl, "boot_id", lambda: "another machine")
         session = there.open_session()
         assert write(here, session, WHOLE).state is WriteState.DONE
-        there.signal(signal.SIGSTOP)
+        there.stop()
         status = write(here, session, WHOLE)
-        there.signal(signal.SIGCONT)
+        there.go_on()
         assert status.state is WriteState.LOST
         assert "within 4 s" in status.error
 

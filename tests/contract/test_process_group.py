@@ -1,5 +1,6 @@
 """What only groups of torch.distributed can suffer, beside the contract that they share with every transport."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -80,11 +81,11 @@ def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peer
     there.ask("set", region=0, value=7)
     there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
     until(lambda: here.memory[0].any())
-    there.signal(signal.SIGSTOP)
+    there.stop()
     assert ends_in_time(here.transport.drain, session.session_id)
     assert here.transport.is_fenced(session.session_id)
     here.memory[0][:] = 0
-    there.signal(signal.SIGCONT)
+    there.go_on()
     there.answer()
     assert not here.memory[0].any()
 
@@ -113,6 +114,7 @@ def test_a_wait_for_a_tensor_that_is_half_there_ends_with_the_doors_connection_a
             works = group.receive(tensor)
             until(lambda: tensor[0] == 1)
             sender.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, sender.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             assert not tensor[-1]
             outcome = []
 
@@ -140,7 +142,7 @@ def test_a_close_does_not_wait_for_a_receiver_that_was_stopped_half_way(gloo, pe
     here, there = gloo(N, write_timeout=NEVER), peers()
     session = there.open_session()
     assert write(here, session, WHOLE).state is WriteState.DONE
-    there.signal(signal.SIGSTOP)
+    there.stop()
     here.transport.write(session, copy_table(WHOLE))
     assert ends_in_time(here.transport.close)
 
@@ -149,7 +151,7 @@ def test_a_receiver_killed_half_way_ends_the_write_long_before_its_deadline(gloo
     here, there = gloo(N, write_timeout=NEVER), peers()
     session = there.open_session()
     assert write(here, session, WHOLE).state is WriteState.DONE
-    there.signal(signal.SIGSTOP)
+    there.stop()
     ticket = here.transport.write(session, copy_table(WHOLE))
     there.kill()
     assert here.outcome(ticket, DEADLINE).state in (WriteState.FAILED, WriteState.LOST)

@@ -1,7 +1,7 @@
 """The promise: output of prefill and decode apart equals transformers' own `generate`, and colocated serving.
 
-float32, greedy, 64 tokens for each of 20 prompts of 1 to 3,000 tokens, sixteen at a time, cold and warm, in chunks
-of 64; of two long prompts also in chunks of 2,048, and of some alone. `make soak` runs the whole cross.
+float32, greedy, 64 tokens for each of 18 prompts of 1 to 513 tokens, sixteen at a time, cold and warm, in chunks of 64;
+of some alone; of one of 3,000 tokens in chunks of 2,048. `make soak` runs the whole cross.
 """
 
 from collections.abc import Iterator
@@ -46,18 +46,18 @@ def check_greedy(deployment: Deployment, mode: str, prompts, reference: Referenc
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sixteen_at_a_time_equal_generate(deployment, prompts, reference, mode):
-    check_greedy(deployment, mode, prompts, reference, at_a_time=16)
+    check_greedy(deployment, mode, prompts[:-2], reference, at_a_time=16)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_some_alone_equal_generate(deployment, prompts, reference, mode):
-    check_greedy(deployment, mode, prompts[4::13], reference, at_a_time=1)
+    check_greedy(deployment, mode, prompts[4:-2:13], reference, at_a_time=1)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("deployment", [2048], indirect=True)
-def test_long_prompts_in_large_chunks_equal_generate(deployment, prompts, reference, mode):
-    check_greedy(deployment, mode, prompts[-3:-1], reference, at_a_time=16)
+def test_a_long_prompt_in_large_chunks_equals_generate(deployment, prompts, reference, mode):
+    check_greedy(deployment, mode, prompts[-1:], reference, at_a_time=16)
 
 
 @pytest.mark.soak

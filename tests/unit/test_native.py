@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from splitserve import _native
-from splitserve._native import ScatterCopy
+from splitserve._native import Numbers, ScatterCopy
+from splitserve.disaggregation.copies import copy_table
 
 LENGTHS = [0, 1, 15, 63, 64, 65, 511, 512, 1023, 1024, 1087, 1088, 1089, 4096, 70_001] * 3
 
@@ -19,8 +22,13 @@ def way(request, monkeypatch):
         monkeypatch.setattr(_native, limit, 1 if request.param == "streaming" else 1 << 62)
 
 
-def address(array):
-    return np.uint64(array.ctypes.data)
+def begins(array):
+    """The one region that `array` is."""
+    return Numbers([array.ctypes.data])
+
+
+def table(sources, targets, lengths):
+    return copy_table((0, s, 0, t, n) for s, t, n in zip(sources, targets, lengths, strict=True))
 
 
 @pytest.mark.parametrize("part", [1 << 30, 100_000, 777])
@@ -35,21 +43,20 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_nothing_beside_them_ch
     for s, t, n in zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True):
         expected[t : t + n] = here[s : s + n]
     order = random.permutation(len(lengths))
-    copy = ScatterCopy(targets[order] + address(there), sources[order] + address(here), lengths[order])
+    rows = table(sources[order].tolist(), targets[order].tolist(), lengths[order].tolist())
+    copy = ScatterCopy(rows, begins(here), begins(there))
     landed = 0
     while not copy.is_complete:
         copy.advance(part)
         landed = min(landed + part, int(lengths.sum()))
-        done = int(copy._table[2][: copy._at.piece].sum()) + copy._at.offset
+        done = int(copy._copies["length"][: copy._at.piece].sum()) + copy._at.offset
         assert done == landed
     assert (there == expected).all()
 
 
 def test_a_part_ends_on_the_byte(way):
     here, there = np.ones(5000, np.uint8), np.zeros(5000, np.uint8)
-    half = np.array([2500, 2500], dtype=np.uint64)
-    starts = np.array([0, 2500], dtype=np.uint64)
-    copy = ScatterCopy(starts + address(there), starts + address(here), half)
+    copy = ScatterCopy(table([0, 2500], [0, 2500], [2500, 2500]), begins(here), begins(there))
     copy.advance(3001)
     assert not copy.is_complete
     assert there[:3001].all()
@@ -62,9 +69,7 @@ def test_a_part_ends_on_the_byte(way):
 def test_pieces_of_a_large_copy_are_taken_in_the_order_of_their_sources(monkeypatch):
     monkeypatch.setattr(_native, "ORDERED_BYTES", 1)
     here, there = np.arange(1, 101, dtype=np.uint8), np.zeros(100, np.uint8)
-    sources = np.array([70, 10, 40], dtype=np.uint64)
-    targets = np.array([0, 10, 20], dtype=np.uint64)
-    copy = ScatterCopy(targets + address(there), sources + address(here), np.full(3, 10, dtype=np.uint64))
+    copy = ScatterCopy(table([70, 10, 40], [0, 10, 20], [10] * 3), begins(here), begins(there))
     for first, target in ((11, 10), (41, 20), (71, 0)):
         copy.advance(10)
         assert (there[target : target + 10] == np.arange(first, first + 10)).all()
@@ -72,5 +77,39 @@ def test_pieces_of_a_large_copy_are_taken_in_the_order_of_their_sources(monkeypa
 
 
 def test_no_pieces_are_complete_at_once(way):
-    nothing = np.empty(0, dtype=np.uint64)
-    assert ScatterCopy(nothing, nothing, nothing).is_complete
+    nothing = Numbers([])
+    assert ScatterCopy(copy_table([]), nothing, nothing).is_complete
+
+
+def test_copies_go_between_the_regions_that_they_name(way):
+    here, there = (np.zeros((3, 100), np.uint8) for _ in range(2))
+    here[:] = [[1], [2], [3]]
+    copy = ScatterCopy(
+        copy_table([(2, 0, 0, 50, 10), (0, 90, 1, 0, 10), (1, 5, 2, 99, 1)]),
+        Numbers(row.ctypes.data for row in here),
+        Numbers(row.ctypes.data for row in there),
+    )
+    copy.advance(1 << 30)
+    assert copy.is_complete
+    expected = np.zeros((3, 100), np.uint8)
+    expected[0, 50:60], expected[1, :10], expected[2, 99] = 3, 1, 2
+    assert (there == expected).all()
+
+
+U64 = st.integers(0, 2**64 - 1) | st.integers(0, 200)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 4), U64, st.integers(0, 4), U64, U64), max_size=6),
+    lengths=st.lists(st.integers(0, 150), max_size=4),
+    is_target=st.booleans(),
+)
+def test_the_first_copy_outside_its_region_is_found(rows, lengths, is_target):
+    def is_inside(row):
+        region, offset, length = (*row[2:4], row[4]) if is_target else (*row[:2], row[4])
+        return region < len(lengths) and offset + length <= lengths[region]
+
+    expected = next((i for i, row in enumerate(rows) if not is_inside(row)), None)
+    copies, limits = copy_table(rows), Numbers(lengths)
+    assert _native.first_outside(copies, limits, is_target=is_target) == expected
+    assert _native._first_outside_slowly(copies, limits.array, "dst" if is_target else "src") == expected

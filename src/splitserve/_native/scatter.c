@@ -51,23 +51,55 @@ static void copy_piece(char *to, const char *from, size_t length, const char *ne
     memcpy(to, from, length);
 }
 
-/* Copy lengths[i] bytes from address from[i] to to[i] for each i < n, in this order, at most `max_bytes` in this call.
- * `at` says where to begin and is moved on; the copy is complete when at->piece is n. No source overlaps a target.
+/* A row of the copy table (copies.py), as numpy packs it. */
+struct __attribute__((packed)) copy {
+    uint32_t src_region;
+    uint64_t src_offset;
+    uint32_t dst_region;
+    uint64_t dst_offset;
+    uint64_t length;
+};
+
+/* The first of n copies whose source, or target, is not inside its region; n where all are. lengths: of the regions. */
+uint64_t scatter_outside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
+                         int is_target)
+{
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t region = is_target ? copies[i].dst_region : copies[i].src_region;
+        uint64_t offset = is_target ? copies[i].dst_offset : copies[i].src_offset;
+        if (region >= num_regions || offset > lengths[region] || copies[i].length > lengths[region] - offset)
+            return i;
+    }
+    return n;
+}
+
+static const char *source(const struct copy *copy, const uint64_t *bases)
+{
+    return (const char *)(uintptr_t)(bases[copy->src_region] + copy->src_offset);
+}
+
+static char *target(const struct copy *copy, const uint64_t *bases)
+{
+    return (char *)(uintptr_t)(bases[copy->dst_region] + copy->dst_offset);
+}
+
+/* Carry out n copies in their order, at most `max_bytes` in this call. from, to: where our and their regions begin.
+ * `at` says where to begin and is moved on; all is done when at->piece is n. No source overlaps a target.
  * streaming: the bytes in all are many more than a cache holds.
  */
-void scatter_copy(const uint64_t *to, const uint64_t *from, const uint64_t *lengths, uint64_t n, struct position *at,
+void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, const uint64_t *to, struct position *at,
                   uint64_t max_bytes, int streaming)
 {
     uint64_t i = at->piece, offset = at->offset;
     for (; i < n; i++, offset = 0) {
-        uint64_t length = lengths[i] - offset;
+        uint64_t length = copies[i].length - offset;
         uint64_t now = length < max_bytes ? length : max_bytes;
         if (i + PIECES_AHEAD < n) {
-            __builtin_prefetch((const char *)(uintptr_t)to[i + PIECES_AHEAD], 0, 0);
-            __builtin_prefetch((const char *)(uintptr_t)from[i + PIECES_AHEAD], 0, 0);
+            __builtin_prefetch(target(&copies[i + PIECES_AHEAD], to), 0, 0);
+            __builtin_prefetch(source(&copies[i + PIECES_AHEAD], from), 0, 0);
         }
-        copy_piece((char *)(uintptr_t)(to[i] + offset), (const char *)(uintptr_t)(from[i] + offset), (size_t)now,
-                   (const char *)(uintptr_t)from[i + 1 < n ? i + 1 : i], streaming);
+        copy_piece(target(&copies[i], to) + offset, source(&copies[i], from) + offset, (size_t)now,
+                   source(&copies[i + 1 < n ? i + 1 : i], from), streaming);
         max_bytes -= now;
         if (now < length) {
             offset += now;

@@ -1,8 +1,9 @@
 """`splitserve bench transfer`: each transport beside its limit, between two processes of this machine.
 
 1. For each total size: a receiving process and, here, the sending end; all memory touched, one session open.
-2. For each case of that size, runs in turn: the limit, then ours, so that what else the machine does hits both.
-3. Then single pages, one write after another: the latency of small transfers.
+2. For each case of that size, runs in turn: the limit, then ours, so that what else the machine does hits both. Small
+   writes go several at once; the limit gets the bytes of all of them.
+3. Then a write alone, and single pages, one write after another: the latency of small transfers.
 4. The table is printed, and appended to a log where asked.
 
 What a transport does and how it is compared is not known here: see `transports/` and `limits.py`.
@@ -26,10 +27,21 @@ from splitserve.bench.limits import LIMITS, Measure
 from splitserve.bench.machine import check_writable, describe_machine
 from splitserve.bench.publish import publish
 from splitserve.bench.stats import median, percentile
-from splitserve.bench.transfer_plan import FULL, GIB, QUICK, Case, TransferPlan, copies_of, fits, latency_writes
-from splitserve.bench.transfer_plan import writes_a_run as writes_of
+from splitserve.bench.transfer_plan import (
+    FULL,
+    GIB,
+    QUICK,
+    Case,
+    TransferPlan,
+    batch_of,
+    batches_a_run,
+    copies_of,
+    fits,
+    latency_writes,
+    memory_of,
+)
 from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports.base import PeerAddress, WriteState
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.testing.transfer_peer import End, PeerProcess
@@ -84,7 +96,10 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
             room = f"{available / GIB:.1f} GiB of memory are available"
             console.print(f"{backend}: {size_text(total)} in all is left out: {room}", highlight=False)
             continue
-        with console.status(f"{backend}: {size_text(total)} in all") as status, _Pair(backend, total) as pair:
+        with (
+            console.status(f"{backend}: {size_text(total)} in all") as status,
+            _Pair(backend, memory_of(total)) as pair,
+        ):
             for case in plan.cases(total):
                 order = "scattered" if case.scattered else "contiguous"
                 pages = f"pages of {size_text(case.page_bytes)}, {order}"
@@ -100,12 +115,12 @@ class _Run:
 
 
 class _Pair:
-    """The two ends of one backend, each with `total_bytes` of touched memory. The sending one is in this process."""
+    """The two ends of one backend, each with `num_bytes` of touched memory. The sending one is in this process."""
 
-    def __init__(self, backend: str, total_bytes: int) -> None:
+    def __init__(self, backend: str, num_bytes: int) -> None:
         self.backend = backend
-        self._receiver = PeerProcess(backend, [total_bytes])
-        self._sender = End(backend, [total_bytes], write_timeout=_WRITE_TIMEOUT)
+        self._receiver = PeerProcess(backend, [num_bytes])
+        self._sender = End(backend, [num_bytes], write_timeout=_WRITE_TIMEOUT)
 
     def __enter__(self) -> _Pair:
         self._sender.memory[0][:] = 1
@@ -117,13 +132,16 @@ class _Pair:
         self._sender.close()
         self._receiver.kill()
 
-    def write(self, copies: Copies) -> float:
-        """Seconds from the submission to the proof that all bytes are there. Raises TransferBenchError."""
+    def write(self, *writes: Copies) -> float:
+        """Seconds from the first submission to the proof that all bytes are there. Raises TransferBenchError."""
         began = time.perf_counter()
-        status = self._sender.outcome(self._sender.transport.write(self._session, copies), 2 * _WRITE_TIMEOUT)
+        tickets = [self._sender.transport.write(self._session, copies) for copies in writes]
+        # They become final in order.
+        statuses = [self._sender.outcome(ticket, 2 * _WRITE_TIMEOUT) for ticket in reversed(tickets)]
         seconds = time.perf_counter() - began
-        if status.state is not WriteState.DONE:
-            raise TransferBenchError(f"{self.backend}: a write ended as {status.state.name}: {status.error}")
+        for status in statuses:
+            if status.state is not WriteState.DONE:
+                raise TransferBenchError(f"{self.backend}: a write ended as {status.state.name}: {status.error}")
         return seconds
 
     def cpu_seconds(self) -> float:
@@ -132,29 +150,32 @@ class _Pair:
 
 
 def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> TransferFigures:
-    copies, repeats = copies_of(case), writes_of(case.total_bytes)
-    pair.write(copies)
+    writes, repeats = batch_of(case), batches_a_run(case.total_bytes)
+    all_bytes = np.concatenate(writes)
+    pair.write(*writes)
     limits, ours = [], []
     for _ in range(runs):
-        limits.append(measure_limit(copies, repeats))
-        ours.append(_run(pair, case, copies, repeats))
+        limits.append(measure_limit(all_bytes, repeats))
+        ours.append(_run(pair, writes, repeats))
+    alone = [pair.write(writes[i % len(writes)]) for i in range(max(runs, len(writes)))]
     latencies = _latencies(pair, case)
     return TransferFigures.of(
         pair.backend,
         case,
         gb_per_s=median([run.gb_per_s for run in ours]),
         limit_gb_per_s=median(limits),
+        alone=median(alone),
         p50=percentile(latencies, 50),
         p99=percentile(latencies, 99),
-        cpu_seconds_per_gb=sum(run.cpu_seconds for run in ours) / (runs * repeats * case.total_bytes / 1e9),
-        num_writes=len(copies),
+        cpu_seconds_per_gb=sum(run.cpu_seconds for run in ours) / (runs * repeats * num_bytes(all_bytes) / 1e9),
+        num_writes=len(writes[0]),
     )
 
 
-def _run(pair: _Pair, case: Case, copies: Copies, repeats: int) -> _Run:
+def _run(pair: _Pair, writes: Sequence[Copies], repeats: int) -> _Run:
     before = pair.cpu_seconds()
-    seconds = [pair.write(copies) for _ in range(repeats)]
-    return _Run(case.total_bytes / median(seconds) / 1e9, pair.cpu_seconds() - before)
+    seconds = [pair.write(*writes) for _ in range(repeats)]
+    return _Run(sum(map(num_bytes, writes)) / median(seconds) / 1e9, pair.cpu_seconds() - before)
 
 
 def _latencies(pair: _Pair, case: Case) -> list[float]:

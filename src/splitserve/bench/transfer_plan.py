@@ -11,8 +11,11 @@ from splitserve.disaggregation.copies import COPY, Copies, coalesce
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-# A run moves at least so many bytes: totals below it are sent several times.
-_MIN_BYTES_A_RUN = 64 * MIB
+# Writes below it are sent several at once, each from and to places of its own: many requests are on their way at any
+# moment, and no cache holds their pages.
+_MIN_BYTES_AT_ONCE = 32 * MIB
+# A run moves at least so many bytes: what is less is sent several times.
+_MIN_BYTES_A_RUN = 128 * MIB
 # For the latency of one page: so many writes, fewer where they would move more than so many bytes.
 _LATENCY_WRITES = 300
 _MIN_LATENCY_WRITES = 100
@@ -66,8 +69,28 @@ def copies_of(case: Case, seed: int = 0) -> Copies:
     return coalesce(table)
 
 
-def writes_a_run(total_bytes: int) -> int:
-    return max(1, _MIN_BYTES_A_RUN // total_bytes)
+def writes_at_once(total_bytes: int) -> int:
+    return max(1, _MIN_BYTES_AT_ONCE // total_bytes)
+
+
+def memory_of(total_bytes: int) -> int:
+    """Bytes of one side."""
+    return writes_at_once(total_bytes) * total_bytes
+
+
+def batch_of(case: Case) -> list[Copies]:
+    """The writes that are under way at once, each with the same pages in the next stretch of memory."""
+    writes = []
+    for i in range(writes_at_once(case.total_bytes)):
+        copies = copies_of(case)
+        for offset in ("src_offset", "dst_offset"):
+            copies[offset] += np.uint64(i * case.total_bytes)
+        writes.append(copies)
+    return writes
+
+
+def batches_a_run(total_bytes: int) -> int:
+    return max(1, _MIN_BYTES_A_RUN // memory_of(total_bytes))
 
 
 def latency_writes(page_bytes: int) -> int:
@@ -76,4 +99,4 @@ def latency_writes(page_bytes: int) -> int:
 
 def fits(total_bytes: int, available_bytes: int) -> bool:
     """Whether all buffers of a case leave enough of the machine's memory to others."""
-    return _BUFFERS * total_bytes <= _MEMORY_SHARE * available_bytes
+    return _BUFFERS * memory_of(total_bytes) <= _MEMORY_SHARE * available_bytes

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from splitserve.bench.limits import LIMITS
-from splitserve.bench.transfer_plan import Case
+from splitserve.bench.transfer_plan import Case, memory_of
 
 _COLUMNS = (
     "transport",
@@ -20,13 +20,16 @@ _COLUMNS = (
     "GB/s",
     "limit",
     "ratio",
+    "alone, µs",
     "p50, µs",
     "p99, µs",
     "CPU s/GB",
     "per copy",
 )
 _LEGEND = (
-    "GB/s: 10^9 bytes a second. Limit: {limits}, in turn with ours. p50, p99: one page a write. "
+    "GB/s: 10^9 bytes a second; what is small goes several writes at once, {at_once} in all, from memory that no cache "
+    "holds. Limit: {limits}, the same bytes, in turn with ours. Alone: one write, nothing else on its way. "
+    "p50, p99: one page a write. "
     "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. Medians of {runs} runs. "
     "A ratio well above 1 means that the limit was measured badly, not that it was beaten. Hand-over: pages change "
     "owner in a shared pool, p50 and p99 of one exchange of all of them. Checksum: --transfer-checksum, on one side."
@@ -46,6 +49,8 @@ class TransferFigures:
     limit_gb_per_s: float | None
     # gb_per_s / limit_gb_per_s.
     ratio: float | None
+    # One write of all its bytes with no other under way, microseconds, median.
+    alone_us: float
     # Of writes of one page, one after another, microseconds.
     p50_us: float
     p99_us: float
@@ -62,12 +67,13 @@ class TransferFigures:
         *,
         gb_per_s: float,
         limit_gb_per_s: float | None,
+        alone: float,
         p50: float,
         p99: float,
         cpu_seconds_per_gb: float,
         num_writes: int,
     ) -> TransferFigures:
-        """`p50`, `p99`: seconds. `num_writes`: copies that carry the case."""
+        """`alone`, `p50`, `p99`: seconds. `num_writes`: copies that carry the case."""
         return cls(
             backend=backend,
             page_bytes=case.page_bytes,
@@ -76,6 +82,7 @@ class TransferFigures:
             gb_per_s=gb_per_s,
             limit_gb_per_s=limit_gb_per_s,
             ratio=None if limit_gb_per_s is None else gb_per_s / limit_gb_per_s,
+            alone_us=alone * 1e6,
             p50_us=p50 * 1e6,
             p99_us=p99 * 1e6,
             cpu_seconds_per_gb=cpu_seconds_per_gb,
@@ -91,6 +98,7 @@ class TransferFigures:
             f"{self.gb_per_s:.2f}",
             "" if self.limit_gb_per_s is None else f"{self.limit_gb_per_s:.2f}",
             "" if self.ratio is None else f"{self.ratio:.2f}",
+            f"{self.alone_us:,.0f}",
             f"{self.p50_us:,.0f}",
             f"{self.p99_us:,.0f}",
             f"{self.cpu_seconds_per_gb:.2f}",
@@ -140,7 +148,7 @@ class TransferReport:
     def _legend(self) -> str:
         backends = [f.backend for f in self.figures if f.backend in LIMITS]
         names = dict.fromkeys(f"{LIMITS[backend].name} for {backend}" for backend in backends)
-        return _LEGEND.format(limits=", ".join(names), runs=self.runs)
+        return _LEGEND.format(limits=", ".join(names), at_once=size_text(memory_of(1)), runs=self.runs)
 
 
 def size_text(num_bytes: float) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -95,8 +97,13 @@ class PeerProcess:
     def open_session(self) -> PeerAddress:
         return PeerAddress(*self.ask("open"))
 
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+    def stop(self) -> None:
+        """SIGSTOP, and wait until the last of its threads stands."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone. Idempotent."""

@@ -28,6 +28,7 @@ KEYS = {
     "gb_per_s",
     "limit_gb_per_s",
     "ratio",
+    "alone_us",
     "p50_us",
     "p99_us",
     "cpu_seconds_per_gb",
@@ -41,6 +42,7 @@ def figures(case, backend="tcp", gb_per_s=1.5, num_writes=4):
         case,
         gb_per_s=gb_per_s,
         limit_gb_per_s=2.0,
+        alone=2e-4,
         p50=1e-4,
         p99=3e-4,
         cpu_seconds_per_gb=0.5,
@@ -55,7 +57,7 @@ def options(*backends, append_to=None):
 def test_figures_are_set_against_the_limit():
     found = figures(Case(4 * KIB, MIB, scattered=True))
     assert found.ratio == 0.75
-    assert (found.p50_us, found.p99_us) == pytest.approx((100.0, 300.0))
+    assert (found.alone_us, found.p50_us, found.p99_us) == pytest.approx((200.0, 100.0, 300.0))
     assert found.bytes_per_write == 256 * KIB
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splitserve.bench.transfer_plan import FULL, GIB, KIB, MIB, Case, copies_of, fits, latency_writes, writes_a_run
+from splitserve.bench.transfer_plan import (
+    FULL,
+    GIB,
+    KIB,
+    MIB,
+    Case,
+    batch_of,
+    batches_a_run,
+    copies_of,
+    fits,
+    latency_writes,
+    memory_of,
+)
 
 
 @pytest.mark.parametrize("side", ["src_offset", "dst_offset"])
@@ -43,8 +55,26 @@ def test_no_case_has_pages_larger_than_all_of_it():
 
 
 def test_small_totals_are_sent_often_enough_to_be_timed():
-    assert all(writes_a_run(total) * total >= 64 * MIB for total in FULL.totals)
-    assert writes_a_run(GIB) == 1
+    assert all(batches_a_run(total) * memory_of(total) >= 128 * MIB for total in FULL.totals)
+    assert batches_a_run(GIB) == 1
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_small_writes_go_many_at_once_over_all_of_the_memory(scattered):
+    writes = batch_of(Case(4 * KIB, MIB, scattered))
+    assert len(writes) == 32
+    for side in ("src_offset", "dst_offset"):
+        rows = np.concatenate(writes)
+        order = np.argsort(rows[side])
+        ends = rows[side][order] + rows["length"][order]
+        assert rows[side].min() == 0
+        assert (rows[side][order][1:] == ends[:-1]).all()
+        assert ends[-1] == memory_of(MIB) == 32 * MIB
+
+
+def test_a_large_write_goes_alone():
+    assert len(batch_of(Case(4 * MIB, 64 * MIB, scattered=True))) == 1
+    assert memory_of(GIB) == GIB
 
 
 def test_a_percentile_has_enough_writes_behind_it():

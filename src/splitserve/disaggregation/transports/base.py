@@ -73,7 +73,8 @@ class Transport(Protocol):
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         """Begin to copy from our regions into the peer's. Never blocks on the peer.
 
-        Writes to one session land in order. The source bytes must not change until the ticket is final.
+        Writes to one session become final in order; until then their targets must not overlap, for several may go as
+        one. The source bytes must not change until the ticket is final.
         Raises CapacityError while too many writes to this session are under way (try again when one of them is final)
         and ValueError for a copy outside our own regions.
         """

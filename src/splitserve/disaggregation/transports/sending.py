@@ -1,8 +1,10 @@
 """The writes to one session: their order, the connection they go over, and what a failure proves.
 
 1. `offer` queues a write. `go_on` carries it out at once where it is brief, else it wakes the session's thread.
-2. Who takes a write from the queue has the turn until the write is final; it alone uses the connection.
-3. `stop` wakes the thread, which waits for the turn a last time: then nobody writes, and nobody will.
+2. Who takes writes from the queue has the turn until they are final; it alone uses the connection.
+3. Small writes that wait behind each other go as one: their bytes take less time than a write's round trip. Where one
+   of them is refused, each goes alone.
+4. `stop` wakes the thread, which waits for the turn a last time: then nobody writes, and nobody will.
 
 A brief write is one that never waits for the peer (shared memory): waking a thread and being woken by it takes longer.
 Tickets and their states are kept by whoever gave `finish`.
@@ -13,11 +15,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from splitserve.disaggregation.copies import Copies, num_bytes
+import numpy as np
+
+from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
 from splitserve.disaggregation.transports.backend import Backend, LocalOutgoing, Outgoing, WriteRefused
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
 from splitserve.disaggregation.transports.door import knock
@@ -25,6 +29,10 @@ from splitserve.disaggregation.transports.sockets import Deadline, shut
 
 # Writes to one session that may wait for their turn.
 MAX_PENDING_WRITES = 1024
+# Of the writes that go as one. By then the round trip is a small part of the whole.
+JOINED_BYTES = 8 << 20
+
+_NOTHING = copy_table([])
 
 # Told once, from any thread, how a write ended.
 Finish = Callable[[Ticket, WriteStatus], None]
@@ -34,17 +42,34 @@ Finish = Callable[[Ticket, WriteStatus], None]
 class Write:
     ticket: Ticket
     copies: Copies
+    # Of all copies.
+    num_bytes: int
     # To be called instead of copying anything.
     action: Callable[[], None] | None = None
 
+    @classmethod
+    def of(cls, ticket: Ticket, copies: Copies) -> Write:
+        return cls(ticket, copies, num_bytes(copies))
+
+    @classmethod
+    def of_action(cls, ticket: Ticket, action: Callable[[], None]) -> Write:
+        return cls(ticket, _NOTHING, 0, action)
+
     def is_brief(self, brief_bytes: int) -> bool:
-        return brief_bytes > 0 and self.action is None and num_bytes(self.copies) <= brief_bytes
+        return brief_bytes > 0 and self.action is None and self.num_bytes <= brief_bytes
 
     def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> None:
         if self.action is None:
             outgoing.write(self.ticket.id, self.copies, deadline)
         else:
             cast(LocalOutgoing, outgoing).call(self.action)
+
+
+def _joined(writes: Sequence[Write]) -> Write:
+    """One write of all their bytes, under the first one's name."""
+    if len(writes) == 1:
+        return writes[0]
+    return Write.of(writes[0].ticket, np.concatenate([write.copies for write in writes]))
 
 
 class Sender:
@@ -82,8 +107,8 @@ class Sender:
             if not is_brief or outgoing is None or not outgoing.is_alive():
                 self._ready.notify()
                 return
-            write = self._take()
-        self._carry_out(write, outgoing)
+            writes = self._take(self._backend.brief_bytes)
+        self._carry_out(writes, outgoing)
 
     def stop(self, why: str) -> None:
         """Break the connection, end the thread, fail what is pending."""
@@ -102,44 +127,63 @@ class Sender:
                 self._ready.wait_for(lambda: not self._is_taken and (self._queue or self._stopped))
                 if self._stopped:
                     break
-                write = self._take()
-            self._carry_out(write)
+                writes = self._take(JOINED_BYTES)
+            self._carry_out(writes)
         self._disconnect()
         for write in self._queue:
             self._finish(write.ticket, WriteStatus(WriteState.FAILED, self._stopped))
 
-    def _take(self) -> Write:
-        """The next write, and with it the turn. With the lock held."""
+    def _take(self, max_bytes: int) -> list[Write]:
+        """The next writes that may go as one, and with them the turn. With the lock held."""
         self._is_taken = True
-        return self._queue.popleft()
+        writes = [self._queue.popleft()]
+        total = writes[0].num_bytes
+        while self._queue and writes[0].action is None and self._queue[0].action is None:
+            total += self._queue[0].num_bytes
+            if total > max_bytes:
+                break
+            writes.append(self._queue.popleft())
+        return writes
 
-    def _carry_out(self, write: Write, outgoing: Outgoing | None = None) -> None:
-        """Have the turn until the write is final. Without a live connection, make one."""
+    def _carry_out(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> None:
+        """Have the turn until the writes are final. Without a live connection, make one."""
         try:
-            status = self._outcome(write, outgoing)
-            if status.state is not WriteState.DONE:
+            try:
+                self._end(writes, self._outcome(writes, outgoing))
+            except WriteRefused:
                 self._disconnect()
-            self._finish(write.ticket, status)
+                for write in writes:
+                    self._end([write], self._outcome([write]))
         finally:
             with self._ready:
                 self._is_taken = False
                 if self._queue or self._stopped:
                     self._ready.notify()
 
-    def _outcome(self, write: Write, outgoing: Outgoing | None) -> WriteStatus:
+    def _end(self, writes: Sequence[Write], status: WriteStatus) -> None:
+        if status.state is not WriteState.DONE:
+            self._disconnect()
+        for write in writes:
+            self._finish(write.ticket, status)
+
+    def _outcome(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> WriteStatus:
+        """Raises WriteRefused where it cannot be told which of several writes is at fault."""
         deadline = Deadline(self._options.write_timeout)
         where = f"session {self._peer.session_id} at {self._peer.endpoint}"
         try:
             outgoing = outgoing or self._connect()
         except Exception as error:
-            # Not a byte of this write was sent.
+            # Not a byte of these writes was sent.
             return WriteStatus(WriteState.FAILED, self._stopped or f"cannot connect to {where}: {_text(error)}")
+        write = _joined(writes)
         try:
             write.carry_out(outgoing, deadline)
         except WriteRefused as refusal:
+            if len(writes) > 1:
+                raise
             return WriteStatus(WriteState.FAILED, self._stopped or f"{where} refused the write: {refusal}")
         except TimeoutError:
-            late = f"{where} did not take a write of {num_bytes(write.copies)} bytes within {deadline.seconds:g} s"
+            late = f"{where} did not take a write of {write.num_bytes} bytes within {deadline.seconds:g} s"
             return WriteStatus(WriteState.LOST, self._stopped or late)
         except Exception as error:
             # Also of a library: whatever it was, nobody vouches for the rest of the write.

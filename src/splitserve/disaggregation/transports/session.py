@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, copy_table
+from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.backend import Backend, Incoming
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
 from splitserve.disaggregation.transports.door import Door, Guest, ProtocolError
@@ -23,8 +23,6 @@ from splitserve.errors import CapacityError
 
 # Sessions we remember to have drained. They are drawn at random and never come back, so this is only hygiene.
 MAX_REMEMBERED_DRAINS = 4096
-
-_NOTHING = copy_table([])
 
 
 class SessionTransport:
@@ -54,11 +52,11 @@ class SessionTransport:
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         self._memory.check_sources(copies)
-        return self._enqueue(peer, Write(Ticket(next(self._ids)), copies))
+        return self._enqueue(peer, Write.of(Ticket(next(self._ids)), copies))
 
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         """See LocalTransport; only where the backend's sending end is a LocalOutgoing."""
-        return self._enqueue(peer, Write(Ticket(next(self._ids)), _NOTHING, action))
+        return self._enqueue(peer, Write.of_action(Ticket(next(self._ids)), action))
 
     def poll(self, ticket: Ticket) -> WriteStatus:
         with self._lock:

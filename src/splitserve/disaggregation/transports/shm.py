@@ -133,7 +133,7 @@ class ShmOutgoing:
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         if error := self._theirs.target_error(copies):
             raise WriteRefused(error)
-        copy = ScatterCopy(self._theirs.targets(copies), self._ours.sources(copies), copies["length"])
+        copy = ScatterCopy(copies, self._ours.bases, self._theirs.bases)
         while not copy.is_complete:
             deadline.remaining()
             if self._interrupted:
