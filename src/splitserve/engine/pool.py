@@ -25,6 +25,8 @@ from splitserve.errors import ConfigError
 
 # Components start at multiples of this many bytes: a page of the operating system, so that they can be registered.
 _ALIGNMENT = 4096
+# Of free memory, where nobody says. A machine's memory is others' too; on a GPU the rest is for a step's tensors.
+_MEM_FRACTIONS = {"cpu": 0.15, "cuda": 0.85}
 
 
 def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int) -> KVLayout:
@@ -56,14 +58,15 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
         if cache.max_total_tokens < 1:
             raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}: it must be at least 1.")
         return -(-cache.max_total_tokens // cache.page_size)
-    if not 0.0 < cache.mem_fraction <= 1.0:
-        raise ConfigError(f"mem_fraction is {cache.mem_fraction}: it must be in (0, 1].")
+    fraction = _MEM_FRACTIONS.get(device.type, 0.15) if cache.mem_fraction is None else cache.mem_fraction
+    if not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)
-    num_pages = int(free * cache.mem_fraction) // one_page.bytes_per_page
+    num_pages = int(free * fraction) // one_page.bytes_per_page
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
-            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {cache.mem_fraction:.2%} of the {free / 2**20:.0f} MiB "
+            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {fraction:.2%} of the {free / 2**20:.0f} MiB "
             f"free on {device} is less. Raise mem_fraction, set max_total_tokens, or choose a smaller page_size."
         )
     return num_pages
@@ -72,6 +75,8 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
 def _free_memory(device: torch.device) -> int:
     """Bytes free on the device, now."""
     if device.type == "cuda":
+        # What torch keeps for later tensors counts as taken: loading has left some.
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 

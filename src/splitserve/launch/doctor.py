@@ -62,7 +62,10 @@ def _devices() -> tuple[str, bool]:
     except (ImportError, OSError) as error:
         return f"torch does not load: {error}", False
     names = [f"cpu with {torch.get_num_threads()} threads"]
-    names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+        names.append(f"cuda:{i} {torch.cuda.get_device_name(i)}, {memory}")
     return ", ".join(names), True
 
 
