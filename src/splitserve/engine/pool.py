@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -87,32 +88,41 @@ class KVPool:
     `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
     must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
     ConfigError where the device has none, and where the system refuses the memory. With `shared` the memory is that of
-    a pool of several workers, and so are the page numbers.
+    a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one page more, number
+    `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end before it.
     """
 
     def __init__(
-        self, layout: KVLayout, device: torch.device, *, shareable: bool = False, shared: SharedPages | None = None
+        self,
+        layout: KVLayout,
+        device: torch.device,
+        *,
+        shareable: bool = False,
+        shared: SharedPages | None = None,
+        has_padding_page: bool = False,
     ) -> None:
         self.layout = layout
+        self.padding_page = layout.num_pages if has_padding_page else None
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._regions: list[Region] = []
         # Memory of the CPU; a device's is the tensors' alone.
-        self._arena = _arena(pool_bytes(layout), device, shareable, shared)
+        held = replace(layout, num_pages=layout.num_pages + has_padding_page)
+        self._arena = _arena(pool_bytes(held), device, shareable, shared)
         if self._arena is None:
-            memory = torch.zeros(pool_bytes(layout), dtype=torch.uint8, device=device)
+            memory = torch.zeros(pool_bytes(held), dtype=torch.uint8, device=device)
         else:
             memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         offset = shared.arena_offset if shared else 0
-        for component, size in zip(layout.components, _sizes(layout), strict=True):
-            part = memory[offset : offset + size]
+        for component, size, held_size in zip(layout.components, _sizes(layout), _sizes(held), strict=True):
+            part = memory[offset : offset + held_size]
             self._add(component, part)
             self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
-            offset += _aligned(size)
+            offset += _aligned(held_size)
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
-        shape = (self.layout.num_pages, self.layout.page_size, component.num_heads, component.head_dim)
+        shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
         side = self.keys if component.name == "k" else self.values
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 
