@@ -23,6 +23,8 @@ import torch
 from splitserve.engine.attention.base import FixedDecode, PagedBatch, ReplayableBackend
 from splitserve.engine.inputs import StepInputs
 
+# Parts of it have no types.
+_cuda: Any = torch.cuda
 # Records what a function does on the device: what does it again, and the tensor that it returned.
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
@@ -116,7 +118,7 @@ class CudaRecorder:
     """Recorder of CUDA graphs that share one pool of memory: they run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:

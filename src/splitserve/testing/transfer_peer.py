@@ -22,6 +22,7 @@ from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
+from splitserve.testing.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
 
 # Seconds a test waits for an answer.
 ANSWER_TIMEOUT = 60.0
@@ -33,11 +34,11 @@ class End:
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
         self.backend = backend
         self.progress = threading.Event()
-        self.arenas = [Arena(n, shareable=needs_shareable_memory(backend)) for n in lengths]
+        is_fake_gpu = backend == FAKE_CUDA_IPC
+        self.arenas = [Arena(n, shareable=is_fake_gpu or needs_shareable_memory(backend)) for n in lengths]
         self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
-        self.transport: Transport = create_transport(
-            backend, TransportOptions(on_progress=self.progress.set, **options)
-        )
+        told = TransportOptions(on_progress=self.progress.set, **options)
+        self.transport: Transport = fake_cuda_ipc_transport(told) if is_fake_gpu else create_transport(backend, told)
         self.transport.register([a.region() for a in self.arenas])
 
     def outcome(self, ticket: Ticket, timeout: float = ANSWER_TIMEOUT) -> WriteStatus:

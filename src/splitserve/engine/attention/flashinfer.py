@@ -33,6 +33,9 @@ _DTYPES = frozenset({"bfloat16", "float16"})
 # Query heads a KV head from which its decode pays on tensor cores; there any number goes, without them a few do.
 _TENSOR_CORE_GROUP = 3
 
+# Parts of it have no types.
+_cuda: Any = torch.cuda
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -147,7 +150,7 @@ class _Planner:
         self._options = kind.options(backend.dtype)
         # The library plans in page-locked memory of its own and has the device copy it from there: the plan before this
         # must have been copied. None on a CPU.
-        self._copied = torch.cuda.Event() if backend.pool.device.type == "cuda" else None
+        self._copied = _cuda.Event() if backend.pool.device.type == "cuda" else None
 
     def plan(self, lists: PageLists, pages: torch.Tensor, page_size: int) -> None:
         """`pages`: those of `lists`, on the device. The short arrays are read by the host, too."""
