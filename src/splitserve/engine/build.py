@@ -108,7 +108,13 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
-    loaded = load_model(model)
+    return engine_over(load_model(model), model, cache, shareable_pool=shareable_pool)
+
+
+def engine_over(
+    loaded: LoadedModel, model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False
+) -> BuiltEngine:
+    """The same over a model that is there already."""
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
     num_pages = num_pages_for(one_page, cache, loaded.device)
     if cache.shared_pool is None:

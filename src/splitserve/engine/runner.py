@@ -67,11 +67,18 @@ class ModelRunner:
         hidden = self._hidden_states(inputs)
         scored = self._score_inputs(plan, inputs, hidden)
         sampled = self._sample(plan, inputs, hidden, allowed)
+        if not sampled:
+            self._finish()
         results = []
         for i in range(len(plan.requests)):
             token_id, logprob = sampled.get(i, (None, None))
             results.append(RequestResult(token_id, logprob, scored.get(i, ())))
         return StepResult(tuple(results))
+
+    def _finish(self) -> None:
+        """Wait for the device, where nothing else has: who hands the step's KV over reads it outside torch's order."""
+        if self._loaded.device.type == "cuda":
+            torch.cuda.current_stream(self._loaded.device).synchronize()
 
     def warm_up(self, padding_page: int) -> None:
         """Have everything compiled that is compiled on first use, by steps of nobody that write to the padding page."""

@@ -16,7 +16,6 @@ from splitserve.disaggregation.transports.cuda_parts import rows_of
 from splitserve.disaggregation.transports.tensors import device_of
 from splitserve.errors import ConfigError
 
-
 # Parts of it have no types.
 _cuda: Any = torch.cuda
 
