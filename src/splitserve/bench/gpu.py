@@ -26,7 +26,7 @@ from splitserve.core.sampling import SamplingParams
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports.base import WriteState
 from splitserve.engine.build import BuiltEngine, engine_over
-from splitserve.errors import ConfigError, KVTransferError
+from splitserve.errors import ConfigError, SplitserveError
 from splitserve.testing.transfer_peer import End, PeerProcess
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -78,7 +78,7 @@ def run_gpu_bench(options: GpuBenchOptions) -> int:
 def measure_gpu(
     options: GpuBenchOptions, sizes: GpuSizes, device: torch.device, transfer_backend: str, console: Console
 ) -> GpuReport:
-    """`transfer_backend`: what moves pages between pools on `device`. Raises ConfigError, KVTransferError."""
+    """`transfer_backend`: what moves pages between pools on `device`. Raises SplitserveError."""
     with console.status("the card's limits") as status:
         limits = measure_limits(device, num_bytes=sizes.num_bytes, matrix_size=sizes.matrix_size, repeats=sizes.repeats)
         status.update("loading, compiling and recording")
@@ -151,7 +151,7 @@ def _step(built: BuiltEngine, row: int, begin: int, end: int) -> RequestStep:
 
 
 def measure_hand_over(backend: str, sizes: GpuSizes, limits: Limits) -> Figure:
-    """All pages of a pool to other places of a peer's, in one write. Raises KVTransferError."""
+    """All pages of a pool to other places of a peer's, in one write. Raises SplitserveError."""
     num_pages = sizes.num_bytes // sizes.page_bytes
     places = np.random.default_rng(0).permutation(num_pages).tolist()
     size = sizes.page_bytes
@@ -164,7 +164,7 @@ def measure_hand_over(backend: str, sizes: GpuSizes, limits: Limits) -> Figure:
             def hand_over() -> None:
                 status = ours.outcome(ours.transport.write(session, copies))
                 if status.state is not WriteState.DONE:
-                    raise KVTransferError(f"a hand-over by {backend} failed: {status.error}")
+                    raise SplitserveError(f"a hand-over by {backend} failed: {status.error}")
 
             seconds = median_seconds(torch.device("cpu"), hand_over, sizes.repeats)
         finally:

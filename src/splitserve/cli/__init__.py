@@ -78,7 +78,9 @@ def up(
 
     check_dtype(dtype)
     check_backend(transfer_backend, "--transfer-backend")
-    worker_args = ["--served-model-name", served_model_name or model, "--device", device, "--kernels", kernels]
+    worker_args = ["--served-model-name", served_model_name or model, "--kernels", kernels]
+    if device != "auto":
+        worker_args += ["--device", device]
     if quantization is not None:
         worker_args += ["--quantization", quantization]
     if worker_options and not worker_options[0].startswith("-"):

@@ -43,7 +43,10 @@ def _missing_for_nccl() -> str | None:
 
 
 def _missing_for_cuda_ipc() -> str | None:
-    return _missing_of_cuda("CUDA")
+    if lack := _missing_of_cuda("CUDA"):
+        return lack
+    has_triton = importlib.util.find_spec("triton") is not None
+    return None if has_triton else "the Python package 'triton', which comes with torch's builds for CUDA"
 
 
 def _missing_of_cuda(built_with: str) -> str | None:
@@ -79,8 +82,8 @@ class _Entry:
     options: frozenset[str] = frozenset()
     # Registered memory of the CPU must lie where other processes can map it: shareable arenas.
     shareable: bool = False
-    # The KV pool lies on a GPU, which is shared otherwise.
-    pool_on_gpu: bool = False
+    # Moves KV pools that lie on GPUs. Others read and write by the CPU's hand.
+    moves_gpu_memory: bool = False
     # What else is missing, and what to do.
     lacks: Callable[[], str | None] = _nothing_missing
 
@@ -93,15 +96,17 @@ _ENTRIES = {
     TransferBackend.CUDA_IPC: _Entry(
         f"{_HERE}.cuda_ipc",
         "cuda_ipc_transport",
-        "triton",
-        "it comes with torch's builds for CUDA",
         shareable=True,
-        pool_on_gpu=True,
+        moves_gpu_memory=True,
         lacks=_missing_for_cuda_ipc,
     ),
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
     TransferBackend.NCCL: _Entry(
-        f"{_HERE}.process_group", "nccl_transport", options=frozenset({"device"}), lacks=_missing_for_nccl
+        f"{_HERE}.process_group",
+        "nccl_transport",
+        options=frozenset({"device"}),
+        moves_gpu_memory=True,
+        lacks=_missing_for_nccl,
     ),
     TransferBackend.MOONCAKE: _Entry(
         f"{_HERE}.mooncake",
@@ -139,7 +144,12 @@ def needs_shareable_memory(backend: str) -> bool:
 
 def needs_shareable_pool(backend: str) -> bool:
     """Whether the KV pool must come from there, too."""
-    return needs_shareable_memory(backend) and not _ENTRIES[TransferBackend(backend)].pool_on_gpu
+    return needs_shareable_memory(backend) and not moves_gpu_memory(backend)
+
+
+def moves_gpu_memory(backend: str) -> bool:
+    """Whether it can hand over a KV pool that lies on a GPU; it then takes no other."""
+    return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].moves_gpu_memory
 
 
 def check_options(backend: str, given: Mapping[str, str]) -> None:

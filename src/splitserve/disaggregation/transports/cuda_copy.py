@@ -27,7 +27,8 @@ def copy_rows(rows: Rows, device: torch.device) -> None:
     _copy_kernel[(num_rows,)](table[0], table[1], table[2], WIDE=rows.word_bytes == 8, BLOCK=_BLOCK)
 
 
-def _copy_words(targets: Any, sources: Any, counts: Any, WIDE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+# Triton compiles the signature, too, and knows no other annotations than its own.
+def _copy_words(targets, sources, counts, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     if WIDE:
         target = tl.load(targets + row).to(tl.pointer_type(tl.int64))
