@@ -1,5 +1,8 @@
 """What `cuda_ipc` alone can get wrong, on a GPU that lies in the CPU's memory; how writes are cut for a real one."""
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
 from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import WriteState
+from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
 from splitserve.disaggregation.transports.cuda_ipc import CudaIpcBackend, CudaIpcOutgoing
 from splitserve.disaggregation.transports.cuda_parts import ROW_BYTES, parts, rows_of
 from splitserve.disaggregation.transports.door import ProtocolError
@@ -169,6 +173,46 @@ def test_rows_of_the_cpu_must_be_shareable_and_the_pool_need_not():
     assert needs_shareable_memory("cuda_ipc")
     assert not needs_shareable_pool("cuda_ipc")
     assert needs_shareable_pool("shm")
+
+
+HOLDER = """
+import contextlib, os, sys
+from splitserve.disaggregation.transports.cuda_gate import DeviceKey
+key = DeviceKey(int(sys.argv[1]))
+with contextlib.suppress(ZeroDivisionError), key.held():
+    1 / 0
+print("out", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_went_without_waiting_for_its_gpu_is_waited_for_until_its_process_has_ended():
+    gate = DeviceGate()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(gate.fd)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[gate.fd],
+        text=True,
+    )
+    with holder:
+        assert holder.stdout.readline() == "out\n"
+        gate.close_for_good()
+        # The lock is free, and yet.
+        assert not gate.is_closed()
+        assert not gate.is_closed()
+        holder.kill()
+    assert gate.is_closed()
+
+
+def test_who_has_finished_is_not_waited_for():
+    gate = DeviceGate()
+    key = DeviceKey(gate.fd)
+    with key.held():
+        gate.close_for_good()
+        assert not gate.is_closed()
+    assert gate.is_closed()
+    key.close()
 
 
 def test_without_a_gpu_it_says_what_is_missing():

@@ -1,14 +1,14 @@
 """KV pages between processes with GPUs of one host: the sender maps the receiver's pool and copies into it by itself.
 
-1. The receiver's welcome names its host, its process, a gate (`write_gate.py`) and its regions: those on a GPU by a
+1. The receiver's welcome names its host, its process, a gate (`cuda_gate.py`) and its regions: those on a GPU by a
    handle of the driver, those of the CPU (the metadata rows) by the anonymous files they lie in, as with `shm`.
 2. The sender maps each allocation and each file once.
 3. A write is copied in bounded parts by the sender's GPU, on a stream of the connection's own. Each part is inside the
    gate until the GPU has finished it. When the last has been, the write is DONE.
 4. A drain closes the gate: the next part is refused, and the fence stands when the part under way is over.
 
-Who is killed inside a part loses the gate's lock, and its GPU work ends with its process; in which order is the
-driver's business. The connection carries nothing after the welcome. Knows nothing of pages; what a GPU is, and how it
+Who is killed inside a part loses the gate's lock, and its GPU work ends with its process: the gate waits for both. The
+connection carries nothing after the welcome. Knows nothing of pages; what a GPU is, and how it
 copies, it is given (`Gpu`).
 """
 
@@ -30,6 +30,7 @@ from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
 from splitserve.disaggregation.transports.cuda_parts import parts
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, file_ref
@@ -37,7 +38,6 @@ from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.same_host import Host, check_host, open_memory, region_in, this_host
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
-from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 from splitserve.errors import ConfigError
 
 NAME = "cuda_ipc"
@@ -148,7 +148,7 @@ class CudaIpcBackend:
 class CudaIpcIncoming:
     def __init__(self, described: list[DeviceRegion | HostRegion]) -> None:
         self._described = described
-        self._gate = WriteGate()
+        self._gate = DeviceGate()
 
     def welcome(self) -> bytes:
         return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
@@ -217,7 +217,7 @@ class CudaIpcOutgoing:
             self._mappings.close()
             raise
         try:
-            self._key = GateKey(fd)
+            self._key = DeviceKey(fd)
         finally:
             os.close(fd)
 
