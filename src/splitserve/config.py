@@ -11,6 +11,7 @@ from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
 QUANTIZATIONS = ("int8",)
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
@@ -40,6 +41,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     # Of the weights, on load: None or "int8".
     quantization: str | None = None
+    # "auto": on a GPU FlashInfer's where it is installed and knows the model's heads, else torch's.
+    attention_backend: str = "auto"
+    # GPU: replay decode steps of up to so many requests as CUDA graphs; 0: none.
+    cuda_graph_max_batch: int = 256
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +52,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     # Tokens in the pool; None: from `mem_fraction`.
     max_total_tokens: int | None = None
-    # Of the device's free memory after the weights are loaded.
-    mem_fraction: float = 0.15
+    # Of the device's free memory after the weights are loaded. None: a share that leaves a CPU to others (0.15), and
+    # on a GPU takes all but what a step needs (0.85).
+    mem_fraction: float | None = None
     enable_prefix_cache: bool = True
     # Decode: keep prefixes too, and have prefill send only what is missing.
     enable_decode_prefix_cache: bool = True

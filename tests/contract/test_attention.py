@@ -12,12 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.engine.attention.base import AttentionBackend, AttentionParams, PagedBatch
+from splitserve.engine.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    FixedDecode,
+    PagedBatch,
+    StepAttention,
+)
+from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.native.library import find_library
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
+from splitserve.testing import fake_flashinfer
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Backend:
     head_size_unit: int = 1
     # Of outputs: some roundings to the dtype.
     tolerance: float = 1e-5
+    # Whether values may be of another size than keys.
+    unequal_sizes: bool = True
 
 
 def native(pool: KVPool) -> AttentionBackend:
@@ -37,8 +47,28 @@ def native(pool: KVPool) -> AttentionBackend:
     return NativeBackend(pool, library, widen=True)
 
 
+class FixedDecodes:
+    """Decode steps by the fixed decode of their size, kept from one step to the next; others as they come."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._backend = FlashInferBackend(pool, fake_flashinfer)
+        self._fixed: dict[int, FixedDecode] = {}
+
+    def plan(self, batch: PagedBatch) -> StepAttention:
+        if (batch.lengths != 1).any():
+            return self._backend.plan(batch)
+        size = len(batch.starts)
+        if size not in self._fixed:
+            self._fixed[size] = self._backend.fixed_decode(size, self._backend.pool.layout.num_pages)
+        self._fixed[size].fill(batch)
+        return self._fixed[size]
+
+
 BACKENDS = {
     "torch_sdpa": Backend(TorchSdpaBackend),
+    # The library's part is played by plain torch here; tests/gpu has the real one.
+    "flashinfer": Backend(partial(FlashInferBackend, library=fake_flashinfer), unequal_sizes=False),
+    "flashinfer_fixed": Backend(FixedDecodes, unequal_sizes=False),
     "torch_sdpa_widened": Backend(partial(TorchSdpaBackend, widen=True), "bfloat16", 1, 0.02),
 }
 if find_library() is not None:
@@ -111,7 +141,8 @@ class World:
         totals = [sum(step[r] for step in case.steps) for r in range(len(case.steps[0]))]
         counts = [-(-total // case.page_size) for total in totals]
         self.kind = BACKENDS[backend]
-        self.k_dim, self.v_dim = (d * self.kind.head_size_unit for d in (case.k_dim, case.v_dim))
+        v_dim = case.v_dim if self.kind.unequal_sizes else case.k_dim
+        self.k_dim, self.v_dim = (d * self.kind.head_size_unit for d in (case.k_dim, v_dim))
         shape = LayerShape(0, case.num_kv_heads, self.k_dim, self.v_dim, case.params.window)
         layout = layout_for([shape], self.kind.dtype, page_size=case.page_size, num_pages=sum(counts) + 3)
         self.pool = KVPool(layout, torch.device("cpu"))

@@ -21,19 +21,21 @@ from splitserve.disaggregation.transports.base import PeerAddress, TransportOpti
 from splitserve.disaggregation.transports.memory import encode_regions
 from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES
 from splitserve.errors import CapacityError, ConfigError
+from splitserve.testing.fake_gpu import FAKE_CUDA_IPC
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
 
 DEADLINE = 20.0
 # Senders write into the peer's memory by themselves: a stopped peer is no obstacle.
-ONE_SIDED = {"shm", "nixl"}
+ONE_SIDED = {"shm", "nixl", FAKE_CUDA_IPC}
 TOKEN = b"a token of the cluster"
 
-# nccl has GPU memory only: tests/gpu.
-BACKENDS = [backend.value for backend in TransferBackend if backend is not TransferBackend.NCCL]
+# What moves GPU memory only is in tests/gpu.
+ON_GPUS = (TransferBackend.NCCL, TransferBackend.CUDA_IPC)
+BACKENDS = [*(backend.value for backend in TransferBackend if backend not in ON_GPUS), FAKE_CUDA_IPC]
 
 
 def present(backend):
-    if problem := missing(backend):
+    if backend != FAKE_CUDA_IPC and (problem := missing(backend)):
         pytest.skip(problem)
     return backend
 

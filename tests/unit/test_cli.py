@@ -39,6 +39,7 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["serve", "--page-size", "0"], "--page-size"),
         (["serve", "--port", "70000"], "--port"),
         (["serve", "--mem-fraction-static", "2"], "--mem-fraction-static"),
+        (["serve", "--attention-backend", "magic"], "--attention-backend"),
         (["serve", "--shared-pool", "f"], "--shared-pool"),
         (["serve", "--transfer-option", "device"], "--transfer-option"),
         (["serve", "--disaggregation-transfer-backend", "nccl"], "nccl"),

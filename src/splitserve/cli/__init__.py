@@ -16,6 +16,7 @@ import typer
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.options import (
+    DeviceOption,
     DtypeOption,
     HandOverOption,
     HostOption,
@@ -53,6 +54,7 @@ def up(
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the router; 0: any free one.")] = 8000,
     host: HostOption = "127.0.0.1",
+    device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
@@ -77,6 +79,8 @@ def up(
     check_dtype(dtype)
     check_backend(transfer_backend, "--transfer-backend")
     worker_args = ["--served-model-name", served_model_name or model, "--kernels", kernels]
+    if device != "auto":
+        worker_args += ["--device", device]
     if quantization is not None:
         worker_args += ["--quantization", quantization]
     if worker_options and not worker_options[0].startswith("-"):

@@ -9,13 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy
+from splitserve.config import ATTENTION_BACKENDS, DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy
 from splitserve.errors import ConfigError
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
 ]
 DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend for that.")
+]
+AttentionOption = Annotated[
+    str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}. auto: FlashInfer on GPUs, where it is installed.")
+]
+NoGraphOption = Annotated[
+    bool, typer.Option("--disable-cuda-graph", help="GPU: launch every kernel of a decode step anew.")
+]
+GraphBatchOption = Annotated[
+    int, typer.Option("--cuda-graph-max-bs", min=1, help="GPU: largest decode batch that is replayed as a CUDA graph.")
+]
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
 HandOverOption = Annotated[

@@ -8,13 +8,17 @@ from typing import Annotated
 import typer
 
 from splitserve.cli.options import (
+    AttentionOption,
     CpuAffinityOption,
+    DeviceOption,
     DtypeOption,
+    GraphBatchOption,
     HostMemoryOption,
     HostOption,
     KernelsOption,
     LogLevelOption,
     ModelArgument,
+    NoGraphOption,
     ParentOption,
     PolicyOption,
     PriorityOption,
@@ -75,7 +79,10 @@ def serve(
     cluster_token_file: TokenFileOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     dtype: DtypeOption = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: DeviceOption = "auto",
+    attention_backend: AttentionOption = "auto",
+    disable_cuda_graph: NoGraphOption = False,
+    cuda_graph_max_bs: GraphBatchOption = 256,
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
@@ -87,7 +94,9 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Compute in one pool with other workers of this host (backend shm)."),
     ] = None,
-    mem_fraction_static: Annotated[float, typer.Option(help="Of free memory, for the KV pool.")] = 0.15,
+    mem_fraction_static: Annotated[
+        float | None, typer.Option(help="Of the device's free memory, for the KV pool; default: 0.15, GPU: 0.85.")
+    ] = None,
     disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
     decode_prefix_cache: Annotated[
         bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")
@@ -130,6 +139,8 @@ def serve(
             cpu_affinity=cpu_affinity,
             kernels=kernels,
             quantization=quantization,
+            attention_backend=attention_backend,
+            cuda_graph_max_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
         ),
         cache=CacheConfig(
             page_size=page_size,

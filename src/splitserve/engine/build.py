@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.layout import KVLayout, Region
 from splitserve.engine.attention.base import AttentionBackend
-from splitserve.engine.attention.native import NativeBackend, is_supported
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.attention.choose import choose_attention
+from splitserve.engine.attention.flashinfer import FlashInferBackend
+from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.engine.native.library import has_fast_bfloat16
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,9 @@ class BuiltEngine:
 
     loaded: LoadedModel
     pool: KVPool
+    attention: AttentionBackend
+    # Requests in a decode step that is replayed as a CUDA graph, at most; 0: none is.
+    max_graph_batch: int = 0
     # The pool's table of owners, where several workers compute in it.
     shared: SharedPages | None = None
 
@@ -57,8 +63,37 @@ class BuiltEngine:
         return min(self.loaded.context_length, self.num_pages * self.layout.page_size)
 
     def runner(self, page_table: PageTable) -> ModelRunner:
-        """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row]."""
-        return ModelRunner(self.loaded, _attention(self.loaded, self.pool), self.layout.page_size, page_table)
+        """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
+
+        On a GPU this records CUDA graphs, and compiles what is compiled on first use: it may take a while.
+        """
+        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table)
+        if self.pool.padding_page is not None:
+            runner.warm_up(self.pool.padding_page)
+            runner.graphs = self._graphs(page_table.shape[1])
+        return runner
+
+    def _graphs(self, max_pages: int) -> DecodeGraphs | None:
+        """None where there are to be none, and where the model does what cannot be recorded."""
+        padding_page = self.pool.padding_page
+        if not self.max_graph_batch or padding_page is None or not isinstance(self.attention, FlashInferBackend):
+            return None
+        try:
+            with torch.inference_mode():
+                return DecodeGraphs(
+                    self.loaded.model.base_model,
+                    self.attention,
+                    CudaRecorder(self.pool.device),
+                    sizes=bucket_sizes(self.max_graph_batch),
+                    max_pages=max_pages,
+                    page_size=self.layout.page_size,
+                    padding_page=padding_page,
+                    device=self.pool.device,
+                )
+        except Exception as error:
+            # A model that asks the device for a number in its forward, say (experts chosen on the host).
+            logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
+            return None
 
     def close(self) -> None:
         self.pool.close()
@@ -73,12 +108,21 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
-    loaded = load_model(model)
+    return engine_over(load_model(model), model, cache, shareable_pool=shareable_pool)
+
+
+def engine_over(
+    loaded: LoadedModel, model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False
+) -> BuiltEngine:
+    """The same over a model that is there already."""
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
     num_pages = num_pages_for(one_page, cache, loaded.device)
     if cache.shared_pool is None:
         layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
-        return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool))
+        has_padding_page = loaded.device.type == "cuda"
+        pool = KVPool(layout, loaded.device, shareable=shareable_pool, has_padding_page=has_padding_page)
+        attention = choose_attention(model.attention_backend, loaded, pool)
+        return BuiltEngine(loaded, pool, attention, model.cuda_graph_max_batch)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
     if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
         raise ConfigError(
@@ -86,16 +130,8 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
             f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
         )
     layout = replace(one_page, num_pages=shared.num_pages)
-    return BuiltEngine(loaded, KVPool(layout, loaded.device, shared=shared), shared)
-
-
-def _attention(loaded: LoadedModel, pool: KVPool) -> AttentionBackend:
-    # Without instructions for bfloat16 torch goes through it number by number.
-    widen = loaded.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
-    num_heads = loaded.model.config.get_text_config().num_attention_heads
-    if loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
-        return NativeBackend(pool, loaded.kernels, widen=widen)
-    return TorchSdpaBackend(pool, widen=widen)
+    pool = KVPool(layout, loaded.device, shared=shared)
+    return BuiltEngine(loaded, pool, choose_attention(model.attention_backend, loaded, pool), shared=shared)
 
 
 def _join_pool(file: Path, one_page: KVLayout, num_pages: int) -> SharedPages:

@@ -14,6 +14,7 @@ import torch
 
 from splitserve.core.batch import RequestStep, StepPlan
 from splitserve.engine.attention.base import IntArray, PagedBatch
+from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError
 
 PageTable = npt.NDArray[np.int32]
@@ -42,8 +43,8 @@ def build_inputs(plan: StepPlan, page_table: PageTable, page_size: int, device: 
     )
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
     return StepInputs(
-        token_ids=torch.from_numpy(token_ids).to(device, non_blocking=True).unsqueeze(0),
-        positions=torch.from_numpy(batch.positions).to(device, non_blocking=True).unsqueeze(0),
+        token_ids=to_device(token_ids, device).unsqueeze(0),
+        positions=to_device(batch.positions, device).unsqueeze(0),
         batch=batch,
         offsets=batch.offsets,
     )

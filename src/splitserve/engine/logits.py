@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import SampleSpec
+from splitserve.engine.upload import to_device
 
 
 class _Entries:
@@ -32,8 +33,7 @@ class _Entries:
         if not self._rows:
             return logits
         rows, tokens, amounts = (
-            torch.from_numpy(np.concatenate(parts)).to(logits.device)
-            for parts in (self._rows, self._tokens, self._amounts)
+            to_device(np.concatenate(parts), logits.device) for parts in (self._rows, self._tokens, self._amounts)
         )
         return logits.index_put((rows, tokens), change(logits[rows, tokens], amounts))
 

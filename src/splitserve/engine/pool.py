@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -25,6 +26,8 @@ from splitserve.errors import ConfigError
 
 # Components start at multiples of this many bytes: a page of the operating system, so that they can be registered.
 _ALIGNMENT = 4096
+# Of free memory, where nobody says. A machine's memory is others' too; on a GPU the rest is for a step's tensors.
+_MEM_FRACTIONS = {"cpu": 0.15, "cuda": 0.85}
 
 
 def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int) -> KVLayout:
@@ -56,14 +59,15 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
         if cache.max_total_tokens < 1:
             raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}: it must be at least 1.")
         return -(-cache.max_total_tokens // cache.page_size)
-    if not 0.0 < cache.mem_fraction <= 1.0:
-        raise ConfigError(f"mem_fraction is {cache.mem_fraction}: it must be in (0, 1].")
+    fraction = _MEM_FRACTIONS.get(device.type, 0.15) if cache.mem_fraction is None else cache.mem_fraction
+    if not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)
-    num_pages = int(free * cache.mem_fraction) // one_page.bytes_per_page
+    num_pages = int(free * fraction) // one_page.bytes_per_page
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
-            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {cache.mem_fraction:.2%} of the {free / 2**20:.0f} MiB "
+            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {fraction:.2%} of the {free / 2**20:.0f} MiB "
             f"free on {device} is less. Raise mem_fraction, set max_total_tokens, or choose a smaller page_size."
         )
     return num_pages
@@ -72,6 +76,8 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
 def _free_memory(device: torch.device) -> int:
     """Bytes free on the device, now."""
     if device.type == "cuda":
+        # What torch keeps for later tensors counts as taken: loading has left some.
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
@@ -82,32 +88,41 @@ class KVPool:
     `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
     must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
     ConfigError where the device has none, and where the system refuses the memory. With `shared` the memory is that of
-    a pool of several workers, and so are the page numbers.
+    a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one page more, number
+    `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end before it.
     """
 
     def __init__(
-        self, layout: KVLayout, device: torch.device, *, shareable: bool = False, shared: SharedPages | None = None
+        self,
+        layout: KVLayout,
+        device: torch.device,
+        *,
+        shareable: bool = False,
+        shared: SharedPages | None = None,
+        has_padding_page: bool = False,
     ) -> None:
         self.layout = layout
+        self.padding_page = layout.num_pages if has_padding_page else None
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._regions: list[Region] = []
         # Memory of the CPU; a device's is the tensors' alone.
-        self._arena = _arena(pool_bytes(layout), device, shareable, shared)
+        held = replace(layout, num_pages=layout.num_pages + has_padding_page)
+        self._arena = _arena(pool_bytes(held), device, shareable, shared)
         if self._arena is None:
-            memory = torch.zeros(pool_bytes(layout), dtype=torch.uint8, device=device)
+            memory = torch.zeros(pool_bytes(held), dtype=torch.uint8, device=device)
         else:
             memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         offset = shared.arena_offset if shared else 0
-        for component, size in zip(layout.components, _sizes(layout), strict=True):
-            part = memory[offset : offset + size]
+        for component, size, held_size in zip(layout.components, _sizes(layout), _sizes(held), strict=True):
+            part = memory[offset : offset + held_size]
             self._add(component, part)
             self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
-            offset += _aligned(size)
+            offset += _aligned(held_size)
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
-        shape = (self.layout.num_pages, self.layout.page_size, component.num_heads, component.head_dim)
+        shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
         side = self.keys if component.name == "k" else self.values
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 

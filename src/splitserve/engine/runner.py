@@ -16,13 +16,15 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
-from splitserve.engine.attention.base import AttentionBackend
+from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import BitmaskFiller, FilledBitmask
+from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.head import LanguageHead
 from splitserve.engine.inputs import PageTable, StepInputs, build_inputs
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.logprobs import score
 from splitserve.engine.sampler import draw
+from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError
 
 # Logits that exist at one time at most (float32, so four times as many bytes), rounded down to whole rows.
@@ -41,6 +43,8 @@ class ModelRunner:
         self._body = loaded.model.base_model
         self._head = LanguageHead(loaded.model)
         self._bitmasks = BitmaskFiller(loaded.vocab_size, loaded.eos_token_ids)
+        # Of decode steps; None: each of their kernels is launched anew.
+        self.graphs: DecodeGraphs | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; an empty plan gives an empty result. Raises EngineError."""
@@ -63,14 +67,33 @@ class ModelRunner:
         hidden = self._hidden_states(inputs)
         scored = self._score_inputs(plan, inputs, hidden)
         sampled = self._sample(plan, inputs, hidden, allowed)
+        if not sampled:
+            self._finish()
         results = []
         for i in range(len(plan.requests)):
             token_id, logprob = sampled.get(i, (None, None))
             results.append(RequestResult(token_id, logprob, scored.get(i, ())))
         return StepResult(tuple(results))
 
+    def _finish(self) -> None:
+        """Wait for the device, where nothing else has: who hands the step's KV over reads it outside torch's order."""
+        if self._loaded.device.type == "cuda":
+            torch.cuda.current_stream(self._loaded.device).synchronize()
+
+    def warm_up(self, padding_page: int) -> None:
+        """Have everything compiled that is compiled on first use, by steps of nobody that write to the padding page."""
+        for num_tokens in (2, 1):
+            pages = np.full(-(-num_tokens // self._page_size), padding_page)
+            batch = PagedBatch(np.array([0]), np.array([num_tokens]), (pages,), self._page_size)
+            token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=self._loaded.device)
+            with torch.inference_mode():
+                hidden = self._hidden_states(StepInputs(token_ids, torch.zeros_like(token_ids), batch, batch.offsets))
+                self._head(hidden[-1:]).argmax(-1).tolist()
+
     def _hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """The body's output for every token of the step, [T, hidden_size]. Stores their KV on the way."""
+        if self.graphs is not None and (replayed := self.graphs.run(inputs)) is not None:
+            return replayed
         out = self._body(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,
@@ -81,14 +104,11 @@ class ModelRunner:
         return hidden
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Part after part of `rows`, with the logits of that part [n, vocab_size]. Raises EngineError on NaN."""
+        """Part after part of `rows`, with the logits of that part [n, vocab_size]."""
         rows_at_a_time = max(1, _MAX_LOGITS // self._loaded.vocab_size)
         for begin in range(0, len(rows), rows_at_a_time):
             part = slice(begin, begin + rows_at_a_time)
-            logits = self._head(hidden[torch.tensor(rows[part], device=hidden.device)])
-            if bool(logits.amax(-1).isnan().any()):
-                raise EngineError("the logits are not numbers. Serve the model with dtype bfloat16 or float32")
-            yield part, logits
+            yield part, self._head(hidden[to_device(np.array(rows[part]), hidden.device)])
 
     def _score_inputs(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
@@ -131,7 +151,7 @@ def _score_sampled(
     asked = np.flatnonzero([spec.return_logprob for spec in specs]).tolist()
     found: list[TokenLogprob | None] = [None] * len(specs)
     if asked:
-        rows = logits[torch.tensor(asked, device=logits.device)]
+        rows = logits[to_device(np.array(asked), logits.device)]
         for i, logprob in zip(
             asked, score(rows, [tokens[i] for i in asked], [specs[i].num_top_logprobs for i in asked]), strict=True
         ):

@@ -17,7 +17,7 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.disaggregation.staging import Staging
-from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
+from splitserve.disaggregation.transports import create_transport, moves_gpu_memory, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
@@ -39,6 +39,7 @@ def open_hand_over(
 
     `on_change` is called from the manager's thread when a room's state changed.
     """
+    check_pool_device(config.transfer_backend, engine.pool.device.type)
     shareable = needs_shareable_memory(config.transfer_backend)
     metadata = MetadataBuffers(config.num_metadata_slots, shareable=shareable)
     waker = Waker()
@@ -78,6 +79,20 @@ def open_hand_over(
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url, token)
     return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
+
+
+def check_pool_device(backend: str, device_type: str) -> None:
+    """Raises ConfigError where the backend cannot read a KV pool there."""
+    if device_type != "cpu" and not moves_gpu_memory(backend):
+        raise ConfigError(
+            f"the transfer backend {backend!r} moves memory of the CPU, and the KV pool is on a GPU: use "
+            "--transfer-backend cuda_ipc on one machine, nccl between GPUs, or --device cpu"
+        )
+    if device_type == "cpu" and moves_gpu_memory(backend):
+        raise ConfigError(
+            f"the transfer backend {backend!r} moves memory of GPUs, and the KV pool is on the CPU: use "
+            "--transfer-backend shm or tcp, or --device cuda"
+        )
 
 
 def _is_on_cpu(engine: BuiltEngine) -> bool:

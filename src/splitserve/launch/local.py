@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.transports import moves_gpu_memory
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.child import POLL_INTERVAL, ChildProcess, wait_until_ended
 from splitserve.launch.cluster_token import write_token_file
@@ -100,6 +101,9 @@ class LocalCluster:
         if self.threads < 1:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
+        # Whoever names no device gets one that the backend can hand KV over from.
+        if prefill and not moves_gpu_memory(backend) and not any(arg.startswith("--device") for arg in worker_args):
+            self._common += ["--device", "cpu"]
         self._pair_args = list(pair_args)
         if hand_over and backend != "shm":
             raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")

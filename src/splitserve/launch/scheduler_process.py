@@ -18,7 +18,7 @@ import msgspec
 
 from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import needs_shareable_memory
+from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
@@ -62,7 +62,7 @@ def main() -> int:
 
 def _needs_shareable_pool(config: WorkerConfig) -> bool:
     hands_over = config.disaggregation.mode is not DisaggregationMode.NULL
-    return hands_over and needs_shareable_memory(config.disaggregation.transfer_backend)
+    return hands_over and needs_shareable_pool(config.disaggregation.transfer_backend)
 
 
 def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:

@@ -24,6 +24,7 @@ class EngineOptions(TypedDict, total=False):
     cpu_affinity: str
     kernels: str
     quantization: str
+    attention_backend: str
     page_size: int
     max_total_tokens: int
     chunked_prefill_size: int

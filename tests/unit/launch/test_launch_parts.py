@@ -5,12 +5,46 @@ from pathlib import Path
 import pytest
 
 from splitserve.errors import ConfigError
+from splitserve.launch.hand_over import check_pool_device
 from splitserve.launch.http_server import bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file, write_ready_file
 from splitserve.launch.streaming import StreamedAnswer
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "remedy"),
+    [
+        ("tcp", "cuda", "--transfer-backend cuda_ipc"),
+        ("cuda_ipc", "cpu", "--device cuda"),
+        ("nccl", "cpu", "shm or tcp"),
+    ],
+)
+def test_a_pool_where_the_backend_cannot_read_is_refused_with_the_remedy(
+    backend: str, device: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        check_pool_device(backend, device)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("tcp", "cpu"), ("shm", "cpu"), ("cuda_ipc", "cuda"), ("nccl", "cuda")]
+)
+def test_a_pool_where_the_backend_can_read_is_taken(backend: str, device: str) -> None:
+    check_pool_device(backend, device)
+
+
+def test_workers_of_a_local_pair_share_a_device_that_the_backend_can_read() -> None:
+    def devices(*args: str, backend: str = "tcp", pairs: int = 1) -> list[str]:
+        cluster = LocalCluster(prefill=pairs, decode=pairs, null=1, backend=backend, worker_args=args)
+        return [arg for arg in cluster._common if arg in ("cpu", "cuda:1")]
+
+    assert devices() == ["cpu"]
+    assert devices("--device", "cuda:1") == ["cuda:1"]
+    assert devices(backend="cuda_ipc") == []
+    assert devices(pairs=0) == []
 
 
 def test_a_ready_file_is_read_as_it_was_written_and_replaced_whole(tmp_path: Path) -> None:

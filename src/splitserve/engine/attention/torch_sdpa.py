@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
 from splitserve.engine.pool import KVPool
+from splitserve.engine.upload import to_device
 
 # Query rows a block: small enough that little of a block's keys is masked, large enough to keep the kernel busy.
 _BLOCK = 256
@@ -108,7 +109,7 @@ class TorchSdpaStep:
         self._pool = backend.pool
         self._dtype = backend.compute_dtype
         self._batch = batch
-        self._slots = self._to_device(_new_slots(batch))
+        self._slots = self._to_device(new_slots(batch))
         tails = _begun_tails(batch)
         self._tails = self._to_device(tails) if len(tails) else None
         self._work: dict[int | None, _Work] = {}
@@ -218,10 +219,10 @@ class TorchSdpaStep:
         return _Segment(where, tuple(blocks))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device, non_blocking=True)
+        return to_device(array, self._pool.device)
 
 
-def _new_slots(batch: PagedBatch) -> IntArray:
+def new_slots(batch: PagedBatch) -> IntArray:
     """Slot (page x page_size + place in it) of every new token. [T]"""
     size = batch.page_size
     slots = []
