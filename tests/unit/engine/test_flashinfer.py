@@ -32,7 +32,7 @@ def pool_of(dtype: str = "bfloat16", k_dim: int = 64, v_dim: int = 64) -> KVPool
 def batches(draw: st.DrawFn) -> PagedBatch:
     page_size = draw(st.integers(1, 17))
     spans = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=6))
-    numbers = draw(st.randoms()).sample(range(1000), 1000)
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32))).permutation(1000).tolist()
     pages = []
     for start, length in spans:
         pages.append(np.array([numbers.pop() for _ in range(-(-(start + length) // page_size))]))

@@ -248,8 +248,7 @@ class CudaIpcOutgoing:
                 self._backend.gpu.copy(*part)
 
     def _write_host(self, copies: Copies, deadline: Deadline) -> None:
-        targets, sources = self._mappings.memory.targets(copies), self._backend.memory.sources(copies)
-        copy = ScatterCopy(targets, sources, copies["length"])
+        copy = ScatterCopy(copies, self._backend.memory.bases, self._mappings.memory.bases)
         while not copy.is_complete:
             self._check(deadline)
             with self._key.held():
