@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import InputLogprobSpec, RequestResult, RequestStep, SampleSpec, StepPlan
@@ -184,8 +184,19 @@ def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpe
 
 
 def take_result(request: Request, step: RequestStep, result: RequestResult) -> None:
-    """Enter one step's outcome into its request. The request may be finished by it."""
-    request.num_computed_tokens += len(step.token_ids)
+    """Enter one step's outcome into its request. The request may be finished by it: what comes after is dropped."""
+    proposals = step.sample.proposals if step.sample else ()
+    num_rejected = len(proposals) - result.num_accepted
     request.input_logprobs.extend(result.input_logprobs)
-    if result.token_id is not None:
+    if proposals:
+        request.num_verify_steps += 1
+        request.num_proposed_tokens += len(proposals)
+        request.num_accepted_tokens += result.num_accepted
+    accepted = proposals[: result.num_accepted]
+    for token_id, logprob in zip(accepted, result.accepted_logprobs or repeat(None), strict=False):
+        if not request.is_finished:
+            request.append(token_id, logprob)
+    if result.token_id is not None and not request.is_finished:
         request.append(result.token_id, result.logprob)
+    num_computed = request.num_computed_tokens + len(step.token_ids) - num_rejected
+    request.num_computed_tokens = min(num_computed, request.num_tokens)
