@@ -1,7 +1,7 @@
 """Pools too small for what is asked of them: nobody starves, nothing is lost or said twice, whatever the order.
 
-Seeds choose pool, reserve, host memory, lengths, arrivals, priorities, aborts, deadlines and proposals, down to the smallest pool
-that can work. The fake engine's tokens depend on every KV slot, so a page that came back wrong shows.
+Seeds choose pool, reserve, host memory, lengths, arrivals, priorities, aborts, deadlines and proposals, down to the
+smallest pool that can work. The fake engine's tokens depend on every KV slot, so a page that came back wrong shows.
 """
 
 import random

@@ -12,9 +12,10 @@ import torch
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.layout import KVLayout, Region
-from splitserve.engine.attention.base import AttentionBackend
+from splitserve.engine.attention.base import AttentionBackend, PagedKV
 from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.native.library import has_fast_bfloat16
@@ -29,6 +30,8 @@ class BuiltEngine:
 
     loaded: LoadedModel
     pool: KVPool
+    # Guesses what `loaded` will say; None: nobody does. The KV of both is in each page.
+    draft: LoadedModel | None = None
     # The pool's table of owners, where several workers compute in it.
     shared: SharedPages | None = None
 
@@ -47,6 +50,11 @@ class BuiltEngine:
         return self.loaded.fingerprint
 
     @property
+    def draft_fingerprint(self) -> str:
+        """The same of the draft model; empty where there is none."""
+        return self.draft.fingerprint if self.draft else ""
+
+    @property
     def num_pages(self) -> int:
         """Pages that are this worker's."""
         return self.shared.pages_per_worker if self.shared else self.layout.num_pages
@@ -60,25 +68,37 @@ class BuiltEngine:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row]."""
         return ModelRunner(self.loaded, _attention(self.loaded, self.pool), self.layout.page_size, page_table)
 
+    def drafting_runner(self, page_table: PageTable) -> DraftingRunner:
+        """The same that computes the draft model's KV too, and proposes. Only with a draft model."""
+        assert self.draft is not None
+        attention = _attention(self.draft, self.pool.draft_token_to_kv_pool)
+        draft = ModelRunner(self.draft, attention, self.layout.page_size, page_table)
+        return DraftingRunner(self.runner(page_table), draft)
+
     def close(self) -> None:
         self.pool.close()
         if self.shared is not None:
             self.shared.close()
 
 
-def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False) -> BuiltEngine:
+def build_engine(
+    model: ModelConfig, cache: CacheConfig, *, draft_model: str | None = None, shareable_pool: bool = False
+) -> BuiltEngine:
     """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
 
-    `shareable_pool`: other processes of this host can map the pool.
+    `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can
+    map the pool.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
     loaded = load_model(model)
-    one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
+    draft = None if draft_model is None else _load_draft(draft_model, model, loaded)
+    draft_layers = draft.layers if draft else ()
+    one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1, draft=draft_layers)
     num_pages = num_pages_for(one_page, cache, loaded.device)
     if cache.shared_pool is None:
-        layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
-        return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool))
+        layout = replace(one_page, num_pages=num_pages)
+        return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool), draft)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
     if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
         raise ConfigError(
@@ -86,10 +106,21 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
             f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
         )
     layout = replace(one_page, num_pages=shared.num_pages)
-    return BuiltEngine(loaded, KVPool(layout, loaded.device, shared=shared), shared)
+    return BuiltEngine(loaded, KVPool(layout, loaded.device, shared=shared), draft, shared)
 
 
-def _attention(loaded: LoadedModel, pool: KVPool) -> AttentionBackend:
+def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:
+    """Of the same device, dtype and context as `loaded`."""
+    draft = load_model(msgspec.structs.replace(model, model=name, context_length=loaded.context_length))
+    if draft.vocab_size != loaded.vocab_size:
+        raise ConfigError(
+            f"Draft model {name} has a vocabulary of {draft.vocab_size} tokens, model {loaded.name} one of "
+            f"{loaded.vocab_size}: take a smaller model of the same family."
+        )
+    return draft
+
+
+def _attention(loaded: LoadedModel, pool: PagedKV) -> AttentionBackend:
     # Without instructions for bfloat16 torch goes through it number by number.
     widen = loaded.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
     num_heads = loaded.model.config.get_text_config().num_attention_heads

@@ -126,7 +126,7 @@ class ModelRunner:
 
 
 def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
-    """Rows of the step after which a token is drawn: the last of each sampled request, with proposals all from there."""
+    """Rows of the step after which a token is drawn: of each sampled request the last, and one before each proposal."""
     rows: list[int] = []
     for request, end in zip(plan.requests, inputs.offsets[1:].tolist(), strict=True):
         if request.sample is not None:

@@ -5,8 +5,8 @@
 2. The tokens behind that place are the proposals. Where it is near the end they are repeated: a text that goes round in
    circles is expected to do so again.
 
-A lookup is a few passes over the text at memory speed. Texts are kept for those requests alone that the last call named,
-four bytes a token.
+A lookup is a few passes over the text at memory speed. Texts, four bytes a token, are kept for those requests alone
+that the last call named.
 """
 
 from __future__ import annotations

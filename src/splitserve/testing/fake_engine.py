@@ -86,8 +86,8 @@ class FakeEngine:
         states = np.bitwise_xor.accumulate(flat[slots])[-1 - len(step.sample.proposals) :].tolist()
         specs = specs_to_draw(step.sample)
         drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
-        logprobs = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
-        return verified(step.sample, drawn, logprobs, scored)
+        chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
+        return verified(step.sample, drawn, chosen, scored)
 
     def _slots(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         page_size = self._pool.shape[1]

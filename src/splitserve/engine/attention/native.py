@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, first_visible
 from splitserve.engine.native.library import MAX_GROUP, MAX_HEAD_SIZE, AttentionArgs, Library, StoreArgs
-from splitserve.engine.pool import KVPool
 
 # Keys in one unit of work: long enough that joining the parts costs nothing.
 _PART_KEYS = 512
@@ -54,7 +53,7 @@ class _Singles:
 class NativeBackend(TorchSdpaBackend):
     """AttentionBackend over one pool of bfloat16 in the memory of the CPU. Not for two threads at a time."""
 
-    def __init__(self, pool: KVPool, library: Library, *, widen: bool = False) -> None:
+    def __init__(self, pool: PagedKV, library: Library, *, widen: bool = False) -> None:
         super().__init__(pool, widen=widen)
         self.library = library
 
@@ -134,7 +133,7 @@ class NativeStep(TorchSdpaStep):
         return args
 
 
-def is_supported(pool: KVPool, num_heads: int, library: Library) -> bool:
+def is_supported(pool: PagedKV, num_heads: int, library: Library) -> bool:
     """Whether the kernel knows heads like those of this pool, `num_heads` of them in a query."""
     if pool.device.type != "cpu":
         return False
@@ -143,5 +142,5 @@ def is_supported(pool: KVPool, num_heads: int, library: Library) -> bool:
         and c.head_dim <= MAX_HEAD_SIZE
         and c.head_dim % library.lanes == 0
         and num_heads // c.num_heads <= MAX_GROUP
-        for c in pool.layout.components
+        for c in pool.components
     )

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
-from splitserve.engine.pool import KVPool
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
 
 # Query rows a block: small enough that little of a block's keys is masked, large enough to keep the kernel busy.
 _BLOCK = 256
@@ -74,7 +73,7 @@ class _Work:
 class TorchSdpaBackend:
     """AttentionBackend over one pool."""
 
-    def __init__(self, pool: KVPool, *, widen: bool = False) -> None:
+    def __init__(self, pool: PagedKV, *, widen: bool = False) -> None:
         """`widen`: compute in float32 whatever the pool's dtype, where the device has no speed for that."""
         self.pool = pool
         self.compute_dtype = torch.float32 if widen else next(iter(pool.keys.values())).dtype
