@@ -16,9 +16,10 @@ from splitserve.testing.real_engine import real_engine
 from splitserve.testing.sim import ColocatedWorld, SimWorker
 from splitserve.testing.tiny_models import make_tiny_model
 
-NUM_REQUESTS, NUM_OUTPUT_TOKENS, PAGE_SIZE, NUM_DRAFT_TOKENS = 16, 40, 4, 4
-# The longest request takes 22 pages of these.
-TIGHT = {"num_pages": 30, "num_reserved_decode_tokens": 1}
+NUM_REQUESTS, NUM_OUTPUT_TOKENS, PAGE_SIZE, NUM_DRAFT_TOKENS = 8, 24, 4, 4
+# The longest request takes 14 pages of these.
+# Host memory for a few pages: some come back from copies, some are computed again.
+TIGHT = {"num_pages": 16, "num_reserved_decode_tokens": 1, "host_memory": 24 << 10}
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,16 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
     for i in range(NUM_REQUESTS):
         params = SamplingParams(
             max_new_tokens=NUM_OUTPUT_TOKENS,
-            min_new_tokens=30,
+            min_new_tokens=20,
             temperature=0.6 * (i % 2),
             seed=i,
             top_p=0.9 if i % 4 == 3 else 1.0,
             frequency_penalty=0.5 * (i % 3),
             repetition_penalty=1.2 if i % 5 == 0 else 1.0,
+            # Of a random model's tokens nothing comes twice by itself.
+            logit_bias={7: 60.0, 9: 60.0} if i % 4 < 2 else {},
         )
-        circle = [rng.randrange(vocab_size - 8) for _ in range(rng.randrange(1, 12))]
+        circle = [rng.randrange(vocab_size - 8) for _ in range(rng.randrange(1, 10))]
         prompt = circle * rng.randrange(1, 4)
         requests.append(GenerateRequest(rid=f"r{i}", prompt_ids=prompt, params=params, return_logprob=True))
     return requests
@@ -88,6 +91,7 @@ def acceptance(worker: SimWorker) -> float:
     return state.spec_decode_num_accepted_tokens_total / state.spec_decode_num_draft_tokens_total
 
 
+@pytest.mark.parametrize("tiny", ["llama", "gemma3"], indirect=True)
 @pytest.mark.parametrize("run", [colocated, disaggregated])
 def test_answers_are_those_of_a_run_without_it(tiny, other, run):
     loaded, _ = tiny
@@ -95,11 +99,8 @@ def test_answers_are_those_of_a_run_without_it(tiny, other, run):
     plain = run(requests, real_engine(loaded), None, num_pages=512)
     runs = {
         "ngram": run(requests, real_engine(loaded), NgramProposer(4), num_pages=512),
-        "ngram, tight": run(requests, real_engine(loaded), NgramProposer(4), **TIGHT),
         "other": run(requests, real_engine(loaded, other), "draft", num_pages=512),
-        "same": run(requests, real_engine(loaded, loaded), "draft", num_pages=512),
         "same, tight": run(requests, real_engine(loaded, loaded), "draft", **TIGHT),
-        "same, tight, no copies": run(requests, real_engine(loaded, loaded), "draft", host_memory=0, **TIGHT),
     }
     for name, speculating in runs.items():
         for rid in (request.rid for request in requests):
@@ -107,14 +108,14 @@ def test_answers_are_those_of_a_run_without_it(tiny, other, run):
             # Another batch is another order of sums.
             assert logprobs_of(speculating, rid) == pytest.approx(logprobs_of(plain, rid), abs=1e-3)
         retractions = speculating.scheduler.state().num_retracted_requests_total
-        assert (retractions >= 5) == ("tight" in name), name
+        assert (retractions >= 3) == ("tight" in name), name
     assert runs["ngram"].scheduler.state().spec_decode_num_accepted_tokens_total > 0
     assert acceptance(runs["other"]) < 0.5
     # It guesses all right only if it finds its KV of prompts that came over, of cached prefixes, and of copies.
-    for name in ("same", "same, tight", "same, tight, no copies"):
-        assert acceptance(runs[name]) > 0.99, name
+    assert acceptance(runs["same, tight"]) > 0.99
 
 
+@pytest.mark.parametrize("tiny", ["llama"], indirect=True)
 def test_a_draft_finds_its_kv_of_a_cached_prefix(tiny):
     loaded, _ = tiny
     world = ColocatedWorld(page_size=PAGE_SIZE, num_pages=64, make_engine=real_engine(loaded, loaded))
