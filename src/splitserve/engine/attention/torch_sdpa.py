@@ -102,6 +102,9 @@ class TorchSdpaBackend:
 class TorchSdpaStep:
     """StepAttention. What depends on a layer's window is worked out when the first such layer asks, then shared."""
 
+    # Requests with no more new tokens than so many are computed token by token, by `_attend_singles`.
+    longest_single = 1
+
     def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
         self._backend = backend
         self._pool = backend.pool
@@ -170,9 +173,10 @@ class TorchSdpaStep:
 
     def _plan(self, window: int | None) -> _Work:
         batch = self._batch
-        groups = self._groups(np.flatnonzero(batch.lengths == 1), window)
+        is_single = batch.lengths <= self.longest_single
+        groups = self._groups(np.flatnonzero(is_single), window)
         offsets = batch.offsets
-        segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(batch.lengths > 1).tolist())
+        segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(~is_single).tolist())
         longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
         mask = self._backend.causal_mask(window, longest) if segments else None
         work = _Work(groups, segments, mask)
