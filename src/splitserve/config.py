@@ -24,6 +24,13 @@ class SchedulePolicy(enum.StrEnum):
     SPF = "spf"
 
 
+class SpeculativeAlgorithm(enum.StrEnum):
+    """Who guesses the next tokens: the text itself (`scheduler/ngram.py`), or a small model (`engine/draft.py`)."""
+
+    NGRAM = "ngram"
+    DRAFT = "draft"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`).
     model: str = "smollm2"
@@ -94,6 +101,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_running_requests + self.max_queued_requests
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    # None: no token is guessed.
+    algorithm: SpeculativeAlgorithm | None = None
+    # Guesses that a step of a request verifies at most.
+    num_draft_tokens: int = 4
+    # ngram: tokens that are looked up at most.
+    ngram_max_match: int = 8
+    # draft: a smaller model of the same vocabulary, named as the model is. The same on prefill and decode.
+    draft_model: str | None = None
+
+
 class ClusterToken(msgspec.Struct, frozen=True):
     """What all workers of a cluster share and nobody else knows. It shows in no repr, so in no log."""
 
@@ -147,5 +165,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     server: ServerConfig = ServerConfig()

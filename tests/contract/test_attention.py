@@ -27,6 +27,8 @@ from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
 from splitserve.testing import fake_flashinfer
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -222,3 +224,27 @@ def test_layers_with_and_without_a_window_share_a_step(backend: str) -> None:
         out = step.forward(layer, *tensors, params).float().numpy()
         expected = naive(q.astype(np.float64), k, v, 0, params)
         np.testing.assert_allclose(out, expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(window: int | None) -> None:
+    rng, library = np.random.default_rng(0), find_library()
+    assert library is not None
+    # Two requests of 600 and 3 tokens, then five more of each.
+    starts, pages = np.array([600, 3]), (np.arange(0, 40), np.arange(40, 41))
+    given = [torch.from_numpy(rng.normal(size=(10, heads, 16))).bfloat16() for heads in (6, 2, 2)]
+
+    def outputs(by: int) -> torch.Tensor:
+        pool = KVPool(layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=41), CPU)
+        for tensor in (pool.keys[0], pool.values[0]):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+        backend, out = NativeBackend(pool, library), torch.zeros(10, 6, 16, dtype=torch.bfloat16)
+        for done in range(0, 5, by):
+            rows = [request * 5 + done + i for request in range(2) for i in range(by)]
+            batch = PagedBatch(starts + done, np.array([by, by]), pages, 16)
+            step = backend.plan(batch)
+            out[rows] = step.forward(0, *(x[rows] for x in given), AttentionParams(0.3, window))
+        return out
+
+    assert torch.equal(outputs(5), outputs(1))

@@ -1,7 +1,7 @@
 """Pools too small for what is asked of them: nobody starves, nothing is lost or said twice, whatever the order.
 
-Seeds choose pool, reserve, host memory, lengths, arrivals, priorities, aborts and deadlines, down to the smallest pool
-that can work. The fake engine's tokens depend on every KV slot, so a page that came back wrong shows.
+Seeds choose pool, reserve, host memory, lengths, arrivals, priorities, aborts, deadlines and proposals, down to the
+smallest pool that can work. The fake engine's tokens depend on every KV slot, so a page that came back wrong shows.
 """
 
 import random
@@ -15,6 +15,7 @@ from splitserve.core.request import FinishType
 from splitserve.core.sampling import SamplingParams
 from splitserve.messages import AbortRequest, GenerateRequest
 from splitserve.testing.fake_engine import expected_tokens
+from splitserve.testing.guesser import Guesser
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld, SimWorker
 
@@ -84,6 +85,8 @@ def settings_of(rng: random.Random, page_size: int, longest: int) -> dict:
         "host_memory": rng.choice([0, 5 * 8 * page_size, 1 << 20]),
         "policy": rng.choice(list(SchedulePolicy)),
         "has_priorities": rng.random() < 0.3,
+        "proposer": Guesser(rng) if rng.random() < 0.5 else None,
+        "num_draft_tokens": rng.choice([1, 4, 30]),
     }
 
 

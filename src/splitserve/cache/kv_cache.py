@@ -62,7 +62,7 @@ class PagedKVCache:
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
-        # Admitted requests that have ended here: room comes back by nothing else.
+        # How often admitted requests gave pages back: room comes back by nothing else.
         self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -125,6 +125,18 @@ class PagedKVCache:
         request.pages.extend(new)
         self._owed -= paid
         return True
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Take back pages beyond the request's first `num_tokens` tokens, of which nothing is computed."""
+        keep = kv_to_page_num(num_tokens, self.page_size)
+        if keep >= len(request.pages):
+            return
+        holding, _ = self._held(request)
+        owed = holding.num_pages_owed
+        self.pages.free(request.pages[keep:])
+        del request.pages[keep:]
+        self._owed += holding.num_pages_owed - owed
+        self.num_releases += 1
 
     def share(self, request: Request) -> None:
         """Publish the whole pages of computed tokens; the request goes on with the cache's pages, locked."""

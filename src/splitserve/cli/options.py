@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.config import ATTENTION_BACKENDS, DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy
+from splitserve.config import ATTENTION_BACKENDS, DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy, SpeculativeAlgorithm
 from splitserve.errors import ConfigError
 
 ModelArgument = Annotated[
@@ -67,6 +67,15 @@ PolicyOption = Annotated[
 PriorityOption = Annotated[bool, typer.Option("--enable-priority", help="Requests of larger `priority` go first.")]
 RequestTimeoutOption = Annotated[
     float | None, typer.Option(help="Seconds a request may take that names no `timeout`; default: any.")
+]
+AlgorithmOption = Annotated[
+    SpeculativeAlgorithm | None,
+    typer.Option(help="Guess next tokens and verify several in a step: from the text, or by a draft model."),
+]
+NumDraftTokensOption = Annotated[int, typer.Option(help="Tokens guessed for a step of a request.")]
+MaxMatchOption = Annotated[int, typer.Option(help="ngram: last tokens that are looked up, at most.")]
+DraftModelOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="draft: a smaller model with the same vocabulary; also on prefill.")
 ]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
 AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]

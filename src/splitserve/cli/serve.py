@@ -8,17 +8,21 @@ from typing import Annotated
 import typer
 
 from splitserve.cli.options import (
+    AlgorithmOption,
     AttentionOption,
     CpuAffinityOption,
     DeviceOption,
+    DraftModelOption,
     DtypeOption,
     GraphBatchOption,
     HostMemoryOption,
     HostOption,
     KernelsOption,
     LogLevelOption,
+    MaxMatchOption,
     ModelArgument,
     NoGraphOption,
+    NumDraftTokensOption,
     ParentOption,
     PolicyOption,
     PriorityOption,
@@ -37,6 +41,7 @@ from splitserve.config import (
     SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
@@ -109,6 +114,10 @@ def serve(
     schedule_policy: PolicyOption = SchedulePolicy.FCFS,
     enable_priority: PriorityOption = False,
     request_timeout: RequestTimeoutOption = None,
+    speculative_algorithm: AlgorithmOption = None,
+    speculative_num_draft_tokens: NumDraftTokensOption = 4,
+    speculative_ngram_max_match: MaxMatchOption = 8,
+    speculative_draft_model: DraftModelOption = None,
     bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
     grammar_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its compiled grammar.")] = 60.0,
@@ -160,6 +169,12 @@ def serve(
             schedule_policy=schedule_policy,
             enable_priority=enable_priority,
             request_timeout=request_timeout,
+        ),
+        speculative=SpeculativeConfig(
+            algorithm=speculative_algorithm,
+            num_draft_tokens=speculative_num_draft_tokens,
+            ngram_max_match=speculative_ngram_max_match,
+            draft_model=speculative_draft_model,
         ),
         disaggregation=DisaggregationConfig(
             mode=disaggregation_mode,

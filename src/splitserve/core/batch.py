@@ -2,6 +2,10 @@
 
 A step computes, for every request in it, the KV of tokens [start, start + len(token_ids)) and, where `sample` is set,
 the next token. There is no prefill batch and no decode batch: a decode is a step of one token.
+
+Speculation: the last tokens of a step may be proposals, guesses of what will be drawn. A token is drawn after the last
+real token and after each proposal; the proposals that equal what was drawn in their place are accepted, up to the
+first that does not, and the token drawn there follows them. So a step yields what that many steps would have.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ class SampleSpec:
     num_top_logprobs: int = 0
     # Allows only some tokens. A reference, owned by the request: read only.
     grammar: GrammarMatcher | None = None
+    # The step's last tokens, from `position` on, are these guesses. None where there is a grammar.
+    proposals: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +86,15 @@ class TokenLogprob:
 class RequestResult:
     """One request's share of a step's outcome."""
 
-    # The sampled token; None where the step's `sample` was None.
+    # The sampled token, which follows the accepted proposals; None where the step's `sample` was None.
     token_id: int | None = None
     # Present where asked for.
     logprob: TokenLogprob | None = None
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    # Of the proposals, the first so many were accepted. The KV of the others is nobody's, and overwritten later.
+    num_accepted: int = 0
+    # Theirs, where asked for.
+    accepted_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from splitserve.core.layout import KVLayout, Region
 from splitserve.engine.attention.base import AttentionBackend
 from splitserve.engine.attention.choose import choose_attention
 from splitserve.engine.attention.flashinfer import FlashInferBackend
+from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
@@ -27,12 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model, whose KV is in the pages of the model that is served."""
+
+    loaded: LoadedModel
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """A model and its KV pool. Owned by the scheduler's process; `close` when nothing reads the regions any more."""
 
     loaded: LoadedModel
     pool: KVPool
     attention: AttentionBackend
+    # Guesses what `loaded` will say; None: nobody does. The KV of both is in each page.
+    draft: Draft | None = None
     # Requests in a decode step that is replayed as a CUDA graph, at most; 0: none is.
     max_graph_batch: int = 0
     # The pool's table of owners, where several workers compute in it.
@@ -51,6 +62,11 @@ class BuiltEngine:
     def fingerprint(self) -> str:
         """Peers may exchange KV only if theirs is equal."""
         return self.loaded.fingerprint
+
+    @property
+    def draft_fingerprint(self) -> str:
+        """The same of the draft model; empty where there is none."""
+        return self.draft.loaded.fingerprint if self.draft else ""
 
     @property
     def num_pages(self) -> int:
@@ -95,34 +111,50 @@ class BuiltEngine:
             logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
             return None
 
+    def drafting_runner(self, page_table: PageTable) -> DraftingRunner:
+        """The same that computes the draft model's KV too, and proposes. Only with a draft model."""
+        assert self.draft is not None
+        draft = ModelRunner(self.draft.loaded, self.draft.attention, self.layout.page_size, page_table)
+        return DraftingRunner(self.runner(page_table), draft)
+
     def close(self) -> None:
         self.pool.close()
         if self.shared is not None:
             self.shared.close()
 
 
-def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False) -> BuiltEngine:
+def build_engine(
+    model: ModelConfig, cache: CacheConfig, *, draft_model: str | None = None, shareable_pool: bool = False
+) -> BuiltEngine:
     """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
 
-    `shareable_pool`: other processes of this host can map the pool.
+    `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can
+    map the pool.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
-    return engine_over(load_model(model), model, cache, shareable_pool=shareable_pool)
+    loaded = load_model(model)
+    draft = None if draft_model is None else _load_draft(draft_model, model, loaded)
+    return engine_over(loaded, model, cache, draft=draft, shareable_pool=shareable_pool)
 
 
 def engine_over(
-    loaded: LoadedModel, model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False
+    loaded: LoadedModel,
+    model: ModelConfig,
+    cache: CacheConfig,
+    *,
+    draft: LoadedModel | None = None,
+    shareable_pool: bool = False,
 ) -> BuiltEngine:
-    """The same over a model that is there already."""
-    one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
+    """The same over models that are there already."""
+    draft_layers = draft.layers if draft else ()
+    one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1, draft=draft_layers)
     num_pages = num_pages_for(one_page, cache, loaded.device)
     if cache.shared_pool is None:
-        layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
+        layout = replace(one_page, num_pages=num_pages)
         has_padding_page = loaded.device.type == "cuda"
         pool = KVPool(layout, loaded.device, shareable=shareable_pool, has_padding_page=has_padding_page)
-        attention = choose_attention(model.attention_backend, loaded, pool)
-        return BuiltEngine(loaded, pool, attention, model.cuda_graph_max_batch)
+        return _engine(loaded, draft, pool, model)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
     if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
         raise ConfigError(
@@ -130,8 +162,28 @@ def engine_over(
             f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
         )
     layout = replace(one_page, num_pages=shared.num_pages)
-    pool = KVPool(layout, loaded.device, shared=shared)
-    return BuiltEngine(loaded, pool, choose_attention(model.attention_backend, loaded, pool), shared=shared)
+    return _engine(loaded, draft, KVPool(layout, loaded.device, shared=shared), model, shared)
+
+
+def _engine(
+    loaded: LoadedModel, draft: LoadedModel | None, pool: KVPool, model: ModelConfig, shared: SharedPages | None = None
+) -> BuiltEngine:
+    name = model.attention_backend
+    attention = choose_attention(name, loaded, pool)
+    guesser = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
+    # Shared pools are memory of the CPU.
+    return BuiltEngine(loaded, pool, attention, guesser, 0 if shared else model.cuda_graph_max_batch, shared)
+
+
+def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:
+    """Of the same device, dtype and context as `loaded`."""
+    draft = load_model(msgspec.structs.replace(model, model=name, context_length=loaded.context_length))
+    if draft.vocab_size != loaded.vocab_size:
+        raise ConfigError(
+            f"Draft model {name} has a vocabulary of {draft.vocab_size} tokens, model {loaded.name} one of "
+            f"{loaded.vocab_size}: take a smaller model of the same family."
+        )
+    return draft
 
 
 def _join_pool(file: Path, one_page: KVLayout, num_pages: int) -> SharedPages:

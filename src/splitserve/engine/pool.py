@@ -5,6 +5,8 @@
 3. Attention reads and writes it as tensors [num_pages, page_size, num_kv_heads, head_dim]; transports as raw regions.
 4. `save` copies pages to the host's memory for a request that gives way, `restore` back into other pages.
 
+A draft model's layers are further components of the same pages: whatever moves a page moves its KV too.
+
 The pool does not know which page belongs to whom. Memory nobody wrote to reads as zero, and on a CPU it costs nothing.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -20,7 +22,7 @@ import torch
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig
 from splitserve.core.arena import Arena
-from splitserve.core.layout import KVComponent, KVLayout, Region
+from splitserve.core.layout import DRAFT_PREFIX, KVComponent, KVLayout, Region
 from splitserve.engine.probe import LayerShape
 from splitserve.errors import ConfigError
 
@@ -30,14 +32,24 @@ _ALIGNMENT = 4096
 _MEM_FRACTIONS = {"cpu": 0.15, "cuda": 0.85}
 
 
-def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int) -> KVLayout:
-    """The layout of a pool that holds all of `layers` on this rank, components in the order k0, v0, k1, v1, ..."""
+def layout_for(
+    layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int, draft: Sequence[LayerShape] = ()
+) -> KVLayout:
+    """The layout of a pool that holds all of `layers` on this rank, components in the order k0, v0, k1, v1, ...
+
+    After them the layers of a draft model.
+    """
+    components = _components(layers, dtype) + _components(draft, dtype, DRAFT_PREFIX)
+    return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))
+
+
+def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> list[KVComponent]:
     components = []
     for shape in layers:
         for name, head_dim in (("k", shape.k_dim), ("v", shape.v_dim)):
             components.append(
                 KVComponent(
-                    name=name,
+                    name=prefix + name,
                     layer=shape.layer,
                     dtype=dtype,
                     num_heads=shape.num_kv_heads,
@@ -47,7 +59,7 @@ def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_
                     window=shape.window,
                 )
             )
-    return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))
+    return components
 
 
 def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) -> int:
@@ -82,8 +94,18 @@ def _free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+@dataclass(slots=True)
+class DraftKV:
+    """PagedKV of a draft model. Memory and page numbers are the pool's."""
+
+    device: torch.device
+    components: tuple[KVComponent, ...]
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
 class KVPool:
-    """The memory of one rank's KV cache.
+    """The memory of one rank's KV cache; PagedKV of the model that is served.
 
     `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
     must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
@@ -106,6 +128,10 @@ class KVPool:
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
+        self.components = layout.components[: len(layout.components) - len(drafts)]
+        # Without layers where there is no draft model.
+        self.draft_token_to_kv_pool = DraftKV(device, drafts)
         self._regions: list[Region] = []
         # Memory of the CPU; a device's is the tensors' alone.
         held = replace(layout, num_pages=layout.num_pages + has_padding_page)
@@ -123,7 +149,8 @@ class KVPool:
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
         shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
-        side = self.keys if component.name == "k" else self.values
+        draft = self.draft_token_to_kv_pool
+        side = {"k": self.keys, "v": self.values, "draft_k": draft.keys, "draft_v": draft.values}[component.name]
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 
     @property
@@ -152,12 +179,15 @@ class KVPool:
         return tuple(self._regions)
 
     def _parts(self) -> list[torch.Tensor]:
-        return [*self.keys.values(), *self.values.values()]
+        draft = self.draft_token_to_kv_pool
+        return [part for side in (self.keys, self.values, draft.keys, draft.values) for part in side.values()]
 
     def close(self) -> None:
         """Let go of the memory; it returns to the system with the last tensor that looks at it. Idempotent."""
         self.keys.clear()
         self.values.clear()
+        self.draft_token_to_kv_pool.keys.clear()
+        self.draft_token_to_kv_pool.values.clear()
         self._regions.clear()
         self._arena = None
 

@@ -2,7 +2,8 @@
 
 A step: (1) flatten the plan to tensors, (2) plan its attention, (3) one pass through the model's body, which stores
 the KV of every token, (4) logits for the few rows that are scored or sampled, a bounded number at a time, (5) logprobs
-of prompt tokens, (6) draw the next tokens, by bitmasks that were filled during (3) where requests have grammars.
+of prompt tokens, (6) draw the next tokens, by bitmasks that were filled during (3) where requests have grammars;
+where a request brings proposals, one token after each of them, and so many count as were foreseen (`core/verify.py`).
 
 The runner keeps nothing between steps. Which request owns which page, who runs next and when a request ends, it
 does not know.
@@ -11,11 +12,13 @@ does not know.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
 
 from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
+from splitserve.core.verify import specs_to_draw, verified
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import BitmaskFiller, FilledBitmask
 from splitserve.engine.graphs import DecodeGraphs
@@ -63,16 +66,21 @@ class ModelRunner:
 
     def _step(self, plan: StepPlan) -> StepResult:
         inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
-        allowed = self._bitmasks.begin([r.sample for r in plan.requests if r.sample is not None])
+        specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_draw(r.sample)]
+        allowed = self._bitmasks.begin(specs)
         hidden = self._hidden_states(inputs)
         scored = self._score_inputs(plan, inputs, hidden)
-        sampled = self._sample(plan, inputs, hidden, allowed)
+        sampled = self._sample(specs, _rows_to_draw(plan, inputs), hidden, allowed)
         if not sampled:
             self._finish()
+        drawn = iter(sampled)
         results = []
-        for i in range(len(plan.requests)):
-            token_id, logprob = sampled.get(i, (None, None))
-            results.append(RequestResult(token_id, logprob, scored.get(i, ())))
+        for i, request in enumerate(plan.requests):
+            if (spec := request.sample) is None:
+                results.append(RequestResult(input_logprobs=scored.get(i, ())))
+                continue
+            tokens, logprobs = zip(*islice(drawn, 1 + len(spec.proposals)), strict=True)
+            results.append(verified(spec, tokens, logprobs, scored.get(i, ())))
         return StepResult(tuple(results))
 
     def _finish(self) -> None:
@@ -128,20 +136,23 @@ class ModelRunner:
         return tuple(found)
 
     def _sample(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, allowed: FilledBitmask
-    ) -> dict[int, tuple[int, TokenLogprob | None]]:
-        """The next token, and its logprob where asked for, by request number."""
-        wanted = [(i, r.sample) for i, r in enumerate(plan.requests) if r.sample is not None]
-        last_rows = (inputs.offsets[[i + 1 for i, _ in wanted]] - 1).tolist() if wanted else []
-        sampled: dict[int, tuple[int, TokenLogprob | None]] = {}
-        for part, logits in self._logits(hidden, last_rows):
-            specs = [spec for _, spec in wanted[part]]
-            tokens = draw(logits, specs, self._loaded.eos_token_ids, allowed.rows(part))
-            logprobs = _score_sampled(logits, specs, tokens)
-            sampled |= {
-                i: (token, logprob) for (i, _), token, logprob in zip(wanted[part], tokens, logprobs, strict=True)
-            }
+        self, specs: Sequence[SampleSpec], rows: Sequence[int], hidden: torch.Tensor, allowed: FilledBitmask
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        """The token after each of `rows` of the step, and its logprob where asked for."""
+        sampled: list[tuple[int, TokenLogprob | None]] = []
+        for part, logits in self._logits(hidden, rows):
+            tokens = draw(logits, specs[part], self._loaded.eos_token_ids, allowed.rows(part))
+            sampled += zip(tokens, _score_sampled(logits, specs[part], tokens), strict=True)
         return sampled
+
+
+def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
+    """Rows of the step after which a token is drawn: of each sampled request the last, and one before each proposal."""
+    rows: list[int] = []
+    for request, end in zip(plan.requests, inputs.offsets[1:].tolist(), strict=True):
+        if request.sample is not None:
+            rows += range(end - 1 - len(request.sample.proposals), end)
+    return rows
 
 
 def _score_sampled(

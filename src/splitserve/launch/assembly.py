@@ -11,7 +11,8 @@ from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.clock import Clock, SystemClock
-from splitserve.config import SchedulerConfig, WorkerConfig
+from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, SpeculativeConfig, WorkerConfig
+from splitserve.core.batch import Engine
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.engine.build import BuiltEngine
@@ -21,6 +22,7 @@ from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
 from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
@@ -30,6 +32,7 @@ from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.scheduler import Limits, Scheduler
+from splitserve.scheduler.speculation import Speculation
 
 
 def assemble_scheduler(
@@ -40,7 +43,8 @@ def assemble_scheduler(
     mode = config.disaggregation.mode
     cache = _cache(config, engine)
     outbox = Outbox(pipe.send, clock)
-    running = _running_set(config, engine, cache)
+    runner, speculation = _runner(config.speculative, engine, cache)
+    running = _running_set(config, engine, cache, speculation)
     kit = None
     if mode is not DisaggregationMode.NULL:
         kit = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
@@ -54,7 +58,19 @@ def assemble_scheduler(
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
-    return NormalLoop(scheduler, engine.runner(cache.rows.table))
+    return NormalLoop(scheduler, runner)
+
+
+def _runner(config: SpeculativeConfig, engine: BuiltEngine, cache: PagedKVCache) -> tuple[Engine, Speculation | None]:
+    """What runs the steps, and what puts guesses into them."""
+    table = cache.rows.table
+    if engine.draft is not None:
+        drafting = engine.drafting_runner(table)
+        return drafting, Speculation(drafting, cache, config.num_draft_tokens)
+    speculation = None
+    if config.algorithm is SpeculativeAlgorithm.NGRAM:
+        speculation = Speculation(NgramProposer(config.ngram_max_match), cache, config.num_draft_tokens)
+    return engine.runner(table), speculation
 
 
 def _grammars(
@@ -68,7 +84,9 @@ def _grammars(
     return GrammarQueue(compiler, pool, clock, pipe.waker.wake, limits)
 
 
-def _running_set(config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache) -> RunningSet:
+def _running_set(
+    config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache, speculation: Speculation | None
+) -> RunningSet:
     scheduler, is_prefill = config.scheduler, config.disaggregation.mode is DisaggregationMode.PREFILL
     admission = Admission(
         cache,
@@ -82,6 +100,7 @@ def _running_set(config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache)
         WaitingOrder(scheduler.schedule_policy, cache, has_priorities=scheduler.enable_priority),
         token_budget=scheduler.chunked_prefill_size,
         max_running=scheduler.max_running_requests,
+        speculation=speculation,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, WorkerConfig
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
+from splitserve.scheduler.ngram import MIN_MATCH
 
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 
@@ -38,7 +39,16 @@ def check_worker(config: WorkerConfig) -> None:
     timeout = config.scheduler.request_timeout
     shares_pool = config.cache.shared_pool is not None
     can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
+    speculative = config.speculative
+    has_draft = speculative.draft_model is not None
     checks = (
+        (
+            "--speculative-draft-model",
+            has_draft == (speculative.algorithm == "draft"),
+            "and --speculative-algorithm draft need each other",
+        ),
+        ("--speculative-num-draft-tokens", speculative.num_draft_tokens >= 1, "must be at least 1"),
+        ("--speculative-ngram-max-match", speculative.ngram_max_match >= MIN_MATCH, f"must be at least {MIN_MATCH}"),
         (
             "--transfer-dtype",
             is_decode or not narrows,

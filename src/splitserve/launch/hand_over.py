@@ -124,6 +124,7 @@ def _kv_args(
     return KVArgs(
         backend=config.transfer_backend,
         model=engine.fingerprint,
+        draft_model=engine.draft_fingerprint,
         layout=engine.layout,
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,

@@ -45,7 +45,12 @@ def main() -> int:
         closing.callback(pipe.close)
         try:
             model = msgspec.structs.replace(start.config.model, model=start.model_folder)
-            engine = build_engine(model, start.config.cache, shareable_pool=_needs_shareable_pool(start.config))
+            engine = build_engine(
+                model,
+                start.config.cache,
+                draft_model=start.config.speculative.draft_model,
+                shareable_pool=_needs_shareable_pool(start.config),
+            )
             closing.callback(engine.close)
             loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing)
         except SplitserveError as error:

@@ -46,6 +46,9 @@ _COUNTERS = {
     "num_retracted_requests_total": "Times that a running request gave its pages back because the pool ran dry.",
     "num_steps_total": "Forward passes.",
     "num_computed_tokens_total": "Tokens whose KV was computed by forward passes.",
+    "spec_decode_num_drafts_total": "Times that a request's proposed tokens were verified.",
+    "spec_decode_num_draft_tokens_total": "Tokens that speculation proposed.",
+    "spec_decode_num_accepted_tokens_total": "Proposed tokens that were accepted.",
     "num_finished_reqs_total": "Samples the scheduler has ended, whatever way.",
     "num_invariant_violations_total": "Conservation checks that failed; anything but 0 is a bug.",
 }

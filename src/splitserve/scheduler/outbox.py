@@ -7,7 +7,7 @@ from collections.abc import Callable
 from splitserve.clock import Clock
 from splitserve.core.request import FinishReason, FinishType, Request
 from splitserve.errors import RequestAbortedError, SplitserveError
-from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, TransferStats
+from splitserve.messages import FromScheduler, SpeculationStats, StepOutputs, TokenOutput, TransferStats
 
 
 class Outbox:
@@ -45,6 +45,7 @@ class Outbox:
                 finish=finish,
                 timeline=self._close(request) if finish else None,
                 transfer=transfer,
+                speculation=_speculation_of(request) if finish else None,
             )
         )
         if finish is None:
@@ -79,3 +80,13 @@ class Outbox:
         self.num_finished += 1
         request.timeline.enter("finished", self._clock.now())
         return request.timeline.seconds_since_first()
+
+
+def _speculation_of(request: Request) -> SpeculationStats | None:
+    if request.num_verify_steps == 0:
+        return None
+    return SpeculationStats(
+        num_verify_steps=request.num_verify_steps,
+        num_proposed_tokens=request.num_proposed_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+    )

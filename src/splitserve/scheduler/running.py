@@ -2,7 +2,8 @@
 
 Scheduling is one rule: every running request's computed tokens chase its tokens, within the step's token budget. A
 request that misses one token is decoding, one that misses more is prefilling its next chunk; the plan mixes both.
-Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room. Where
+Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room; what
+is left of the budget may go to guesses of the decodes' next tokens (speculation.py). Where
 a running request finds no page to grow into, another gives way (retraction.py), and comes back before anybody else.
 
 It does not know roles: who may enter the line, what happens to a computed chunk and who hears of a token is theirs.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import InputLogprobSpec, RequestResult, RequestStep, SampleSpec, StepPlan
@@ -21,6 +22,7 @@ from splitserve.core.request import Request
 from splitserve.scheduler.admission import Admission, prefix_limit
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
+from splitserve.scheduler.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class RunningSet:
         *,
         token_budget: int,
         max_running: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self.cache = cache
         self.admission = admission
@@ -48,6 +51,7 @@ class RunningSet:
         self.order = order
         self.token_budget = token_budget
         self.max_running = max_running
+        self.speculation = speculation
         # Not admitted yet: they hold no page and no row.
         self._waiting: dict[str, Request] = {}
         # Admitted and computed elsewhere, no place in the running set yet.
@@ -57,6 +61,8 @@ class RunningSet:
 
     def plan(self, now: float) -> Batch | None:
         """The next step, or None if there is nothing to compute."""
+        if self.speculation is not None:
+            self.speculation.give_back()
         self._fill_places(now)
         # A stable sort: decodes before chunks, each in order of arrival.
         order = sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1)
@@ -69,8 +75,11 @@ class RunningSet:
         self._admit_waiting(budget, ends, now)
         if not ends:
             return None
-        steps = tuple(step_of(request, end) for request, end in ends.items())
-        return Batch(StepPlan(steps), tuple(ends))
+        requests, steps = tuple(ends), [step_of(request, end) for request, end in ends.items()]
+        if self.speculation is not None:
+            num_planned = sum(len(step.token_ids) for step in steps)
+            self.speculation.add_proposals(requests, steps, self.token_budget - num_planned)
+        return Batch(StepPlan(tuple(steps)), requests)
 
     def remove(self, rid: str) -> Request | None:
         """Take a request out, wherever it stands; its pages and row stay with it. None if it is not here."""
@@ -184,8 +193,19 @@ def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpe
 
 
 def take_result(request: Request, step: RequestStep, result: RequestResult) -> None:
-    """Enter one step's outcome into its request. The request may be finished by it."""
-    request.num_computed_tokens += len(step.token_ids)
+    """Enter one step's outcome into its request. The request may be finished by it: what comes after is dropped."""
+    proposals = step.sample.proposals if step.sample else ()
+    num_rejected = len(proposals) - result.num_accepted
     request.input_logprobs.extend(result.input_logprobs)
-    if result.token_id is not None:
+    if proposals:
+        request.num_verify_steps += 1
+        request.num_proposed_tokens += len(proposals)
+        request.num_accepted_tokens += result.num_accepted
+    accepted = proposals[: result.num_accepted]
+    for token_id, logprob in zip(accepted, result.accepted_logprobs or repeat(None), strict=False):
+        if not request.is_finished:
+            request.append(token_id, logprob)
+    if result.token_id is not None and not request.is_finished:
         request.append(result.token_id, result.logprob)
+    num_computed = request.num_computed_tokens + len(step.token_ids) - num_rejected
+    request.num_computed_tokens = min(num_computed, request.num_tokens)

@@ -115,6 +115,8 @@ class Scheduler:
         self._num_steps += 1
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
+        if self._set.speculation is not None:
+            self._set.speculation.observe(batch.plan, result)
         self.role.finish_step(batch, result)
         self._outbox.flush()
 
@@ -133,6 +135,7 @@ class Scheduler:
 
     def state(self) -> SchedulerState:
         prefix, queues, retraction = self._cache.prefix, self.role.queue_state(), self._set.retraction
+        speculation = self._set.speculation
         return SchedulerState(
             num_running_reqs=len(self._set.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
@@ -151,6 +154,9 @@ class Scheduler:
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
+            spec_decode_num_drafts_total=speculation.num_drafts if speculation else 0,
+            spec_decode_num_draft_tokens_total=speculation.num_draft_tokens if speculation else 0,
+            spec_decode_num_accepted_tokens_total=speculation.num_accepted_tokens if speculation else 0,
             num_tokens_held=sum(r.num_tokens for r in self._set.requests()),
             num_invariant_violations_total=self._num_violations,
             **queues,

@@ -22,6 +22,7 @@ from splitserve.core.batch import (
 )
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import SamplingParams, mix64
+from splitserve.core.verify import specs_to_draw, verified
 from splitserve.errors import EngineError
 
 Slots = npt.NDArray[np.uint64]
@@ -81,8 +82,12 @@ class FakeEngine:
         scored = tuple(TokenLogprob(t, -1.0) for t in logprobs.targets) if logprobs else ()
         if step.sample is None:
             return RequestResult(input_logprobs=scored)
-        token = _draw(int(np.bitwise_xor.reduce(flat[slots])), step.sample, self.vocab_size)
-        return RequestResult(token, TokenLogprob(token, -1.0) if step.sample.return_logprob else None, scored)
+        # What is drawn at each position depends on the slots before it.
+        states = np.bitwise_xor.accumulate(flat[slots])[-1 - len(step.sample.proposals) :].tolist()
+        specs = specs_to_draw(step.sample)
+        drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
+        chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
+        return verified(step.sample, drawn, chosen, scored)
 
     def _slots(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         page_size = self._pool.shape[1]

@@ -36,6 +36,7 @@ from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.scheduler import Limits, Scheduler
+from splitserve.scheduler.speculation import Proposer, Speculation
 from splitserve.testing.fake_engine import FakeEngine
 from splitserve.testing.fake_grammar import FakeCompiler, InlinePool
 
@@ -94,6 +95,8 @@ class SimWorker:
         has_priorities: bool = False,
         default_timeout: float | None = None,
         pre_alloc_size: int | None = None,
+        proposer: Proposer | None = None,
+        num_draft_tokens: int = 4,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
@@ -116,7 +119,13 @@ class SimWorker:
         retraction = Retraction(self.cache, self.engine, host_memory)
         order = WaitingOrder(policy, self.cache, has_priorities=has_priorities)
         self.running = RunningSet(
-            self.cache, admission, retraction, order, token_budget=token_budget, max_running=max_running
+            self.cache,
+            admission,
+            retraction,
+            order,
+            token_budget=token_budget,
+            max_running=max_running,
+            speculation=Speculation(proposer, self.cache, num_draft_tokens) if proposer else None,
         )
         limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
         self.role = make_role(self, self.running, outbox)

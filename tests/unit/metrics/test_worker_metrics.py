@@ -25,6 +25,9 @@ NAMES = (
     "num_decode_transfer_queue_reqs",
     "num_grammar_queue_reqs",
     "num_transfer_failed_reqs_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
 )
 STATE = SchedulerState(
     num_running_reqs=3,

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from splitserve.core.request import FinishReason, FinishType, RoomKey
+from splitserve.messages import SpeculationStats
 
 from .conftest import StartWorker, Worker
 
@@ -44,6 +45,13 @@ async def test_a_text_is_answered_with_text_ids_and_meta_info(worker: Worker) ->
     assert meta["e2e_latency"] >= 0
     assert meta["timeline"]["running"] == 0.25
     assert "kv_transfer" not in meta
+
+
+async def test_an_answer_says_what_speculation_did_for_it(worker: Worker) -> None:
+    worker.scheduler.speculation = SpeculationStats(num_verify_steps=4, num_proposed_tokens=16, num_accepted_tokens=6)
+    meta = (await generate(worker, text="a"))["meta_info"]
+    assert (meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (4, 16, 6)
+    assert (meta["spec_accept_rate"], meta["spec_accept_length"]) == (0.375, 2.5)
 
 
 async def test_input_ids_are_taken_as_they_are(worker: Worker) -> None:

@@ -17,7 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from splitserve.core.layout import KVComponent
+
 IntArray = npt.NDArray[np.int64]
+
+
+class PagedKV(Protocol):
+    """The part of a pool that one model's layers live in."""
+
+    device: torch.device
+    # By layer: [num_pages, page_size, num_kv_heads, head_dim].
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
+    components: tuple[KVComponent, ...]
 
 
 @dataclass(frozen=True, slots=True)

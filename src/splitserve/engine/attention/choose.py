@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention import flashinfer
-from splitserve.engine.attention.base import AttentionBackend
+from splitserve.engine.attention.base import AttentionBackend, PagedKV
 from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.native.library import has_fast_bfloat16
-from splitserve.engine.pool import KVPool
 from splitserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 _HINT = "pip install 'splitserve[cuda]'"
 
 
-def choose_attention(name: str, loaded: LoadedModel, pool: KVPool) -> AttentionBackend:
+def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> AttentionBackend:
     """`name`: one of ATTENTION_BACKENDS. Raises ConfigError where the one named cannot be had."""
     if name == "flashinfer" and pool.device.type != "cuda":
         raise ConfigError(f"--attention-backend flashinfer is for GPUs, and this pool is on {pool.device}: use auto")

@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.engine.attention.base import AttentionParams, PagedBatch
+from splitserve.engine.attention.base import AttentionParams, PagedBatch, PagedKV
 from splitserve.engine.attention.torch_sdpa import new_slots
-from splitserve.engine.pool import KVPool
 from splitserve.engine.upload import to_device
 
 # What the library recommends for the partial results of long contexts. All wrappers share it: they run in turn.
@@ -62,9 +61,9 @@ def page_lists(batch: PagedBatch) -> PageLists:
     )
 
 
-def problem_with(pool: KVPool) -> str | None:
+def problem_with(pool: PagedKV) -> str | None:
     """Why the kernels cannot serve such a pool; None where they can."""
-    for component in pool.layout.components:
+    for component in pool.components:
         if component.dtype not in _DTYPES:
             return f"its kernels are for {' and '.join(sorted(_DTYPES))}, and the KV pool is {component.dtype}"
         if component.head_dim not in _HEAD_SIZES:
@@ -107,7 +106,7 @@ class _Kind:
 class FlashInferBackend:
     """ReplayableBackend over one pool. `library` is the module. Not for two threads at a time."""
 
-    def __init__(self, pool: KVPool, library: Any) -> None:
+    def __init__(self, pool: PagedKV, library: Any) -> None:
         self.pool = pool
         self.library = library
         self.dtype = next(iter(pool.keys.values())).dtype
