@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from splitserve.config import WorkerConfig
+from splitserve.config import ModelConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
@@ -44,8 +44,7 @@ def main() -> int:
     with ExitStack() as closing:
         closing.callback(pipe.close)
         try:
-            model = msgspec.structs.replace(start.config.model, model=start.model_folder)
-            engine = build_engine(model, start.config.cache, shareable_pool=_needs_shareable_pool(start.config))
+            engine = build_engine(_model(start), start.config.cache, shareable_pool=_needs_shareable_pool(start.config))
             closing.callback(engine.close)
             loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing)
         except SplitserveError as error:
@@ -58,6 +57,14 @@ def main() -> int:
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0
+
+
+def _model(start: SchedulerStart) -> ModelConfig:
+    model = msgspec.structs.replace(start.config.model, model=start.model_folder)
+    if start.config.disaggregation.mode is DisaggregationMode.PREFILL:
+        # It runs no decode steps that could be replayed.
+        return msgspec.structs.replace(model, cuda_graph_max_batch=0)
+    return model
 
 
 def _needs_shareable_pool(config: WorkerConfig) -> bool:
