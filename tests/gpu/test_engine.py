@@ -133,6 +133,6 @@ def test_the_bench_runs_whole_on_small_sizes() -> None:
     from rich.console import Console
 
     sizes = GpuSizes(shape=SHAPE, batch=4, context=64, prompt_tokens=128, num_bytes=8 << 20, matrix_size=512, repeats=3)
-    options = GpuBenchOptions("bench gpu", "cuda", "auto", 4, append_to=None, as_json=True)
+    options = GpuBenchOptions("bench gpu", "auto", 4, append_to=None, as_json=True)
     report = measure_gpu(options, sizes, torch.device("cuda:0"), "cuda_ipc", Console(quiet=True))
     assert len(report.figures) == 3

@@ -51,7 +51,6 @@ class GpuSizes:
 class GpuBenchOptions:
     # As it can be typed again.
     command: str
-    device: str
     attention_backend: str
     max_graph_batch: int
     append_to: Path | None
@@ -68,9 +67,10 @@ def run_gpu_bench(options: GpuBenchOptions) -> int:
     if options.append_to is not None:
         check_writable(options.append_to)
     console = Console(stderr=True)
-    device = torch.empty(0, device=options.device).device
-    torch.cuda.set_device(device)
-    report = measure_gpu(options, GpuSizes(), device, "cuda_ipc", console)
+    try:
+        report = measure_gpu(options, GpuSizes(), torch.device("cuda:0"), "cuda_ipc", console)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"bench gpu needs about 32 GiB of the GPU's memory, free: {error}") from error
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 0
 
@@ -92,6 +92,8 @@ def measure_gpu(
         # The card's memory is for the pools now.
         built.close()
         del built
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         status.update("hand-over to another process")
         figures.append(measure_hand_over(transfer_backend, sizes, limits))
     return GpuReport(

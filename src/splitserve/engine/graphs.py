@@ -130,6 +130,7 @@ class CudaRecorder:
                 compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # What other threads do with the device meanwhile is no business of the recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = compute()
         return graph.replay, out

@@ -10,6 +10,7 @@ import socket
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from splitserve import __version__
@@ -38,10 +39,10 @@ def run_doctor() -> int:
     table.add_row("devices", devices)
     if works:
         table.add_row("kernels for bfloat16", _kernels())
-        table.add_row("attention on GPUs", _gpu_attention())
+        table.add_row("attention on GPUs", escape(_gpu_attention()))
     for backend in TransferBackend:
         problem = _transport_problem(backend)
-        table.add_row(f"transport {backend}", problem or "works")
+        table.add_row(f"transport {backend}", escape(problem or "works"))
         works = works and not (problem and backend is TransferBackend.TCP)
     for port in _PORTS:
         table.add_row(f"port {port}", "free" if _is_free(port) else "taken: choose another --port")

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from splitserve.config import WorkerConfig
+from splitserve.config import ModelConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
@@ -44,9 +44,8 @@ def main() -> int:
     with ExitStack() as closing:
         closing.callback(pipe.close)
         try:
-            model = msgspec.structs.replace(start.config.model, model=start.model_folder)
             engine = build_engine(
-                model,
+                _model(start),
                 start.config.cache,
                 draft_model=start.config.speculative.draft_model,
                 shareable_pool=_needs_shareable_pool(start.config),
@@ -63,6 +62,14 @@ def main() -> int:
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0
+
+
+def _model(start: SchedulerStart) -> ModelConfig:
+    model = msgspec.structs.replace(start.config.model, model=start.model_folder)
+    if start.config.disaggregation.mode is DisaggregationMode.PREFILL:
+        # It runs no decode steps that could be replayed.
+        return msgspec.structs.replace(model, cuda_graph_max_batch=0)
+    return model
 
 
 def _needs_shareable_pool(config: WorkerConfig) -> bool:

@@ -28,7 +28,7 @@ TINY = {
     "tie_word_embeddings": False,
 }
 CPU = torch.device("cpu")
-OPTIONS = GpuBenchOptions("bench gpu", "cpu", "auto", 0, append_to=None, as_json=True)
+OPTIONS = GpuBenchOptions("bench gpu", "auto", 0, append_to=None, as_json=True)
 
 
 def test_a_decode_step_reads_the_weights_once_and_each_requests_cache() -> None:
@@ -77,4 +77,14 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none() -> None
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="bench gpu needs a GPU"):
+        run_gpu_bench(OPTIONS)
+
+
+def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("splitserve.bench.gpu.measure_gpu", fail)
+    with pytest.raises(ConfigError, match="needs about 32 GiB"):
         run_gpu_bench(OPTIONS)

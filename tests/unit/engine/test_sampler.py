@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from splitserve.core.batch import SampleSpec
 from splitserve.core.sampling import SamplingParams, uniform_at
 from splitserve.engine import sampler
+from splitserve.engine.logprobs import score
 from splitserve.engine.sampler import draw
+from splitserve.errors import EngineError
 
 VOCAB = 40
 EOS = frozenset({3, 7})
@@ -155,3 +157,21 @@ def test_eos_and_stop_ids_wait_for_the_least_number_of_tokens() -> None:
     assert greedy((1,), min_new_tokens=2) == 20
     assert greedy((1, 1), min_new_tokens=2) == 3
     assert greedy((1,), min_new_tokens=2, ignore_eos=True) == 3
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)])
+def test_a_row_that_is_not_numbers_is_an_error_whichever_way_its_token_is_drawn(params: SamplingParams) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[1, 5] = torch.nan
+    specs = [SampleSpec(params, 1, [1], ())] * 3
+    with pytest.raises(EngineError, match=r"not numbers.*bfloat16 or float32"):
+        draw(logits, specs, EOS)
+    assert len(draw(logits[[0, 2]], specs[:2], EOS)) == 2
+
+
+def test_a_scored_row_that_is_not_numbers_is_an_error() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 5] = torch.nan
+    with pytest.raises(EngineError, match="not numbers"):
+        score(logits, [1, 1], [0, 0])
+    assert len(score(logits[:1], [1], [0])) == 1
