@@ -149,8 +149,8 @@ class KVPool:
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
         shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
-        draft = self.draft_token_to_kv_pool
-        side = {"k": self.keys, "v": self.values, "draft_k": draft.keys, "draft_v": draft.values}[component.name]
+        owner = self.draft_token_to_kv_pool if component.name.startswith(DRAFT_PREFIX) else self
+        side = owner.keys if component.name.removeprefix(DRAFT_PREFIX) == "k" else owner.values
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 
     @property

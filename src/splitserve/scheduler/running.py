@@ -3,8 +3,8 @@
 Scheduling is one rule: every running request's computed tokens chase its tokens, within the step's token budget. A
 request that misses one token is decoding, one that misses more is prefilling its next chunk; the plan mixes both.
 Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room; what
-is left of the budget may go to guesses of the decodes' next tokens (speculation.py). Where
-a running request finds no page to grow into, another gives way (retraction.py), and comes back before anybody else.
+is left may go to guesses of the decodes' next tokens (speculation.py). Where a running request finds no page to grow
+into, another gives way (retraction.py), and comes back before anybody else.
 
 It does not know roles: who may enter the line, what happens to a computed chunk and who hears of a token is theirs.
 """
