@@ -1,4 +1,4 @@
-"""The scheduler's process as its front end holds it: start it, learn of its end, end it.
+"""The scheduler's process as its front end holds it: open it with its pipes, learn of its end, end it.
 
 It reads one line on its standard input and ends when that input ends. So it cannot outlive the front end, whatever
 becomes of that one. It is in a session of its own: a Ctrl-C in the terminal reaches the front end alone.
@@ -10,12 +10,15 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Self
 
 import msgspec
 
 from splitserve.config import WorkerConfig
+from splitserve.server.scheduler_client import SchedulerClient
 
 logger = logging.getLogger(__name__)
 
@@ -80,3 +83,37 @@ class SchedulerProcess:
             logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
             self._process.kill()
         await self.ended
+
+
+async def open_scheduler(
+    config: WorkerConfig,
+    model_folder: str,
+    closing: AsyncExitStack,
+    *,
+    bootstrap_url: str | None = None,
+) -> tuple[SchedulerClient, SchedulerProcess]:
+    """Bind the pipes and start the process; `closing` ends both. It has not loaded when this returns.
+
+    The pipes lie in a folder that only this user can enter.
+    """
+    pipes = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
+    client = SchedulerClient(f"ipc://{pipes}/to", f"ipc://{pipes}/from")
+    closing.push_async_callback(client.close)
+    await client.start()
+    start = SchedulerStart(
+        config=config,
+        model_folder=model_folder,
+        to_scheduler=client.to_scheduler,
+        from_scheduler=client.from_scheduler,
+        bootstrap_url=bootstrap_url,
+    )
+    # Cancelled halfway, it would leave a process that nobody holds: `closing` waits for it, and ends it.
+    starting = asyncio.create_task(SchedulerProcess.start(SCHEDULER_COMMAND, start), name="scheduler-start")
+    closing.push_async_callback(_end_started, starting)
+    return client, await asyncio.shield(starting)
+
+
+async def _end_started(starting: asyncio.Task[SchedulerProcess]) -> None:
+    await asyncio.wait({starting})
+    if starting.exception() is None:
+        await starting.result().close()

@@ -17,8 +17,6 @@ import asyncio
 import logging
 import os
 import socket
-import tempfile
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
 from splitserve.launch.registration import RouterRegistration
-from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess, SchedulerStart
+from splitserve.launch.scheduler_link import SchedulerProcess, open_scheduler
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.scheduler_client import SchedulerClient
@@ -62,7 +60,6 @@ class ProcessOptions:
     # Seconds for loading the model, and for running requests at the end.
     load_timeout: float = 900.0
     drain_timeout: float = 30.0
-    scheduler_command: Sequence[str] = SCHEDULER_COMMAND
 
 
 def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: ProcessOptions | None = None) -> int:
@@ -96,9 +93,13 @@ class _Worker:
     async def run(self, tokenizer: Tokenizer) -> int:
         async with AsyncExitStack() as closing:
             closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
-            client = await self._open_client(closing)
             bootstrap_url = await self._start_bootstrap(closing)
-            scheduler = await self._start_scheduler(client, bootstrap_url, closing)
+            client, scheduler = await open_scheduler(
+                self._config,
+                str(self._folder),
+                closing,
+                bootstrap_url=bootstrap_url,
+            )
             app = build_app(
                 config=self._config,
                 scheduler=client,
@@ -113,14 +114,6 @@ class _Worker:
             if not await self._loaded(client, scheduler):
                 return 0 if self._lifecycle.draining.is_set() else 1
             return await self._serve(client, scheduler, server, app.state.front)
-
-    async def _open_client(self, closing: AsyncExitStack) -> SchedulerClient:
-        """The pipes lie in a folder that only this user can enter."""
-        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
-        client = SchedulerClient(f"ipc://{folder}/to", f"ipc://{folder}/from")
-        closing.push_async_callback(client.close)
-        await client.start()
-        return client
 
     async def _start_bootstrap(self, closing: AsyncExitStack) -> str | None:
         """The URL of this prefill worker's bootstrap server; None in the other roles."""
@@ -138,20 +131,6 @@ class _Worker:
             ) from None
         self._bootstrap_port = bootstrap.port
         return f"http://{reachable_host(settings.host)}:{bootstrap.port}"
-
-    async def _start_scheduler(
-        self, client: SchedulerClient, bootstrap_url: str | None, closing: AsyncExitStack
-    ) -> SchedulerProcess:
-        start = SchedulerStart(
-            config=self._config,
-            model_folder=str(self._folder),
-            to_scheduler=client.to_scheduler,
-            from_scheduler=client.from_scheduler,
-            bootstrap_url=bootstrap_url,
-        )
-        scheduler = await SchedulerProcess.start(self._options.scheduler_command, start)
-        closing.push_async_callback(scheduler.close)
-        return scheduler
 
     async def _loaded(self, client: SchedulerClient, scheduler: SchedulerProcess) -> bool:
         """Wait until the scheduler is ready. False: the worker is to end instead."""

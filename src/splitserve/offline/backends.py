@@ -6,7 +6,6 @@ Both take the body of POST /generate and give native answer objects, so nobody a
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 
 from splitserve.config import WorkerConfig
 from splitserve.errors import SplitserveError, WorkerUnavailableError
-from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess, SchedulerStart
+from splitserve.launch.scheduler_link import SchedulerProcess, open_scheduler
 from splitserve.metrics.worker import WorkerMetrics
 from splitserve.offline.outputs import named_error
 from splitserve.router.args import LBArgs
@@ -70,20 +69,7 @@ class SchedulerBackend:
         self._front: FrontEnd | None = None
 
     async def open(self) -> None:
-        pipes = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
-        client = SchedulerClient(f"ipc://{pipes}/to", f"ipc://{pipes}/from")
-        self._closing.push_async_callback(client.close)
-        await client.start()
-        start = SchedulerStart(
-            config=self._config,
-            model_folder=str(self._folder),
-            to_scheduler=client.to_scheduler,
-            from_scheduler=client.from_scheduler,
-        )
-        # Cancelled halfway, it would leave a process that nobody holds: `close` waits for it, and ends it.
-        starting = asyncio.create_task(SchedulerProcess.start(SCHEDULER_COMMAND, start), name="scheduler-start")
-        self._closing.push_async_callback(_end_started, starting)
-        scheduler = await asyncio.shield(starting)
+        client, scheduler = await open_scheduler(self._config, str(self._folder), self._closing)
         watch = asyncio.create_task(_fail_at_end(client, scheduler), name="scheduler-watch")
         self._closing.callback(watch.cancel)
         await client.ready(self._load_timeout)
@@ -93,7 +79,7 @@ class SchedulerBackend:
             tokenizer=self.tokenizer,
             model_path=str(self._folder),
             bootstrap_port=0,
-            requests=RequestTable(self._config.scheduler.max_queued_requests),
+            requests=RequestTable(self._config.scheduler.max_open_requests),
             metrics=WorkerMetrics(self._config.model.model),
             scheduler_pid=scheduler.pid,
         )
@@ -170,12 +156,6 @@ def _refusal(content: bytes, status: int) -> SplitserveError:
     except (msgspec.DecodeError, KeyError, TypeError):
         text = content[:500].decode(errors="replace")
         return WorkerUnavailableError(f"the cluster's router answered HTTP {status}: {text}")
-
-
-async def _end_started(starting: asyncio.Task[SchedulerProcess]) -> None:
-    await asyncio.wait({starting})
-    if starting.exception() is None:
-        await starting.result().close()
 
 
 async def _fail_at_end(client: SchedulerClient, scheduler: SchedulerProcess) -> None:
