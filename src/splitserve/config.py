@@ -52,6 +52,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_cache: bool = True
     # Decode: keep prefixes too, and have prefill send only what is missing.
     enable_decode_prefix_cache: bool = True
+    # Null and prefill: bytes of host memory for prefixes that the pool has no room for; 0: they are forgotten.
+    prefix_host_memory: int = 0
     # File in memory that holds one pool for several workers of this host; None: a pool of our own.
     shared_pool: str | None = None
 

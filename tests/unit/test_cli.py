@@ -47,6 +47,7 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["serve", "--threads", "0"], "--threads"),
         (["serve", "--num-reserved-decode-tokens", "0"], "--num-reserved-decode-tokens"),
         (["serve", "--retraction-host-memory", "plenty"], "--retraction-host-memory"),
+        (["serve", "--prefix-host-memory", "4X"], "--prefix-host-memory"),
         (["serve", "--request-timeout", "-1"], "--request-timeout"),
         (["serve", "--router", "nowhere"], "not a worker's URL"),
         (["router", "--policy", "fastest"], "--policy"),

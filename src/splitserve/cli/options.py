@@ -48,6 +48,10 @@ HostMemoryOption = Annotated[
         metavar="BYTES", help="For the KV of requests that give way when the pool is full, e.g. 512M or 4G; 0: none."
     ),
 ]
+PrefixHostMemoryOption = Annotated[
+    str,
+    typer.Option(metavar="BYTES", help="Null, prefill: for prefixes that the pool has no room for, e.g. 4G; 0: none."),
+]
 PolicyOption = Annotated[
     SchedulePolicy,
     typer.Option(help="First come first served, longest prefix match, or shortest prompt first."),

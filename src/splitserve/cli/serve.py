@@ -17,6 +17,7 @@ from splitserve.cli.options import (
     ModelArgument,
     ParentOption,
     PolicyOption,
+    PrefixHostMemoryOption,
     PriorityOption,
     QuantizationOption,
     ReadyFileOption,
@@ -92,6 +93,7 @@ def serve(
     decode_prefix_cache: Annotated[
         bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")
     ] = True,
+    prefix_host_memory: PrefixHostMemoryOption = "0",
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
     max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
@@ -137,6 +139,7 @@ def serve(
             mem_fraction=mem_fraction_static,
             enable_prefix_cache=not disable_radix_cache,
             enable_decode_prefix_cache=decode_prefix_cache,
+            prefix_host_memory=num_bytes(prefix_host_memory, "--prefix-host-memory"),
             shared_pool=None if shared_pool is None else str(shared_pool),
         ),
         scheduler=SchedulerConfig(

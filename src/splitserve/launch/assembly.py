@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from splitserve.cache.host_memory import HostMemory
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache, PrefixCache
@@ -101,10 +103,14 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
         if mode is DisaggregationMode.DECODE
         else ReqToTokenPool(max_running, longest, page_size)
     )
-    prefix: PrefixCache = RadixCache(page_size) if _has_prefixes(config, engine) else NoPrefixCache()
+    has_prefixes = _has_prefixes(config, engine)
+    prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
+    host = None
+    if has_prefixes and config.cache.prefix_host_memory and mode is not DisaggregationMode.DECODE:
+        host = HostTier(HostMemory(engine.pool, config.cache.prefix_host_memory), page_size)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
-    return PagedKVCache(pages, rows, prefix, page_size, engine.shared)
+    return PagedKVCache(pages, rows, prefix, page_size, engine.shared, host)
 
 
 def _has_prefixes(config: WorkerConfig, engine: BuiltEngine) -> bool:

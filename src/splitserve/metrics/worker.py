@@ -34,6 +34,7 @@ _GAUGES = {
     "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
     "num_retracted_reqs": "Requests that gave their pages back to others and wait to go on.",
     "retraction_host_bytes": "Host memory that holds the KV cache of retracted requests, bytes.",
+    "prefix_host_bytes": "Host memory that holds prefixes which the KV pool had no room for, bytes.",
     "num_tokens_held": "Prompt and output tokens of all requests in the worker.",
     "pages_free": "Pages of the KV pool that hold nothing.",
     "pages_cached": "Pages of the KV pool that hold cached prefixes.",
@@ -42,6 +43,7 @@ _GAUGES = {
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "prefix_cache_host_hits": "Of the prompt tokens found, those copied back from host memory.",
     "num_transfer_failed_reqs_total": "Requests whose KV hand-over failed.",
     "num_retracted_requests_total": "Times that a running request gave its pages back because the pool ran dry.",
     "num_steps_total": "Forward passes.",

@@ -14,6 +14,8 @@ NAMES = (
     "kv_cache_usage_perc",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "prefix_cache_host_hits",
+    "prefix_host_bytes",
     "kv_transfer_latency_seconds",
     "kv_transfer_exposed_seconds",
     "kv_transfer_bytes",
