@@ -84,11 +84,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds a request may take that does not say how many; None: as long as it takes.
     request_timeout: float | None = None
 
-    @property
-    def max_open_requests(self) -> int:
-        """Samples a worker holds at most, running and waiting."""
-        return self.max_running_requests + self.max_queued_requests
-
 
 class ClusterToken(msgspec.Struct, frozen=True):
     """What all workers of a cluster share and nobody else knows. It shows in no repr, so in no log."""
@@ -145,3 +140,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     server: ServerConfig = ServerConfig()
+    # Schedulers behind its one front end, each with the whole model, a pool and the other limits here for itself.
+    dp_size: int = 1
+
+    @property
+    def max_open_requests(self) -> int:
+        """Samples the worker holds at most, running and waiting."""
+        return self.dp_size * (self.scheduler.max_running_requests + self.scheduler.max_queued_requests)

@@ -38,7 +38,10 @@ QuantizationOption = Annotated[
 CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model, in each of its schedulers.")]
+DpSizeOption = Annotated[
+    int, typer.Option(help="Schedulers of the worker, each with the model and a pool: data parallel ranks.")
+]
 ReservedTokensOption = Annotated[
     int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")
 ]

@@ -9,6 +9,7 @@ import typer
 
 from splitserve.cli.options import (
     CpuAffinityOption,
+    DpSizeOption,
     DtypeOption,
     HostMemoryOption,
     HostOption,
@@ -78,6 +79,7 @@ def serve(
     dtype: DtypeOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
+    dp_size: DpSizeOption = 1,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
     kernels: KernelsOption = "auto",
@@ -172,6 +174,7 @@ def serve(
             router_url=None if router is None else parse_url(router),
             log_level=log_level,
         ),
+        dp_size=dp_size,
     )
     check_worker(config)
     from splitserve.launch.worker import ProcessOptions, run_worker

@@ -16,6 +16,7 @@ from splitserve.clock import Clock, SystemClock
 from splitserve.config import SchedulerConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
+from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.launch.hand_over import open_hand_over
@@ -35,7 +36,13 @@ from splitserve.scheduler.scheduler import Limits, Scheduler
 
 
 def assemble_scheduler(
-    config: WorkerConfig, engine: BuiltEngine, pipe: FrontEndPipe, bootstrap_url: str | None, closing: ExitStack
+    config: WorkerConfig,
+    engine: BuiltEngine,
+    pipe: FrontEndPipe,
+    bootstrap_url: str | None,
+    closing: ExitStack,
+    *,
+    dp_rank: int = 0,
 ) -> NormalLoop:
     """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
     clock = SystemClock()
@@ -45,7 +52,8 @@ def assemble_scheduler(
     running = _running_set(config, engine, cache)
     kit = None
     if mode is not DisaggregationMode.NULL:
-        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
+        rank = ParallelRank(dp_rank=dp_rank, dp_size=config.dp_size)
+        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, rank, pipe.waker.wake, closing)
     role = _role(mode, running, cache, outbox, clock, kit)
     limits = Limits(
         max_tokens_per_request=engine.max_total_tokens_per_request,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from splitserve.config import DTYPES, TRANSFER_DTYPES, WorkerConfig
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
+from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 
@@ -53,6 +54,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--num-reserved-decode-tokens", config.scheduler.num_reserved_decode_tokens >= 1, "must be at least 1"),
         ("--request-timeout", timeout is None or timeout > 0, "must be above 0 seconds"),
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
+        ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),

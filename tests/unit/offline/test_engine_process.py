@@ -215,7 +215,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(model, tmp_path):
         "from splitserve.launch import scheduler_link\n"
         "scheduler_link.SCHEDULER_COMMAND = (sys.executable, '-m', 'splitserve.testing.fake_scheduler', 'ready')\n"
         f"engine = splitserve.Engine({model!r})\n"
-        "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pid)\n"
+        "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pids[0])\n"
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
