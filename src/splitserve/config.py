@@ -62,9 +62,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Of the device's free memory after the weights are loaded. None: a share that leaves a CPU to others (0.15), and
     # on a GPU takes all but what a step needs (0.85).
     mem_fraction: float | None = None
+    # Ranks of this worker that divide that share among them.
+    num_sharers: int = 1
     enable_prefix_cache: bool = True
     # Decode: keep prefixes too, and have prefill send only what is missing.
     enable_decode_prefix_cache: bool = True
+    # Null and prefill: bytes of host memory for prefixes that the pool has no room for; 0: they are forgotten.
+    prefix_host_memory: int = 0
     # File in memory that holds one pool for several workers of this host; None: a pool of our own.
     shared_pool: str | None = None
 
@@ -94,11 +98,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_priority: bool = False
     # Seconds a request may take that does not say how many; None: as long as it takes.
     request_timeout: float | None = None
-
-    @property
-    def max_open_requests(self) -> int:
-        """Samples a worker holds at most, running and waiting."""
-        return self.max_running_requests + self.max_queued_requests
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,3 +167,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig = SpeculativeConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     server: ServerConfig = ServerConfig()
+    # Schedulers behind its one front end, each with the whole model, a pool and the other limits here for itself.
+    dp_size: int = 1
+
+    @property
+    def max_open_requests(self) -> int:
+        """Samples the worker holds at most, running and waiting."""
+        return self.dp_size * (self.scheduler.max_running_requests + self.scheduler.max_queued_requests)

@@ -122,6 +122,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     # Gave their pages back to others and wait to go on, and the bytes of host memory that hold their KV.
     num_retracted_reqs: int = 0
     retraction_host_bytes: int = 0
+    # Host memory that holds evicted prefixes.
+    prefix_host_bytes: int = 0
     # Disaggregation queues; zero in the other roles.
     num_prefill_bootstrap_queue_reqs: int = 0
     num_prefill_inflight_queue_reqs: int = 0
@@ -142,6 +144,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_retracted_requests_total: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
+    prefix_cache_host_hits: int = 0  # of these, in host memory
     num_steps_total: int = 0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0

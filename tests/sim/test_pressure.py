@@ -83,6 +83,7 @@ def settings_of(rng: random.Random, page_size: int, longest: int) -> dict:
         "num_reserved_decode_tokens": rng.choice([1, 1, 2, 8, 512]),
         # None, a few pages of eight bytes a token, plenty.
         "host_memory": rng.choice([0, 5 * 8 * page_size, 1 << 20]),
+        "prefix_host_memory": rng.choice([0, 3 * 8 * page_size, 1 << 20]),
         "policy": rng.choice(list(SchedulePolicy)),
         "has_priorities": rng.random() < 0.3,
         "proposer": Guesser(rng) if rng.random() < 0.5 else None,
@@ -144,7 +145,8 @@ def pair_life(seed: int) -> int:
     rng = random.Random(seed)
     page_size, longest = rng.choice([1, 4, 16]), rng.choice([8, 24, 60, 60])
     prefill = {"num_pages": -(-longest // page_size) + rng.choice([0, 20]), "page_size": page_size}
-    decode = settings_of(rng, page_size, longest) | {"pre_alloc_size": rng.choice([0, 1, 8])}
+    prefill["prefix_host_memory"] = rng.choice([0, 5 * 8 * page_size, 1 << 20])
+    decode = settings_of(rng, page_size, longest) | {"pre_alloc_size": rng.choice([0, 1, 8]), "prefix_host_memory": 0}
     world = PairWorld(seed, prefill_settings=prefill, decode_settings=decode, num_slots=rng.choice([1, 8]))
     life, watch = Life(), Watch(world.decode)
     for i in range(rng.randrange(2, 24)):

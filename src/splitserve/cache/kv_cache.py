@@ -1,5 +1,7 @@
 """One account of the whole KV pool: every page is free, cached, or held by one admitted request.
 
+What the prefix cache evicts may go on in host memory (`host_tier.py`), from where `try_admit` fetches it back.
+
 The life of a request in here:
 1. `try_admit` takes a row, locks the longest cached prefix and promises room for the tokens that are known so far. The
    sum of all promises never exceeds what is free or can be evicted, so growing up to the promise never fails.
@@ -16,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitserve.cache.blocks import kv_to_page_num
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import PrefixCache, PrefixHandle
 from splitserve.cache.shared_pages import SharedPages
@@ -52,6 +55,7 @@ class PagedKVCache:
         prefix: PrefixCache,
         page_size: int,
         shared: SharedPages | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self.pages = pages
         self.rows = rows
@@ -59,6 +63,8 @@ class PagedKVCache:
         self.page_size = page_size
         # Where our pages are part of a pool of several workers; then there must be no prefix cache to hold them too.
         self._shared = shared
+        # Where evicted prefixes go on; None: they are gone.
+        self.host = host
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
@@ -66,6 +72,8 @@ class PagedKVCache:
         self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        # Of these, tokens that came back from the host.
+        self.prefix_host_hits = 0
 
     @property
     def num_grantable_pages(self) -> int:
@@ -84,8 +92,8 @@ class PagedKVCache:
     def try_admit(self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0) -> bool:
         """Admit `request` with a promise of pages for `num_tokens` tokens; False, changing nothing, without room.
 
-        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens are looked up in the
-        prefix cache.
+        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens, which must be among
+        those promised, are looked up in the prefix cache and behind it on the host.
         """
         if self.rows.available_size() == 0:
             return False
@@ -102,10 +110,12 @@ class PagedKVCache:
         request.pages = list(match.pages)
         self.rows.write(request.row, 0, request.pages)
         request.num_computed_tokens = len(match.pages) * self.page_size
+        num_fetched = self._fetch(request, max_prefix)
         if request.num_retractions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_queries += max_prefix
             self.prefix_hits += request.num_cached_tokens
+            self.prefix_host_hits += num_fetched
         return True
 
     def extend(self, request: Request, num_tokens: int) -> bool:
@@ -190,13 +200,18 @@ class PagedKVCache:
 
     def flush(self) -> int:
         """Forget everything no request uses; how many pages that freed."""
-        evicted = self.prefix.evict(self.prefix.num_pages)
-        self.pages.free(evicted)
-        return len(evicted)
+        num_free = self.pages.available()
+        for evicted in self.prefix.evict(self.prefix.num_pages):
+            self.pages.free(evicted.pages)
+        if self.host is not None:
+            self.host.clear()
+        return self.pages.available() - num_free
 
     def check(self, held: list[Request]) -> None:
         """Raise InvariantViolation unless `held` are all admitted requests and every page and row is accounted for."""
         self.prefix.check()
+        if self.host is not None:
+            self.host.check()
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
         own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]]
@@ -218,8 +233,25 @@ class PagedKVCache:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
         return holding, request.row
 
+    def _fetch(self, request: Request, max_prefix: int) -> int:
+        """Copy back what the host has behind the pages found; how many tokens. Others find them from now on, too."""
+        first = len(request.pages)
+        found = self.host.find(request.tokens(0, max_prefix), first) if self.host is not None else []
+        if self.host is None or not found:
+            return 0
+        num_tokens = (first + len(found)) * self.page_size
+        if not self.extend(request, num_tokens):
+            raise InvariantViolation(f"request {request.rid} was promised fewer than {num_tokens} tokens")
+        self.host.restore(found, request.pages[first:])
+        request.num_computed_tokens = num_tokens
+        self.share(request)
+        return len(found) * self.page_size
+
     def _take(self, count: int) -> list[int]:
         short = count - self.pages.available()
         if short > 0:
-            self.pages.free(self.prefix.evict(short))
+            for evicted in self.prefix.evict(short):
+                if self.host is not None:
+                    self.host.keep(evicted)
+                self.pages.free(evicted.pages)
         return self.pages.alloc(count)

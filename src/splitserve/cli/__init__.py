@@ -17,6 +17,7 @@ from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.options import (
     DeviceOption,
+    DpSizeOption,
     DtypeOption,
     HandOverOption,
     HostOption,
@@ -61,6 +62,8 @@ def up(
     null: Annotated[
         int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
     ] = 0,
+    prefill_dp_size: DpSizeOption = 1,
+    decode_dp_size: DpSizeOption = 1,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     hand_over: HandOverOption = False,
     threads: ThreadsOption = None,
@@ -95,6 +98,8 @@ def up(
         prefill=prefill,
         decode=decode,
         null=null,
+        prefill_dp_size=prefill_dp_size,
+        decode_dp_size=decode_dp_size,
         dtype=dtype,
         backend=transfer_backend,
         host=host,

@@ -50,7 +50,10 @@ QuantizationOption = Annotated[
 CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model, in each of its schedulers.")]
+DpSizeOption = Annotated[
+    int, typer.Option(help="Schedulers of the worker, each with the model and a pool: data parallel ranks.")
+]
 ReservedTokensOption = Annotated[
     int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")
 ]
@@ -59,6 +62,10 @@ HostMemoryOption = Annotated[
     typer.Option(
         metavar="BYTES", help="For the KV of requests that give way when the pool is full, e.g. 512M or 4G; 0: none."
     ),
+]
+PrefixHostMemoryOption = Annotated[
+    str,
+    typer.Option(metavar="BYTES", help="Null, prefill: for prefixes that the pool has no room for, e.g. 4G; 0: none."),
 ]
 PolicyOption = Annotated[
     SchedulePolicy,

@@ -12,6 +12,7 @@ from splitserve.cli.options import (
     AttentionOption,
     CpuAffinityOption,
     DeviceOption,
+    DpSizeOption,
     DraftModelOption,
     DtypeOption,
     GraphBatchOption,
@@ -25,6 +26,7 @@ from splitserve.cli.options import (
     NumDraftTokensOption,
     ParentOption,
     PolicyOption,
+    PrefixHostMemoryOption,
     PriorityOption,
     QuantizationOption,
     ReadyFileOption,
@@ -89,6 +91,7 @@ def serve(
     disable_cuda_graph: NoGraphOption = False,
     cuda_graph_max_bs: GraphBatchOption = 256,
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
+    dp_size: DpSizeOption = 1,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
     kernels: KernelsOption = "auto",
@@ -106,6 +109,7 @@ def serve(
     decode_prefix_cache: Annotated[
         bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")
     ] = True,
+    prefix_host_memory: PrefixHostMemoryOption = "0",
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
     max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
@@ -157,6 +161,7 @@ def serve(
             mem_fraction=mem_fraction_static,
             enable_prefix_cache=not disable_radix_cache,
             enable_decode_prefix_cache=decode_prefix_cache,
+            prefix_host_memory=num_bytes(prefix_host_memory, "--prefix-host-memory"),
             shared_pool=None if shared_pool is None else str(shared_pool),
         ),
         scheduler=SchedulerConfig(
@@ -195,6 +200,7 @@ def serve(
             router_url=None if router is None else parse_url(router),
             log_level=log_level,
         ),
+        dp_size=dp_size,
     )
     check_worker(config)
     from splitserve.launch.worker import ProcessOptions, run_worker

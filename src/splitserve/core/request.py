@@ -51,6 +51,12 @@ class BootstrapInfo:
     host: str
     port: int
     key: RoomKey
+    # Which of the prefill worker's data parallel ranks; None: the one that the room's number says.
+    dp_rank: int | None = None
+
+    def prefill_rank(self, dp_size: int) -> int:
+        """The data parallel rank of prefill that serves the room: one rule for both sides, so that nobody guesses."""
+        return self.key.room % dp_size if self.dp_rank is None else self.dp_rank
 
 
 class FinishType(enum.StrEnum):

@@ -75,7 +75,7 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)
-    num_pages = int(free * fraction) // one_page.bytes_per_page
+    num_pages = int(free * fraction / cache.num_sharers) // one_page.bytes_per_page
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from splitserve.cache.host_memory import HostMemory
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache, PrefixCache
@@ -15,6 +17,7 @@ from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, Speculative
 from splitserve.core.batch import Engine
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
+from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.launch.hand_over import open_hand_over
@@ -36,7 +39,13 @@ from splitserve.scheduler.speculation import Speculation
 
 
 def assemble_scheduler(
-    config: WorkerConfig, engine: BuiltEngine, pipe: FrontEndPipe, bootstrap_url: str | None, closing: ExitStack
+    config: WorkerConfig,
+    engine: BuiltEngine,
+    pipe: FrontEndPipe,
+    bootstrap_url: str | None,
+    closing: ExitStack,
+    *,
+    dp_rank: int = 0,
 ) -> NormalLoop:
     """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
     clock = SystemClock()
@@ -47,7 +56,8 @@ def assemble_scheduler(
     running = _running_set(config, engine, cache, speculation)
     kit = None
     if mode is not DisaggregationMode.NULL:
-        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
+        rank = ParallelRank(dp_rank=dp_rank, dp_size=config.dp_size)
+        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, rank, pipe.waker.wake, closing)
     role = _role(mode, running, cache, outbox, clock, kit)
     limits = Limits(
         max_tokens_per_request=engine.max_total_tokens_per_request,
@@ -120,10 +130,14 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
         if mode is DisaggregationMode.DECODE
         else ReqToTokenPool(max_running, longest, page_size)
     )
-    prefix: PrefixCache = RadixCache(page_size) if _has_prefixes(config, engine) else NoPrefixCache()
+    has_prefixes = _has_prefixes(config, engine)
+    prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
+    host = None
+    if has_prefixes and config.cache.prefix_host_memory and mode is not DisaggregationMode.DECODE:
+        host = HostTier(HostMemory(engine.pool, config.cache.prefix_host_memory), page_size)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
-    return PagedKVCache(pages, rows, prefix, page_size, engine.shared)
+    return PagedKVCache(pages, rows, prefix, page_size, engine.shared, host)
 
 
 def _has_prefixes(config: WorkerConfig, engine: BuiltEngine) -> bool:

@@ -9,6 +9,7 @@ from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, Worke
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.scheduler.ngram import MIN_MATCH
+from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 
@@ -68,6 +69,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--request-timeout", timeout is None or timeout > 0, "must be above 0 seconds"),
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
         ("--cuda-graph-max-bs", config.model.cuda_graph_max_batch >= 0, "must be at least 1"),
+        ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),

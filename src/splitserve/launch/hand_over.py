@@ -20,7 +20,7 @@ from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports import create_transport, moves_gpu_memory, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
-from splitserve.disaggregation.wire import KVArgs
+from splitserve.disaggregation.wire import KVArgs, ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.errors import ConfigError
 
@@ -32,6 +32,7 @@ def open_hand_over(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
+    rank: ParallelRank,
     on_change: Callable[[], None],
     closing: ExitStack,
 ) -> HandOverKit:
@@ -63,7 +64,7 @@ def open_hand_over(
         clock=SystemClock(),
         channel=channel,
         transport=transport,
-        args=_kv_args(config, engine, metadata, can_convert=staging is not None),
+        args=_kv_args(config, engine, metadata, rank, can_convert=staging is not None),
         metadata=metadata,
         config=config,
         directory=directory,
@@ -119,7 +120,12 @@ def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | N
 
 
 def _kv_args(
-    config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers, *, can_convert: bool
+    config: DisaggregationConfig,
+    engine: BuiltEngine,
+    metadata: MetadataBuffers,
+    rank: ParallelRank,
+    *,
+    can_convert: bool,
 ) -> KVArgs:
     return KVArgs(
         backend=config.transfer_backend,
@@ -128,6 +134,7 @@ def _kv_args(
         layout=engine.layout,
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
+        rank=rank,
         can_convert=can_convert,
         wants_checksum=config.transfer_checksum,
         can_checksum=_is_on_cpu(engine),

@@ -15,13 +15,16 @@ import threading
 from contextlib import ExitStack
 
 import msgspec
+import torch
 
-from splitserve.config import ModelConfig, WorkerConfig
+from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.loader import parse_cpus
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
+from splitserve.launch.local import num_cores
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
@@ -44,14 +47,15 @@ def main() -> int:
     with ExitStack() as closing:
         closing.callback(pipe.close)
         try:
+            model, cache = share_of_rank(start)
             engine = build_engine(
-                _model(start),
-                start.config.cache,
+                model,
+                cache,
                 draft_model=start.config.speculative.draft_model,
                 shareable_pool=_needs_shareable_pool(start.config),
             )
             closing.callback(engine.close)
-            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing)
+            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, dp_rank=start.dp_rank)
         except SplitserveError as error:
             pipe.send(SchedulerFailed(message=error.message))
             return 1
@@ -62,6 +66,22 @@ def main() -> int:
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0
+
+
+def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
+    """What one data parallel rank gets of the machine: cores and free memory are divided, GPUs dealt out in turn."""
+    config, model = start.config, _model(start)
+    if config.dp_size == 1:
+        return model, config.cache
+    cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
+    device, num_sharers = model.device, config.dp_size
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        device, num_sharers = f"cuda:{start.dp_rank % num_gpus}", -(-config.dp_size // num_gpus)
+    return (
+        msgspec.structs.replace(model, threads=model.threads or max(1, cores // config.dp_size), device=device),
+        msgspec.structs.replace(config.cache, num_sharers=num_sharers),
+    )
 
 
 def _model(start: SchedulerStart) -> ModelConfig:

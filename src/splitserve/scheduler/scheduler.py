@@ -151,6 +151,8 @@ class Scheduler:
             rows_free=self._cache.rows.available_size(),
             prefix_cache_queries=self._cache.prefix_queries,
             prefix_cache_hits=self._cache.prefix_hits,
+            prefix_cache_host_hits=self._cache.prefix_host_hits,
+            prefix_host_bytes=self._cache.host.num_bytes if self._cache.host else 0,
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.cache.host_memory import HostCopies, HostMemory
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
@@ -31,7 +33,7 @@ from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.loops import NormalLoop
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
-from splitserve.scheduler.retraction import HostCopies, Retraction
+from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
@@ -91,6 +93,7 @@ class SimWorker:
         grammar_pool: Executor | None = None,
         num_reserved_decode_tokens: int = 512,
         host_memory: int = 1 << 30,
+        prefix_host_memory: int = 0,
         policy: SchedulePolicy = SchedulePolicy.FCFS,
         has_priorities: bool = False,
         default_timeout: float | None = None,
@@ -108,7 +111,8 @@ class SimWorker:
         self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
         cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
-        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared)
+        host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size) if prefix_host_memory else None
+        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host)
         self.inbox = ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []

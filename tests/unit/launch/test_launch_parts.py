@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.errors import ConfigError
+from splitserve.launch import scheduler_process
 from splitserve.launch.hand_over import check_pool_device
 from splitserve.launch.http_server import bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file, write_ready_file
+from splitserve.launch.scheduler_link import SchedulerStart
+from splitserve.launch.scheduler_process import share_of_rank
 from splitserve.launch.streaming import StreamedAnswer
 
 
@@ -90,6 +95,35 @@ def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch
     assert LocalCluster("m").threads == 4
     assert LocalCluster("m", prefill=2, decode=3).threads == 1
     assert LocalCluster("m", threads=3).threads == 3
+    assert LocalCluster("m", prefill_dp_size=1, decode_dp_size=3).threads == 2
+
+
+def start_of(dp_size: int, **model: Any) -> SchedulerStart:
+    config = WorkerConfig(model=ModelConfig(**model), cache=CacheConfig(mem_fraction=0.6), dp_size=dp_size)
+    return SchedulerStart(config=config, model_folder="/m", to_scheduler="a", from_scheduler="b", dp_rank=1)
+
+
+def test_ranks_divide_the_cores_and_the_memory_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_process, "num_cores", lambda: 7)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    model, cache = share_of_rank(start_of(3))
+    assert (model.threads, model.device, cache.num_sharers) == (2, "auto", 3)
+    assert share_of_rank(start_of(2, cpu_affinity="0-7"))[0].threads == 4
+    assert share_of_rank(start_of(9))[0].threads == 1
+    assert share_of_rank(start_of(2, threads=5))[0].threads == 5
+    model, cache = share_of_rank(start_of(1))
+    assert (model.model, model.threads, cache.num_sharers) == ("/m", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got", "num_sharers"),
+    [("auto", "cuda:1", 2), ("cuda", "cuda:1", 2), ("cuda:3", "cuda:3", 7), ("cpu", "cpu", 7)],
+)
+def test_gpus_are_dealt_out_in_turn(monkeypatch: pytest.MonkeyPatch, asked: str, got: str, num_sharers: int) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    model, cache = share_of_rank(start_of(7, device=asked))
+    assert (model.device, cache.num_sharers) == (got, num_sharers)
 
 
 def test_an_unknown_log_level_is_refused() -> None:

@@ -178,7 +178,7 @@ async def test_a_failure_in_the_midst_of_a_stream_is_a_frame_with_the_error(live
         assert json.loads((await anext(lines)).removeprefix("data: "))["text"] == "a"
         worker.scheduler.fail_with = failure(500, "engine_error")
         worker.scheduler.fail_after, worker.scheduler.hold_after = 1, None
-        await worker.front.scheduler.state()
+        await worker.front.scheduler.states()
         rest = [line async for line in lines if line]
     assert json.loads(rest[0].removeprefix("data: "))["error"]["code"] == "engine_error"
     assert rest[1:] == ["data: [DONE]"]
@@ -189,7 +189,7 @@ async def test_a_failed_sample_fails_the_request_and_aborts_the_others(worker: W
     worker.scheduler.fail_with = failure(500, "engine_error")
     worker.scheduler.fail_after = 2
     await generate(worker, 500, text=["ab", "cd"])
-    await worker.front.scheduler.state()
+    await worker.front.scheduler.states()
     assert worker.scheduler.num_running == 0
     assert worker.front.requests.num_open_samples == 0
 
