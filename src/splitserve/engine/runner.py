@@ -1,16 +1,19 @@
 """The model as the scheduler knows it: a step plan in, a step result out.
 
-A step: (1) flatten the plan to tensors, (2) plan its attention, (3) one pass through the model's body, which stores
-the KV of every token, (4) logits for the few rows that are scored or sampled, a bounded number at a time, (5) logprobs
-of prompt tokens, (6) draw the next tokens, by bitmasks that were filled during (3) where requests have grammars.
+A step: (1) flatten the plan to tensors, which `prepare` does, perhaps while the step before it still runs, (2) fill in
+tokens that one has drawn, plan the attention, (3) one pass through the model's body, which stores the KV of every
+token, (4) logits for the few rows that are scored or sampled, some at a time, (5) logprobs of prompt tokens, (6) draw
+the next tokens, by bitmasks that were filled during (3) where requests have grammars.
 
-The runner keeps nothing between steps. Which request owns which page, who runs next and when a request ends, it
-does not know.
+The runner keeps nothing between steps but the token it drew last for each row of the page table. Which request owns
+which page, who runs next and when a request ends, it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -40,25 +43,28 @@ class ModelRunner:
         self._page_table = page_table
         self._body = loaded.model.base_model
         self._head = LanguageHead(loaded.model)
+        # [rows of the page table], on the device.
+        self._drawn = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
         self._bitmasks = BitmaskFiller(loaded.vocab_size, loaded.eos_token_ids)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; an empty plan gives an empty result. Raises EngineError."""
-        if not plan.requests:
-            return StepResult()
-        try:
-            with torch.inference_mode():
-                return self._step(plan)
-        except Exception as error:
-            cause = error.message if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            rids = ", ".join(r.rid for r in plan.requests[:4]) + (", ..." if len(plan.requests) > 4 else "")
-            raise EngineError(
-                f"The forward pass over {plan.num_tokens} tokens of {len(plan.requests)} requests ({rids}) failed: "
-                f"{cause}"
-            ) from error
+        return self.prepare(plan)()
 
-    def _step(self, plan: StepPlan) -> StepResult:
-        inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Read the page table; what is returned runs the step. Both raise EngineError."""
+        if not plan.requests:
+            return StepResult
+        with _errors_of(plan), torch.inference_mode():
+            inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
+        return functools.partial(self._run, plan, inputs)
+
+    def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        with _errors_of(plan), torch.inference_mode():
+            return self._step(plan, inputs)
+
+    def _step(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        inputs.fill_in(self._drawn)
         allowed = self._bitmasks.begin([r.sample for r in plan.requests if r.sample is not None])
         hidden = self._hidden_states(inputs)
         scored = self._score_inputs(plan, inputs, hidden)
@@ -117,11 +123,26 @@ class ModelRunner:
         for part, logits in self._logits(hidden, last_rows):
             specs = [spec for _, spec in wanted[part]]
             tokens = draw(logits, specs, self._loaded.eos_token_ids, allowed.rows(part))
+            rows = [plan.requests[i].row for i, _ in wanted[part]]
+            self._drawn[rows] = torch.tensor(tokens, device=self._drawn.device)
             logprobs = _score_sampled(logits, specs, tokens)
             sampled |= {
                 i: (token, logprob) for (i, _), token, logprob in zip(wanted[part], tokens, logprobs, strict=True)
             }
         return sampled
+
+
+@contextlib.contextmanager
+def _errors_of(plan: StepPlan) -> Iterator[None]:
+    """Whatever goes wrong in a step is an EngineError that says which."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.message if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        rids = ", ".join(r.rid for r in plan.requests[:4]) + (", ..." if len(plan.requests) > 4 else "")
+        raise EngineError(
+            f"The forward pass over {plan.num_tokens} tokens of {len(plan.requests)} requests ({rids}) failed: {cause}"
+        ) from error
 
 
 def _score_sampled(

@@ -20,7 +20,7 @@ from splitserve.launch.hand_over import open_hand_over
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
-from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
@@ -34,7 +34,7 @@ from splitserve.scheduler.scheduler import Limits, Scheduler
 
 def assemble_scheduler(
     config: WorkerConfig, engine: BuiltEngine, pipe: FrontEndPipe, bootstrap_url: str | None, closing: ExitStack
-) -> NormalLoop:
+) -> Loop:
     """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
     clock = SystemClock()
     mode = config.disaggregation.mode
@@ -54,7 +54,13 @@ def assemble_scheduler(
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
-    return NormalLoop(scheduler, engine.runner(cache.rows.table))
+    runner = engine.runner(cache.rows.table)
+    if not config.scheduler.overlap_schedule:
+        return NormalLoop(scheduler, runner)
+    engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    # The step under way must end before its memory goes.
+    closing.callback(engine_thread.shutdown, wait=True)
+    return OverlappedLoop(scheduler, runner, engine_thread, pipe.waker.wake)
 
 
 def _grammars(
