@@ -187,7 +187,9 @@ def pair_life(seed: int, *, overlapped: bool) -> int:
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("life", [colocated_life, pair_life])
 def test_every_request_ends_right_however_small_the_pool(life, block, overlapped):
-    num_retractions = sum(life(seed, overlapped=overlapped) for seed in range(block * 50, block * 50 + 50))
+    # Steps that end late take more turns.
+    seeds = range(block * 50, block * 50 + 50, 2 if overlapped else 1)
+    num_retractions = sum(life(seed, overlapped=overlapped) for seed in seeds)
     assert num_retractions > 10, "no pressure: this proves nothing"
 
 

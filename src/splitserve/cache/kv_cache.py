@@ -121,9 +121,9 @@ class PagedKVCache:
 
         Never False within what it was promised.
         """
-        missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
-        if missing <= 0:
+        if num_tokens <= len(request.pages) * self.page_size:
             return True
+        missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
         holding, row = self._held(request)
         paid = min(missing, holding.num_pages_owed)
         if missing - paid > self.num_grantable_pages:

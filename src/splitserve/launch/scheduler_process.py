@@ -22,6 +22,7 @@ from splitserve.disaggregation.transports import needs_shareable_memory
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
+from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
@@ -55,6 +56,7 @@ def main() -> int:
             logger.exception("the scheduler could not start")
             pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
             return 1
+        closing.enter_context(set_up_interpreter())
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0

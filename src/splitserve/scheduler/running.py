@@ -152,7 +152,7 @@ class RunningSet:
         decodes: list[tuple[Request, int, int]] = []
         for request in self.running:
             start, end = request.num_computed_tokens, request.num_tokens
-            if (step := before.get(request)) is not None:
+            if before and (step := before.get(request)) is not None:
                 start = step.end
                 if step.sample is not None:
                     if not self.admission.goes_on(request, end + 1):
@@ -213,18 +213,12 @@ def still_open(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:
 def step_of(request: Request, start: int, end: int) -> RequestStep:
     """The request's tokens [start, end), with what is asked of them. One more than it has is still to be drawn."""
     assert request.row is not None
-    num_tokens = request.num_tokens
+    prompt_ids, output_ids = request.prompt_ids, request.output_ids
+    num_tokens = len(prompt_ids) + len(output_ids)
     sample = None
     if end >= num_tokens:
-        sample = SampleSpec(
-            request.params,
-            end,
-            request.prompt_ids,
-            request.output_ids,
-            request.return_logprob,
-            request.num_top_logprobs,
-            request.grammar,
-        )
+        with_logprob, num_top = request.return_logprob, request.num_top_logprobs
+        sample = SampleSpec(request.params, end, prompt_ids, output_ids, with_logprob, num_top, request.grammar)
     token_ids = request.tokens(start, end) if start < num_tokens else (LAST_DRAWN,)
     logprobs = None if request.logprob_start is None else input_logprobs_of(request, start, end)
     return RequestStep(request.rid, request.row, token_ids, start, sample, logprobs)
@@ -244,6 +238,7 @@ def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpe
 def take_result(request: Request, step: RequestStep, result: RequestResult) -> None:
     """Enter one step's outcome into its request. The request may be finished by it."""
     request.num_computed_tokens += len(step.token_ids)
-    request.input_logprobs.extend(result.input_logprobs)
+    if result.input_logprobs:
+        request.input_logprobs.extend(result.input_logprobs)
     if result.token_id is not None:
         request.append(result.token_id, result.logprob)

@@ -77,7 +77,7 @@ class LateSteps:
         self._engine_thread = HeldPool()
         self._loop = OverlappedLoop(scheduler, engine, self._engine_thread, wake=lambda: None)
         self._rng = rng
-        self._ends = rng.choice([0.1, 0.5, 1.0])
+        self._ends = rng.choice([0.2, 0.6, 1.0])
         self.under_way: StepUnderWay | None = None
 
     def run_once(self) -> bool:
@@ -116,6 +116,7 @@ class SimWorker:
         pre_alloc_size: int | None = None,
         # How late steps end, in the overlapped loop; None: the normal loop.
         late_steps: random.Random | None = None,
+        inbox: ListInbox | None = None,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
@@ -128,7 +129,7 @@ class SimWorker:
         cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
         self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared)
-        self.inbox = ListInbox()
+        self.inbox = inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
         outbox = Outbox(self._collect, clock)
