@@ -96,6 +96,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
     # Heed the requests' `priority`.
     enable_priority: bool = False
+    # Plan and commit beside the running step; `scheduler/loops.py`.
+    overlap_schedule: bool = True
     # Seconds a request may take that does not say how many; None: as long as it takes.
     request_timeout: float | None = None
 

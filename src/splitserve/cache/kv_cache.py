@@ -9,12 +9,16 @@ The life of a request in here:
 3. `share` publishes the whole pages computed so far, so that others find them while the request still runs.
 4. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
 
+Between `step_began` and `step_ended` the engine may touch whatever the step's requests held when it began. What they
+give back meanwhile is set aside, and free when the step has ended. A loop that waits for each step needs neither.
+
 It does not know why a request is admitted or released, who gives way when there is no page left, nor what the pages
 contain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitserve.cache.blocks import kv_to_page_num
@@ -68,6 +72,10 @@ class PagedKVCache:
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
+        # Requests of the step under way, and what they gave back since it began: pages, and all of those released.
+        self._stepping: frozenset[Request] = frozenset()
+        self._pages_aside: list[int] = []
+        self._leaving: list[tuple[Holding, int]] = []
         # How often admitted requests gave pages back: room comes back by nothing else.
         self.num_releases = 0
         self.prefix_queries = 0
@@ -123,9 +131,9 @@ class PagedKVCache:
 
         Never False within what it was promised.
         """
-        missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
-        if missing <= 0:
+        if num_tokens <= len(request.pages) * self.page_size:
             return True
+        missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
         holding, row = self._held(request)
         paid = min(missing, holding.num_pages_owed)
         if missing - paid > self.num_grantable_pages:
@@ -160,7 +168,10 @@ class PagedKVCache:
             return
         self.prefix.lock(match.handle)
         self.prefix.unlock(holding.handle)
-        self.pages.free(duplicates)
+        if request in self._stepping:
+            self._pages_aside.extend(duplicates)
+        else:
+            self.pages.free(duplicates)
         request.pages[:whole] = match.pages
         self.rows.write(row, 0, match.pages)
         holding.num_shared, holding.handle = whole, match.handle
@@ -172,12 +183,22 @@ class PagedKVCache:
         holding, row = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
-        self.num_releases += 1
-        self.prefix.unlock(holding.handle)
-        self.pages.free(request.pages[holding.num_shared :])
-        self.rows.free(row)
-        request.pages = []
-        request.row = None
+        if request in self._stepping:
+            self._leaving.append((holding, row))
+        else:
+            self._let_go(holding, row)
+
+    def step_began(self, requests: Iterable[Request]) -> None:
+        """The engine works on `requests`, until `step_ended`. One step at a time."""
+        self._stepping = frozenset(requests)
+
+    def step_ended(self) -> None:
+        self._stepping = frozenset()
+        self.pages.free(self._pages_aside)
+        self._pages_aside = []
+        leaving, self._leaving = self._leaving, []
+        for holding, row in leaving:
+            self._let_go(holding, row)
 
     def settle(self, request: Request) -> None:
         """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
@@ -214,18 +235,29 @@ class PagedKVCache:
             self.host.check()
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
-        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]]
+        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + self._pages_aside
+        own += [p for holding, _ in self._leaving for p in holding.request.pages[holding.num_shared :]]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
             raise InvariantViolation(
                 f"{self.pages.num_pages} pages, but {self.pages.available()} free + {self.prefix.num_pages} cached + "
                 f"{len(own)} held ({len(set(own))} different)"
             )
-        if self.rows.available_size() + len(held) != len(self.rows.table):
-            raise InvariantViolation(f"{self.rows.available_size()} rows free and {len(held)} held")
+        num_rows = len(held) + len(self._leaving)
+        if self.rows.available_size() + num_rows != len(self.rows.table):
+            raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
         if owed != self._owed or self.num_grantable_pages < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {self.num_grantable_pages} left")
+
+    def _let_go(self, holding: Holding, row: int) -> None:
+        request = holding.request
+        self.num_releases += 1
+        self.prefix.unlock(holding.handle)
+        self.pages.free(request.pages[holding.num_shared :])
+        self.rows.free(row)
+        request.pages = []
+        request.row = None
 
     def _held(self, request: Request) -> tuple[Holding, int]:
         holding = self._holdings.get(request.rid)

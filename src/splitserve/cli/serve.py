@@ -117,6 +117,9 @@ def serve(
     retraction_host_memory: HostMemoryOption = "1G",
     schedule_policy: PolicyOption = SchedulePolicy.FCFS,
     enable_priority: PriorityOption = False,
+    disable_overlap_schedule: Annotated[
+        bool, typer.Option("--disable-overlap-schedule", help="Plan a step when the one before it has ended.")
+    ] = False,
     request_timeout: RequestTimeoutOption = None,
     speculative_algorithm: AlgorithmOption = None,
     speculative_num_draft_tokens: NumDraftTokensOption = 4,
@@ -173,6 +176,7 @@ def serve(
             retraction_host_memory=num_bytes(retraction_host_memory, "--retraction-host-memory"),
             schedule_policy=schedule_policy,
             enable_priority=enable_priority,
+            overlap_schedule=not disable_overlap_schedule,
             request_timeout=request_timeout,
         ),
         speculative=SpeculativeConfig(

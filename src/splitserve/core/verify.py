@@ -8,7 +8,6 @@ takes. Which guesses are made, and by whom, is not known here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from splitserve.core.batch import RequestResult, SampleSpec, TokenLogprob
 
@@ -18,10 +17,10 @@ def specs_to_draw(spec: SampleSpec) -> list[SampleSpec]:
     proposals = spec.proposals
     if not proposals:
         return [spec]
-    specs = [replace(spec, proposals=())]
+    specs = [spec._replace(proposals=())]
     for n in range(1, len(proposals) + 1):
         output_ids = [*spec.output_ids, *proposals[:n]]
-        specs.append(replace(spec, position=spec.position + n, output_ids=output_ids, proposals=()))
+        specs.append(spec._replace(position=spec.position + n, output_ids=output_ids, proposals=()))
     return specs
 
 

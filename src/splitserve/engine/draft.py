@@ -11,8 +11,8 @@ for both, and whatever copies, keeps or sends a page does so for both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
 
 from splitserve.core.batch import RequestResult, RequestStep, StepPlan, StepResult
 from splitserve.engine.runner import ModelRunner
@@ -36,6 +36,10 @@ class DraftingRunner:
                 guesses[i].append(result.token_id)
         return guesses
 
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Nothing is read before its time: proposals are made step by step, so no two of them overlap."""
+        return functools.partial(self.execute, plan)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Raises EngineError."""
         result = self._target.execute(plan)
@@ -49,7 +53,7 @@ def _next_step(step: RequestStep, guesses: list[int]) -> RequestStep:
     spec = step.sample
     assert spec is not None
     output_ids = [*spec.output_ids, *guesses]
-    spec = replace(spec, position=spec.position + len(guesses), output_ids=output_ids, return_logprob=False)
+    spec = spec._replace(position=spec.position + len(guesses), output_ids=output_ids, return_logprob=False)
     token_ids = guesses[-1:] or step.token_ids
     return RequestStep(step.rid, step.row, token_ids, step.start + len(guesses), spec)
 

@@ -1,17 +1,20 @@
 """The model as the scheduler knows it: a step plan in, a step result out.
 
-A step: (1) flatten the plan to tensors, (2) plan its attention, (3) one pass through the model's body, which stores
-the KV of every token, (4) logits for the few rows that are scored or sampled, a bounded number at a time, (5) logprobs
-of prompt tokens, (6) draw the next tokens, by bitmasks that were filled during (3) where requests have grammars;
-where a request brings proposals, one token after each of them, and so many count as were foreseen (`core/verify.py`).
+A step: (1) flatten the plan to tensors, which `prepare` does, perhaps while the step before it still runs, (2) fill in
+tokens that one has drawn, plan the attention, (3) one pass through the model's body, which stores the KV of every
+token, (4) logits for the few rows that are scored or sampled, some at a time, (5) logprobs of prompt tokens, (6) draw
+the next tokens, by bitmasks that were filled during (3) where requests have grammars; where a request brings
+proposals, one token after each of them, and so many count as were foreseen (`core/verify.py`).
 
-The runner keeps nothing between steps. Which request owns which page, who runs next and when a request ends, it
-does not know.
+The runner keeps nothing between steps but the token it drew last for each row of the page table. Which request owns
+which page, who runs next and when a request ends, it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -45,27 +48,30 @@ class ModelRunner:
         self._page_table = page_table
         self._body = loaded.model.base_model
         self._head = LanguageHead(loaded.model)
+        # [rows of the page table], on the device.
+        self._drawn = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
         self._bitmasks = BitmaskFiller(loaded.vocab_size, loaded.eos_token_ids)
         # Of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; an empty plan gives an empty result. Raises EngineError."""
-        if not plan.requests:
-            return StepResult()
-        try:
-            with torch.inference_mode():
-                return self._step(plan)
-        except Exception as error:
-            cause = error.message if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            rids = ", ".join(r.rid for r in plan.requests[:4]) + (", ..." if len(plan.requests) > 4 else "")
-            raise EngineError(
-                f"The forward pass over {plan.num_tokens} tokens of {len(plan.requests)} requests ({rids}) failed: "
-                f"{cause}"
-            ) from error
+        return self.prepare(plan)()
 
-    def _step(self, plan: StepPlan) -> StepResult:
-        inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Read the page table; what is returned runs the step. Both raise EngineError."""
+        if not plan.requests:
+            return StepResult
+        with _errors_of(plan), torch.inference_mode():
+            inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
+        return functools.partial(self._run, plan, inputs)
+
+    def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        with _errors_of(plan), torch.inference_mode():
+            return self._step(plan, inputs)
+
+    def _step(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        inputs.fill_in(self._drawn)
         specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_draw(r.sample)]
         allowed = self._bitmasks.begin(specs)
         hidden = self._hidden_states(inputs)
@@ -81,7 +87,17 @@ class ModelRunner:
                 continue
             tokens, logprobs = zip(*islice(drawn, 1 + len(spec.proposals)), strict=True)
             results.append(verified(spec, tokens, logprobs, scored.get(i, ())))
+        self._keep_drawn(plan, results)
         return StepResult(tuple(results))
+
+    def _keep_drawn(self, plan: StepPlan, results: Sequence[RequestResult]) -> None:
+        """For the steps after this one that say LAST_DRAWN."""
+        drawn = [
+            (step.row, r.token_id) for step, r in zip(plan.requests, results, strict=True) if r.token_id is not None
+        ]
+        if drawn:
+            rows, tokens = to_device(np.array(drawn).T, self._drawn.device)
+            self._drawn[rows] = tokens
 
     def _finish(self) -> None:
         """Wait for the device, where nothing else has: who hands the step's KV over reads it outside torch's order."""
@@ -153,6 +169,19 @@ def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
         if request.sample is not None:
             rows += range(end - 1 - len(request.sample.proposals), end)
     return rows
+
+
+@contextlib.contextmanager
+def _errors_of(plan: StepPlan) -> Iterator[None]:
+    """Whatever goes wrong in a step is an EngineError that says which."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.message if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        rids = ", ".join(r.rid for r in plan.requests[:4]) + (", ..." if len(plan.requests) > 4 else "")
+        raise EngineError(
+            f"The forward pass over {plan.num_tokens} tokens of {len(plan.requests)} requests ({rids}) failed: {cause}"
+        ) from error
 
 
 def _score_sampled(

@@ -24,7 +24,7 @@ from splitserve.launch.hand_over import open_hand_over
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
-from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
@@ -46,7 +46,7 @@ def assemble_scheduler(
     closing: ExitStack,
     *,
     dp_rank: int = 0,
-) -> NormalLoop:
+) -> Loop:
     """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
     clock = SystemClock()
     mode = config.disaggregation.mode
@@ -68,7 +68,13 @@ def assemble_scheduler(
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
-    return NormalLoop(scheduler, runner)
+    # A guess goes on from tokens that are known: with speculation no step can be planned beside the one before it.
+    if speculation is not None or not config.scheduler.overlap_schedule:
+        return NormalLoop(scheduler, runner)
+    engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    # The step under way must end before its memory goes.
+    closing.callback(engine_thread.shutdown, wait=True)
+    return OverlappedLoop(scheduler, runner, engine_thread, pipe.waker.wake)
 
 
 def _runner(config: SpeculativeConfig, engine: BuiltEngine, cache: PagedKVCache) -> tuple[Engine, Speculation | None]:

@@ -24,6 +24,7 @@ from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.loader import parse_cpus
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
+from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.local import num_cores
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.scheduler_link import SchedulerStart
@@ -63,6 +64,7 @@ def main() -> int:
             logger.exception("the scheduler could not start")
             pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
             return 1
+        closing.enter_context(set_up_interpreter())
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0

@@ -32,14 +32,16 @@ class Outbox:
         told = self._told[request.rid]
         new = request.output_ids[told:]
         finish = request.finish
-        if not new and finish is None:
-            return
+        if finish is None:
+            if not new:
+                return
+            self._told[request.rid] = told + len(new)
         first = told == 0 and bool(new) and request.logprob_start is not None
         self._outputs.append(
             TokenOutput(
                 rid=request.rid,
                 token_ids=new,
-                logprobs=request.output_logprobs[told:],
+                logprobs=request.output_logprobs[told:] if request.return_logprob else [],
                 input_logprobs=request.input_logprobs if first else None,
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,
@@ -48,8 +50,6 @@ class Outbox:
                 speculation=_speculation_of(request) if finish else None,
             )
         )
-        if finish is None:
-            self._told[request.rid] = told + len(new)
 
     def fail(self, request: Request, error: SplitserveError) -> None:
         """End the request with `error`; the stage it was in and its id go into the message."""

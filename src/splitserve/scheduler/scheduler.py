@@ -6,6 +6,8 @@ A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns 
     plan      the next step, from the running set
     commit    the engine's result, into requests and out to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
+
+A loop that does so beside a step says when that began and ended, and has the next one planned as its successor.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from splitserve.scheduler.deadlines import Deadlines
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
-from splitserve.scheduler.running import Batch, RunningSet
+from splitserve.scheduler.running import Batch, RunningSet, still_open
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +110,14 @@ class Scheduler:
         self.role.advance()
         self._outbox.flush()
 
-    def plan(self) -> Batch | None:
-        return self._set.plan(self._clock.now())
+    def plan(self, under_way: Batch | None = None) -> Batch | None:
+        return self._set.plan(self._clock.now(), under_way)
+
+    def step_began(self, batch: Batch) -> None:
+        self._cache.step_began(batch.requests)
+
+    def step_ended(self) -> None:
+        self._cache.step_ended()
 
     def commit(self, batch: Batch, result: StepResult) -> None:
         self._num_steps += 1
@@ -117,21 +125,25 @@ class Scheduler:
         self._has_worked = True
         if self._set.speculation is not None:
             self._set.speculation.observe(batch.plan, result)
-        self.role.finish_step(batch, result)
+        self.role.finish_step(*still_open(batch, result))
         self._outbox.flush()
 
     def fail_step(self, batch: Batch, error: EngineError) -> None:
         """The engine could not run this step: its requests end with the cause, the worker goes on."""
         logger.error("step failed: %s", error.message)
         for request in batch.requests:
-            self.role.abort(request.rid, error)
+            if not request.is_finished:
+                self.role.abort(request.rid, error)
         self._outbox.flush()
+
+    def wait(self, timeout: float) -> None:
+        self._inbox.wait(timeout)
 
     def rest(self, timeout: float) -> None:
         if self._has_worked and self.role.is_idle():
             self._has_worked = False
             self._check()
-        self._inbox.wait(timeout)
+        self.wait(timeout)
 
     def state(self) -> SchedulerState:
         prefix, queues, retraction = self._cache.prefix, self.role.queue_state(), self._set.retraction

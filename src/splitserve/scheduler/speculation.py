@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from splitserve.cache.kv_cache import PagedKVCache
@@ -68,8 +67,8 @@ class Speculation:
         for i, guesses in zip(chosen, self._propose([steps[i] for i in chosen], rooms), strict=True):
             step, sample = steps[i], steps[i].sample
             if guesses and sample is not None:
-                sample = replace(sample, proposals=guesses)
-                steps[i] = replace(step, token_ids=[*step.token_ids, *guesses], sample=sample)
+                sample = sample._replace(proposals=guesses)
+                steps[i] = step._replace(token_ids=[*step.token_ids, *guesses], sample=sample)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Count a step's guesses."""

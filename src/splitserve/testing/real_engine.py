@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,9 @@ class RealEngine:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return self._runner.prepare(plan)
 
 
 def real_engine(loaded: LoadedModel, draft: LoadedModel | None = None) -> EngineMaker:

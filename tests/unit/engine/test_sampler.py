@@ -35,9 +35,8 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
 )
 SPECS = st.builds(
-    SampleSpec,
+    lambda params, prompt_ids, output_ids: SampleSpec(params, len(prompt_ids + output_ids), prompt_ids, output_ids),
     params=PARAMS,
-    position=st.integers(0, 10_000),
     prompt_ids=st.lists(TOKENS, min_size=1, max_size=8),
     output_ids=st.lists(TOKENS, max_size=6),
 )
@@ -107,7 +106,8 @@ def test_a_row_draws_the_same_alone_and_in_company(specs: list[SampleSpec], seed
     assert together == [draw(logits[i : i + 1], [spec], EOS)[0] for i, spec in enumerate(specs)]
 
 
-def spec_of(position: int = 5, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
+def spec_of(position: int | None = None, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
+    position = 1 + len(output) if position is None else position
     return SampleSpec(params=SamplingParams(**params), position=position, prompt_ids=[1], output_ids=output)  # type: ignore[arg-type]
 
 
