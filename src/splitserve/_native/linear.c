@@ -261,14 +261,12 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
 /* Panels are shared out in whole groups, so that a thread has as many of them side by side as it can use. */
 #define GROUP 4
 
-void linear(const struct linear *l)
+/* By all threads of a team (program.c); l->num_threads of them are used. */
+void linear_share(const struct linear *l)
 {
     const uint64_t num_groups = (l->num_panels + GROUP - 1) / GROUP;
     const uint64_t threads = (uint64_t)l->num_threads;
     const int step = tile_rows(l);
-    if (!l->num_rows)
-        return;
-#pragma omp parallel num_threads(l->num_threads)
     for (uint64_t chunk = 0; chunk < l->num_rows; chunk += CHUNK_ROWS) {
         const int rows = (int)MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
 #pragma omp for schedule(static)
@@ -281,6 +279,14 @@ void linear(const struct linear *l)
                      MIN(l->num_panels, (t + 1) * num_groups / threads * GROUP),
                      l->expanded + t * 2 * l->num_inputs * LANES);
     }
+}
+
+void linear(const struct linear *l)
+{
+    if (!l->num_rows)
+        return;
+#pragma omp parallel num_threads(l->num_threads)
+    linear_share(l);
 }
 
 /* What the packing of weights must know. */

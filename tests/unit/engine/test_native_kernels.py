@@ -18,7 +18,9 @@ from splitserve.engine.native.weights import Kind, PackedGateUp, PackedLinear, S
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
-SOURCES = [Path(splitserve._native.__file__).parent / f"{name}.c" for name in ("linear", "elementwise", "attention")]
+SOURCES = [
+    Path(splitserve._native.__file__).parent / f"{name}.c" for name in ("linear", "elementwise", "attention", "program")
+]
 # The narrowest build, the one for this CPU, and one with the widest vectors, made of several where they are too wide.
 BUILDS = ("any", "this", "wide")
 

@@ -14,8 +14,10 @@ from splitserve.config import ModelConfig
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.loader import load_model, parse_cpus
-from splitserve.engine.native.layers import FusedLayer, use_kernels
+from splitserve.engine.native.fused import FusedLayer
+from splitserve.engine.native.layers import use_kernels
 from splitserve.engine.native.library import Library, find_library
+from splitserve.engine.native.stack import DecoderStack
 from splitserve.engine.native.weights import Kind, PackedLinear
 from splitserve.engine.probe import probe
 from splitserve.errors import ConfigError
@@ -92,7 +94,9 @@ def test_fused_layers_compute_what_the_models_own_do(name: str) -> None:
     shapes = probe(model, name)
     exact = logprobs(copy.deepcopy(model).float())
     replaced = use_kernels(model, shapes, library())
-    assert [type(layer) for layer in model.base_model.layers] == [FusedLayer, FusedLayer]
+    (stack,) = model.base_model.layers
+    assert isinstance(stack, DecoderStack)
+    assert [type(layer) for layer in stack.layers] == [FusedLayer, FusedLayer]
     assert isinstance(model.lm_head, PackedLinear)
     assert replaced == 3
     # No farther from float32 than torch's bfloat16 is, but for luck.

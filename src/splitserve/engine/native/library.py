@@ -82,6 +82,18 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class CallArgs(ctypes.Structure):
+    """struct call of program.c."""
+
+    _fields_ = (("share", _POINTER), ("args", _POINTER))
+
+
+class ProgramArgs(ctypes.Structure):
+    """struct program of program.c."""
+
+    _fields_ = (("calls", _POINTER), ("num_calls", _SIZE), ("num_threads", ctypes.c_int32))
+
+
 @functools.cache
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
@@ -103,14 +115,27 @@ class Library:
         self.linear = _function(functions.linear, LinearArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
         self.rotate = _function(functions.rotate, RotateArgs)
-        self.store_tokens = _function(functions.store_tokens, StoreArgs)
+        self.store_tokens = _function(functions.store_tokens_share, StoreArgs)
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
+        self.run_program = _function(functions.run_program, ProgramArgs)
+        # Where the function begins that a program calls with such arguments.
+        self.shares: dict[type[ctypes.Structure], int] = {
+            LinearArgs: _address(functions.linear_share),
+            NormArgs: _address(functions.rms_norm_share),
+            RotateArgs: _address(functions.rotate_share),
+            StoreArgs: _address(functions.store_tokens_share),
+            AttentionArgs: _address(functions.decode_attention_share),
+        }
 
 
 def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
     function.argtypes = (ctypes.POINTER(args),)
     function.restype = None
     return function
+
+
+def _address(function: ctypes._NamedFuncPointer) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -34,7 +34,7 @@ class Scratch:
     """Memory for one call at a time, shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(1)
 
     def address(self, num_floats: int) -> int:
         if self._memory.numel() < num_floats:
@@ -91,15 +91,34 @@ class PackedLinear(torch.nn.Module):
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
-        args = self._args
+        self._fill(self._args, rows, out, self._scratch)
+        self._library.linear(ctypes.byref(self._args))
+        return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows up to which these kernels compute; None: any number."""
+        return None if self._plain is None else _MAX_ROWS
+
+    def scratch_floats(self, num_rows: int) -> int:
+        """What a call needs."""
+        return self._rows_floats(num_rows) + self._expanded_floats * torch.get_num_threads()
+
+    def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
+        """For a call later on; they hold as long as the tensors and the scratch memory stay where they are."""
+        args = LinearArgs.from_buffer_copy(self._args)
+        self._fill(args, rows, out, scratch)
+        return args
+
+    def _fill(self, args: LinearArgs, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
         args.inputs, args.outputs = rows.data_ptr(), out.data_ptr()
         args.input_stride, args.num_rows = rows.stride(0), len(rows)
-        args.num_threads = num_threads = torch.get_num_threads()
-        rows_floats = CHUNK_ROWS * self.in_features
-        args.scratch = self._scratch.address(rows_floats + self._expanded_floats * num_threads)
-        args.expanded = args.scratch + 4 * rows_floats
-        self._library.linear(ctypes.byref(args))
-        return out.view(*x.shape[:-1], self.out_features)
+        args.num_threads = torch.get_num_threads()
+        args.scratch = scratch.address(self.scratch_floats(len(rows)))
+        args.expanded = args.scratch + 4 * self._rows_floats(len(rows))
+
+    def _rows_floats(self, num_rows: int) -> int:
+        return min(num_rows, CHUNK_ROWS) * self.in_features
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
