@@ -11,7 +11,7 @@ from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -38,7 +38,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_affinity: str | None = None
     # "auto": our own where they are faster; "torch": torch's everywhere.
     kernels: str = "auto"
-    # Of the weights, on load: None or "int8".
+    # Of the weights, on load: None or one of QUANTIZATIONS.
     quantization: str | None = None
 
 

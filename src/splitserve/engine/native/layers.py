@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _CHECKED_TOKENS = 3
 # Largest difference from the plain layer, as a share of its largest output: some roundings to bfloat16, or to int8.
-_TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15}
+_TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
 
 
 def use_kernels(model: Any, shapes: Sequence[LayerShape], library: Library, kind: Kind = Kind.BF16) -> int:

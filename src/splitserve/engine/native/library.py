@@ -17,19 +17,20 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# By what torch calls the CPU's capability, best first.
+# By what torch calls the CPU's capability, best first. With VNNI products of whole numbers are added up at once.
 _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
+_VNNI_BUILD = "avx512vnni"
 # Limits of attention.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
-# Rows whose activations linear.c converts at a time: what its scratch memory must hold.
+# Rows whose activations linear.c and w8a8.c convert at a time: what its scratch memory must hold.
 CHUNK_ROWS = 480
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_uint64
 
 
 class LinearArgs(ctypes.Structure):
-    """struct linear of linear.c."""
+    """struct linear of linear.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch", "expanded")),
@@ -97,8 +98,12 @@ class ProgramArgs(ctypes.Structure):
 @functools.cache
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
-    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
-    return "amx_bf16" in flags or "avx512_bf16" in flags
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(_cpu_flags())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    return frozenset(next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split())
 
 
 class Library:
@@ -141,7 +146,7 @@ def _address(function: ctypes._NamedFuncPointer) -> int:
 @functools.cache
 def find_library() -> Library | None:
     """The build for this CPU; None where none was built, or none can be loaded."""
-    for name in _BUILDS.get(torch.backends.cpu.get_cpu_capability(), ("any",)):
+    for name in _builds():
         spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
         if spec is None or spec.origin is None:
             continue
@@ -150,6 +155,12 @@ def find_library() -> Library | None:
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded, torch's are used: %s", spec.origin, error)
     return None
+
+
+def _builds() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    builds = _BUILDS.get(capability, ("any",))
+    return (_VNNI_BUILD, *builds) if capability == "AVX512" and "avx512_vnni" in _cpu_flags() else builds
 
 
 def _offer_openmp() -> None:
