@@ -66,18 +66,27 @@ static float largest(const bf16 *row, uint64_t n)
     return from_bf16((bf16)most);
 }
 
+/* Inputs that are rounded at a time. */
+#define PART 64
+
 /* Rows of a tile as pairs of 16-bit numbers, word after word, and in a word row after row. */
-static void quantize_tile(const struct linear *l, uint64_t first, int rows, int16_t *to, float *scales)
+static void quantize_tile(const struct linear *l, uint64_t first, int rows, int32_t *to, float *scales)
 {
-    memset(to, 0, num_words(l) * 4 * rows * sizeof *to);
     for (int r = 0; r < rows; r++) {
         const bf16 *from = l->inputs + (first + r) * l->input_stride;
         const float most = largest(from, l->num_inputs);
         /* A row of nothing stays so, and one with numbers that are none gets a scale that is none. */
         const float factor = most >= 1e-30f && most < __builtin_inff() ? 127.0f / most : 0.0f;
         scales[r] = most / 127.0f;
-        for (uint64_t k = 0; k < l->num_inputs; k++)
-            to[((k / 4 * 2 + k % 2) * rows + r) * 2 + k % 4 / 2] = (int16_t)__builtin_irintf(from_bf16(from[k]) * factor);
+        for (uint64_t k = 0; k < l->num_inputs; k += PART) {
+            const uint64_t n = MIN(PART, l->num_inputs - k);
+            int32_t whole[PART] = {0};
+            for (uint64_t i = 0; i < n; i++)
+                whole[i] = __builtin_irintf(from_bf16(from[k + i]) * factor);
+            for (uint64_t i = 0; i < n; i += 4)
+                for (uint64_t odd = 0; odd < 2; odd++)
+                    to[((k + i) / 2 + odd) * rows + r] = (whole[i + odd] & 0xffff) | whole[i + odd + 2] << 16;
+        }
     }
 }
 
@@ -166,7 +175,7 @@ void w8a8_share(const struct linear *l)
         const int rows = (int)MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
 #pragma omp for schedule(static)
         for (int r = 0; r < rows; r += step)
-            quantize_tile(l, chunk + r, MIN(step, rows - r), (int16_t *)(pairs + r * num_words(l) * 2), scales + r);
+            quantize_tile(l, chunk + r, MIN(step, rows - r), pairs + r * num_words(l) * 2, scales + r);
 #pragma omp for schedule(static)
         for (uint64_t t = 0; t < threads; t++)
             multiply(l, chunk, rows, t * l->num_panels / threads, (t + 1) * l->num_panels / threads, pairs, scales);
