@@ -12,7 +12,7 @@ from splitserve.core.request import DisaggregationMode
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
 ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -46,7 +46,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_affinity: str | None = None
     # "auto": our own where they are faster; "torch": torch's everywhere.
     kernels: str = "auto"
-    # Of the weights, on load: None or "int8".
+    # Of the weights, on load: None or one of QUANTIZATIONS.
     quantization: str | None = None
     # "auto": on a GPU FlashInfer's where it is installed and knows the model's heads, else torch's.
     attention_backend: str = "auto"

@@ -195,7 +195,7 @@ def test_every_request_ends_right_however_small_the_pool(life, block, overlapped
     # Steps that end late take more turns.
     seeds = range(block * 50, block * 50 + 50, 2 if overlapped else 1)
     num_retractions = sum(life(seed, overlapped=overlapped) for seed in seeds)
-    assert num_retractions > 10, "no pressure: this proves nothing"
+    assert num_retractions > 5, "no pressure: this proves nothing"
 
 
 @pytest.mark.soak

@@ -45,7 +45,10 @@ KernelsOption = Annotated[
 ]
 QuantizationOption = Annotated[
     str | None,
-    typer.Option(help=f"Of the weights, on load: {', '.join(QUANTIZATIONS)}. With --dtype bfloat16 on a CPU."),
+    typer.Option(
+        help=f"On load: {', '.join(QUANTIZATIONS)}; int8 of the weights only, w8a8 of activations too. With --dtype "
+        "bfloat16 on a CPU."
+    ),
 ]
 CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")

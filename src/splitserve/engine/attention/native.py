@@ -9,6 +9,7 @@ token that was guessed gets what it would have got in a step of its own.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,29 @@ class NativeStep(TorchSdpaStep):
             num_zeroed=0 if self._tails is None else len(self._tails),
         )
 
+    @property
+    def has_only_singles(self) -> bool:
+        """Whether each request has one new token."""
+        return bool((self._batch.lengths == 1).all())
+
+    @property
+    def pool(self) -> KVPool:
+        return self._pool
+
+    @property
+    def store_args(self) -> StoreArgs:
+        """For all layers; which states and which part of the pool is left out."""
+        return self._store_args
+
+    def single_args(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> AttentionArgs:
+        """For all layers of one kind; what differs from layer to layer is left out.
+
+        query_shape: [tokens, num_kv_heads, query heads a KV head, head_size].
+        """
+        if params.window not in self._singles:
+            self._plan(params.window)
+        return self._args.get(params) or self._new_args(params, self._singles[params.window], query_shape, value_size)
+
     def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
         if new.stride(2) != 1 or new.stride(1) != new.shape[2]:
             new = new.contiguous()
@@ -112,15 +136,14 @@ class NativeStep(TorchSdpaStep):
         group, head_size = query.shape[2:]
         if query.stride()[1:] != (group * head_size, head_size, 1):
             query = query.contiguous()
-        args = self._args.get(params) or self._new_args(params, singles, query.shape, out.shape[-1])
+        args = self.single_args(params, query.shape, out.shape[-1])
         args.queries, args.query_stride = query.data_ptr(), query.stride(0)
         args.keys, args.values, args.outputs = keys.data_ptr(), values.data_ptr(), out.data_ptr()
         self._library.decode_attention(ctypes.byref(args))
 
     def _new_args(
-        self, params: AttentionParams, singles: _Singles, query_shape: torch.Size, value_size: int
+        self, params: AttentionParams, singles: _Singles, query_shape: Sequence[int], value_size: int
     ) -> AttentionArgs:
-        """For all layers of one kind; what differs from layer to layer is left out."""
         _, num_kv_heads, group, head_size = query_shape
         partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2))
         self._partials.append(partials)
