@@ -98,7 +98,7 @@ class NativeStep(TorchSdpaStep):
         return bool((self._batch.lengths == 1).all())
 
     @property
-    def pool(self) -> KVPool:
+    def pool(self) -> PagedKV:
         return self._pool
 
     @property
