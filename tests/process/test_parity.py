@@ -1,7 +1,7 @@
 """The promise: output of prefill and decode apart equals transformers' own `generate`, and colocated serving.
 
-float32, greedy, 32 tokens for each of 18 prompts of 1 to 513 tokens, sixteen at a time, cold and warm, in chunks of 64;
-of some alone; of one of 2,049 tokens in chunks of 2,048. `make soak` runs the whole cross with 64 tokens.
+float32, greedy, 32 tokens for each of ten prompts of 1 to 513 tokens, all at once, cold and warm, in chunks of 64; of
+some alone; of one of 2,049 tokens in chunks of 2,048. `make soak` runs the whole cross, 20 prompts with 64 tokens each.
 """
 
 from collections.abc import Iterator
@@ -52,8 +52,10 @@ def check_greedy(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sixteen_at_a_time_equal_generate(deployment, prompts, reference, mode):
-    check_greedy(deployment, mode, prompts[:-2], reference, at_a_time=16)
+def test_all_at_once_equal_generate(deployment, prompts, reference, mode):
+    chosen = [p for p in prompts if len(p) in (1, 16, 17, 63, 64, 65, 128, 129, 257, 513)]
+    assert len(chosen) == 10
+    check_greedy(deployment, mode, chosen, reference, at_a_time=10)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,10 +63,9 @@ def test_some_alone_equal_generate(deployment, prompts, reference, mode):
     check_greedy(deployment, mode, prompts[4:-2:13], reference, at_a_time=1)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("deployment", [2048], indirect=True)
-def test_a_long_prompt_in_large_chunks_equals_generate(deployment, prompts, reference, mode):
-    check_greedy(deployment, mode, prompts[-2:-1], reference, at_a_time=1)
+def test_a_long_prompt_in_large_chunks_equals_generate(deployment, prompts, reference):
+    check_greedy(deployment, "disaggregated", prompts[-2:-1], reference, at_a_time=1)
 
 
 @pytest.mark.soak
@@ -76,7 +77,7 @@ def test_the_whole_cross_equals_generate(deployment, prompts, reference, mode, a
 
 
 def test_seeded_sampling_is_the_same_in_any_mode_and_any_company(deployment, prompts):
-    asked = [(prompt, {"temperature": 0.8, "seed": i, "max_new_tokens": 24}) for i, prompt in enumerate(prompts[3:9])]
+    asked = [(prompt, {"temperature": 0.8, "seed": i, "max_new_tokens": 24}) for i, prompt in enumerate(prompts[3:9:2])]
     alone = [deployment.generate("colocated", p, sampling_params=own)["output_ids"] for p, own in asked]
     apart = [deployment.generate("disaggregated", p, sampling_params=own)["output_ids"] for p, own in asked]
     batch = deployment.client.post(

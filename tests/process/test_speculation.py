@@ -67,9 +67,10 @@ def test_answers_of_a_pair_are_transformers_and_its_draft_has_the_prompt(pair, r
     router, decode = pair
     answers = [generate(router, prompt, GREEDY) for prompt in PROMPTS]
     assert [answer["output_ids"] for answer in answers] == [reference(prompt) for prompt in PROMPTS]
+    # One token came with the prompt; a step makes five of the others, and needs no guess for the last alone.
+    num_steps, num_left = divmod(NUM_OUTPUT_TOKENS - 1, 5)
     for answer in answers:
-        # One token came with the prompt, thirteen steps make the others.
-        assert answer["meta_info"]["spec_verify_ct"] == 13
+        assert answer["meta_info"]["spec_verify_ct"] == num_steps + (num_left > 1)
         assert answer["meta_info"]["spec_accept_rate"] == 1.0
     guessed, accepted = counters(decode)
     assert guessed == accepted == sum(answer["meta_info"]["spec_draft_token_num"] for answer in answers)
