@@ -24,7 +24,7 @@ def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
         pytest.param(["tcp"], marks=pytest.mark.soak),
         pytest.param(["shm"], marks=pytest.mark.soak),
         ["shm", "--hand-over"],
-        ["gloo"],
+        pytest.param(["gloo"], marks=pytest.mark.soak),
         ["mooncake"],
         ["nixl"],
     ],

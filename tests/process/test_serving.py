@@ -125,7 +125,7 @@ def test_a_pd_worker_without_a_room_answers_400(deployment, role):
 def test_a_room_used_twice_is_a_conflict(deployment, prompts):
     bootstrap = deployment.client.get(f"{deployment.worker('prefill')}/server_info").json()
     body = {
-        "input_ids": prompts[-1],
+        "input_ids": prompts[-3],
         "sampling_params": {"max_new_tokens": 4},
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": bootstrap["disaggregation_bootstrap_port"],
