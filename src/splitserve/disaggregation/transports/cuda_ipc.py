@@ -35,7 +35,15 @@ from splitserve.disaggregation.transports.cuda_parts import parts
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, file_ref
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.same_host import Host, check_host, open_memory, region_in, this_host
+from splitserve.disaggregation.transports.same_host import (
+    GatedIncoming,
+    Host,
+    check_host,
+    open_key,
+    open_memory,
+    region_in,
+    this_host,
+)
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.errors import ConfigError
@@ -145,22 +153,13 @@ class CudaIpcBackend:
         """Nothing is held."""
 
 
-class CudaIpcIncoming:
+class CudaIpcIncoming(GatedIncoming):
     def __init__(self, described: list[DeviceRegion | HostRegion]) -> None:
+        super().__init__(DeviceGate())
         self._described = described
-        self._gate = DeviceGate()
 
     def welcome(self) -> bytes:
         return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
-
-    def serve(self, sock: socket.socket) -> None:
-        sockets.wait_until_closed(sock)
-
-    def revoke(self) -> None:
-        self._gate.close_for_good()
-
-    def is_fenced(self) -> bool:
-        return self._gate.is_closed()
 
 
 class _Mappings:
@@ -212,14 +211,10 @@ class CudaIpcOutgoing:
         self._theirs_on_device = _on_device(welcome.regions)
         self._mappings = _Mappings(backend.gpu, welcome)
         try:
-            fd = open_memory(welcome.pid, welcome.gate, NAME)
+            self._key = open_key(DeviceKey, welcome.pid, welcome.gate, NAME)
         except BaseException:
             self._mappings.close()
             raise
-        try:
-            self._key = DeviceKey(fd)
-        finally:
-            os.close(fd)
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         if error := self._mappings.memory.target_error(copies):

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 from collections import deque
@@ -185,15 +186,26 @@ class ProcessGroupOutgoing:
         self._socket.sendall(write_frame(ticket_id, copies).data)
         # What the receiver owes us a reply for, oldest first: the frame, then pieces.
         owed: deque[Works] = deque([[]])
+        try:
+            self._send_pieces(ticket_id, copies, owed, deadline)
+        except ConnectionError:
+            # A receiver that refuses closes its group: the library may learn of that before we read why.
+            with contextlib.suppress(OSError):
+                self._await_replies(ticket_id, owed, deadline)
+            raise
+        self._await_replies(ticket_id, owed, deadline)
+
+    def _send_pieces(self, ticket_id: int, copies: Copies, owed: deque[Works], deadline: Deadline) -> None:
         for i, piece in enumerate(cut(self._memory.sources(copies), copies["length"])):
-            while len(owed) >= WINDOW:
-                receive_reply(self._socket, ticket_id, deadline)
-                owed.popleft()
+            self._await_replies(ticket_id, owed, deadline, but=WINDOW - 1)
             tensor = self._staged.view(piece)
             if tensor is None:
                 tensor = self._staged.gather(piece, self._stages[i])
             owed.append(self._group.send(tensor))
-        while owed:
+
+    def _await_replies(self, ticket_id: int, owed: deque[Works], deadline: Deadline, but: int = 0) -> None:
+        """Until no more than `but` are owed."""
+        while len(owed) > but:
             receive_reply(self._socket, ticket_id, deadline)
             owed.popleft()
 

@@ -1,18 +1,25 @@
-"""What backends inside one host have in common: whether the peer is on it, and its memory in anonymous files.
+"""What backends inside one host have in common: whether the peer is on it, its memory in anonymous files, its gate.
 
 Needs one process namespace (containers: a shared one) and the same user on both sides, or root on the sender's.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
+from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, OtherFileError, boot_id, open_file
+from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
+
+Key = TypeVar("Key", bound=GateKey)
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -48,8 +55,34 @@ def open_memory(pid: int, file: FileRef, backend: str) -> int:
         raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
 
 
+def open_key(kind: Callable[[int], Key], pid: int, gate: FileRef, backend: str) -> Key:
+    """The sender's end of a gate of process `pid`. Raises ProtocolError as `open_memory` does."""
+    fd = open_memory(pid, gate, backend)
+    try:
+        return kind(fd)
+    finally:
+        os.close(fd)
+
+
 def region_in(arena: Arena, offset: int, length: int) -> Region:
     """Raises ProtocolError where the arena does not hold it."""
     if offset < 0 or length < 0 or offset + length > arena.num_bytes:
         raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
     return arena.region(offset, length)
+
+
+class GatedIncoming:
+    """The part of an Incoming that is the gate's, where the sender writes by itself."""
+
+    def __init__(self, gate: WriteGate) -> None:
+        self._gate = gate
+
+    def serve(self, sock: socket.socket) -> None:
+        """The connection carries nothing: while it stands, the sender lives."""
+        sockets.wait_until_closed(sock)
+
+    def revoke(self) -> None:
+        self._gate.close_for_good()
+
+    def is_fenced(self) -> bool:
+        return self._gate.is_closed()

@@ -28,7 +28,15 @@ from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, file_ref
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.same_host import Host, check_host, open_memory, region_in, this_host
+from splitserve.disaggregation.transports.same_host import (
+    GatedIncoming,
+    Host,
+    check_host,
+    open_key,
+    open_memory,
+    region_in,
+    this_host,
+)
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
@@ -81,23 +89,14 @@ class ShmBackend:
         """Nothing is held."""
 
 
-class ShmIncoming:
+class ShmIncoming(GatedIncoming):
     def __init__(self, memory: Memory) -> None:
+        super().__init__(WriteGate())
         self._memory = memory
-        self._gate = WriteGate()
 
     def welcome(self) -> bytes:
         regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
         return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
-
-    def serve(self, sock: socket.socket) -> None:
-        sockets.wait_until_closed(sock)
-
-    def revoke(self) -> None:
-        self._gate.close_for_good()
-
-    def is_fenced(self) -> bool:
-        return self._gate.is_closed()
 
 
 class ShmOutgoing:
@@ -113,11 +112,7 @@ class ShmOutgoing:
             f: Arena.attach(open_memory(welcome.pid, f, "shm")) for f in {file for file, _, _ in welcome.regions}
         }
         self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
-        fd = open_memory(welcome.pid, welcome.gate, "shm")
-        try:
-            self._key = GateKey(fd)
-        finally:
-            os.close(fd)
+        self._key = open_key(GateKey, welcome.pid, welcome.gate, "shm")
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         if error := self._theirs.target_error(copies):

@@ -13,6 +13,7 @@ first use, which takes minutes unless its package of compiled ones is installed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,17 +172,13 @@ class _Planner:
         return out
 
 
-class FlashInferStep:
-    """StepAttention."""
+class _Attending(ABC):
+    """The StepAttention of both kinds of step: new KV goes to `slots`, each kind of layer has a planned wrapper."""
 
-    def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
+    def __init__(self, backend: FlashInferBackend, slots: torch.Tensor) -> None:
         self._backend = backend
-        self._lists = page_lists(batch)
-        self._page_size = batch.page_size
-        self._pages = to_device(self._lists.pages, backend.pool.device)
-        self._slots = to_device(new_slots(batch), backend.pool.device)
-        self._is_decode = bool((batch.lengths == 1).all())
-        self._planned: dict[_Kind, _Planner] = {}
+        self._slots = slots
+        self._planners: dict[_Kind, _Planner] = {}
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -189,31 +186,44 @@ class FlashInferStep:
         backend = self._backend
         backend.store(layer, self._slots, key, value)
         kind = _Kind.of(query, key, params)
-        planner = self._planned.get(kind) or self._plan(kind)
+        planner = self._planners.get(kind)
+        if planner is None:
+            planner = self._planners[kind] = self._new_planner(kind)
         return planner.run(query, backend.pool.keys[layer], backend.pool.values[layer])
 
-    def _plan(self, kind: _Kind) -> _Planner:
+    @abstractmethod
+    def _new_planner(self, kind: _Kind) -> _Planner:
+        """Planned for this step."""
+
+
+class FlashInferStep(_Attending):
+    """StepAttention."""
+
+    def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
+        super().__init__(backend, to_device(new_slots(batch), backend.pool.device))
+        self._lists = page_lists(batch)
+        self._page_size = batch.page_size
+        self._pages = to_device(self._lists.pages, backend.pool.device)
+        self._is_decode = bool((batch.lengths == 1).all())
+
+    def _new_planner(self, kind: _Kind) -> _Planner:
         planner = self._backend.decode_planner(kind) if self._is_decode else self._backend.prefill_planner(kind)
         planner.plan(self._lists, self._pages, self._page_size)
-        self._planned[kind] = planner
         return planner
 
 
-class FlashInferFixedDecode:
+class FlashInferFixedDecode(_Attending):
     """FixedDecode. Wrappers are made by the first `forward`, which must come before any recording."""
 
     def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
-        self._backend = backend
-        self._size = num_requests
         device = backend.pool.device
-        self._slots = torch.zeros(num_requests, dtype=torch.int64, device=device)
+        super().__init__(backend, torch.zeros(num_requests, dtype=torch.int64, device=device))
         # The library copies a step's arrays into these.
         self._buffers = {
             "paged_kv_indptr_buffer": torch.zeros(num_requests + 1, dtype=torch.int32, device=device),
             "paged_kv_indices_buffer": torch.zeros(num_requests * max_pages, dtype=torch.int32, device=device),
             "paged_kv_last_page_len_buffer": torch.zeros(num_requests, dtype=torch.int32, device=device),
         }
-        self._planners: dict[_Kind, _Planner] = {}
         self._step: tuple[PageLists, torch.Tensor, int] | None = None
 
     def fill(self, batch: PagedBatch) -> None:
@@ -223,15 +233,6 @@ class FlashInferFixedDecode:
         self._step = (lists, to_device(lists.pages, device), batch.page_size)
         for planner in self._planners.values():
             planner.plan(*self._step)
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        backend = self._backend
-        backend.store(layer, self._slots, key, value)
-        kind = _Kind.of(query, key, params)
-        planner = self._planners.get(kind) or self._new_planner(kind)
-        return planner.run(query, backend.pool.keys[layer], backend.pool.values[layer])
 
     def _new_planner(self, kind: _Kind) -> _Planner:
         assert self._step is not None
@@ -245,5 +246,4 @@ class FlashInferFixedDecode:
         )
         planner = _Planner(backend, wrapper, kind, is_decode=True)
         planner.plan(*self._step)
-        self._planners[kind] = planner
         return planner
