@@ -129,7 +129,7 @@ class PagedKVCache:
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Give `request` pages for its first `num_tokens` tokens; False, changing nothing, if there are none left.
 
-        Never False within what it was promised.
+        Never False within what it was promised, but while a step is under way: then it may rest on pages set aside.
         """
         if num_tokens <= len(request.pages) * self.page_size:
             return True
@@ -247,8 +247,10 @@ class PagedKVCache:
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
-        if owed != self._owed or self.num_grantable_pages < 0:
-            raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {self.num_grantable_pages} left")
+        # Pages aside replaced pages of the prefix cache, which were locked at once: they are free when the step has ended.
+        left = self.num_grantable_pages + len(self._pages_aside)
+        if owed != self._owed or left < 0:
+            raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {left} left")
 
     def _let_go(self, holding: Holding, row: int) -> None:
         request = holding.request

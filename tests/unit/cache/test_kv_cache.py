@@ -186,3 +186,26 @@ def test_pages_that_others_have_published_first_are_set_aside_during_the_step():
     cache.step_ended()
     assert cache.pages.available() == free + 2
     cache.check([first, second])
+
+
+def test_promises_that_rest_on_pages_set_aside_can_be_drawn_when_the_step_has_ended():
+    cache, first, second = make_cache(num_pages=6), make_request("a", range(9)), make_request("b", range(9))
+    for r in (first, second):
+        admit(cache, r)
+        cache.extend(r, 9)
+        r.num_computed_tokens = 9
+    cache.release(first, publish=True)
+    # What is free, and what the first one left in the prefix cache.
+    third = make_request("c", range(100, 112))
+    assert cache.try_admit(third, num_tokens=12)
+    assert cache.num_grantable_pages == 0
+    cache.step_began([second])
+    # Now nobody may evict what the first one left, and the second one's own copies are not free yet.
+    cache.share(second)
+    cache.check([second, third])
+    assert not cache.extend(third, 12)
+    assert third.pages == []
+    cache.step_ended()
+    cache.check([second, third])
+    assert cache.extend(third, 12)
+    cache.check([second, third])
