@@ -17,7 +17,7 @@ def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# Over tcp test_parity.py has the real model, over shm test_offline.py.
+# Over tcp test_parity.py has the real model, over shm test_offline.py; the contract suite has every transport.
 @pytest.mark.parametrize(
     "transport",
     [
@@ -25,8 +25,8 @@ def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
         pytest.param(["shm"], marks=pytest.mark.soak),
         ["shm", "--hand-over"],
         pytest.param(["gloo"], marks=pytest.mark.soak),
-        ["mooncake"],
-        ["nixl"],
+        pytest.param(["mooncake"], marks=pytest.mark.soak),
+        pytest.param(["nixl"], marks=pytest.mark.soak),
     ],
     ids=" ".join,
 )

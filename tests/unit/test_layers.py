@@ -85,9 +85,9 @@ def test_the_pure_layers_know_neither_torch_nor_sockets(path):
 
 
 @pytest.mark.parametrize("path", modules_up_to(0), ids=name_of)
-def test_the_lowest_layer_needs_the_standard_library_alone(path):
-
-    foreign = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"splitserve"}
+def test_the_lowest_layer_needs_the_standard_library_and_msgspec_alone(path):
+    ours = {"splitserve", "msgspec"}
+    foreign = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - ours
     assert not foreign
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import SamplingParams
@@ -27,8 +29,9 @@ TopLogprobs = tuple[tuple[int, float], ...]
 LAST_DRAWN = -1
 
 
-# This and the other two that are made for each request in each step are named tuples: a third of the time to make.
-class SampleSpec(NamedTuple):
+# What is made for each request in each step is a struct that the garbage collector does not watch: a tenth of the time
+# to make. None refers back to what holds it.
+class SampleSpec(msgspec.Struct, frozen=True, gc=False):
     """How to draw the token that follows this step's last token."""
 
     params: SamplingParams
@@ -60,7 +63,7 @@ class InputLogprobSpec:
     num_top_logprobs: int = 0
 
 
-class RequestStep(NamedTuple):
+class RequestStep(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step."""
 
     rid: str
@@ -96,7 +99,7 @@ class TokenLogprob:
     top: TopLogprobs = ()
 
 
-class RequestResult(NamedTuple):
+class RequestResult(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step's outcome."""
 
     # The sampled token, which follows the accepted proposals; None where the step's `sample` was None.

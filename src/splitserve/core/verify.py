@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from splitserve.core.batch import RequestResult, SampleSpec, TokenLogprob
 
 
@@ -17,10 +19,10 @@ def specs_to_draw(spec: SampleSpec) -> list[SampleSpec]:
     proposals = spec.proposals
     if not proposals:
         return [spec]
-    specs = [spec._replace(proposals=())]
+    specs = [replace(spec, proposals=())]
     for n in range(1, len(proposals) + 1):
         output_ids = [*spec.output_ids, *proposals[:n]]
-        specs.append(spec._replace(position=spec.position + n, output_ids=output_ids, proposals=()))
+        specs.append(replace(spec, position=spec.position + n, output_ids=output_ids, proposals=()))
     return specs
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from splitserve.core.batch import RequestResult, RequestStep, StepPlan, StepResult
 from splitserve.engine.runner import ModelRunner
 
@@ -53,7 +55,7 @@ def _next_step(step: RequestStep, guesses: list[int]) -> RequestStep:
     spec = step.sample
     assert spec is not None
     output_ids = [*spec.output_ids, *guesses]
-    spec = spec._replace(position=spec.position + len(guesses), output_ids=output_ids, return_logprob=False)
+    spec = replace(spec, position=spec.position + len(guesses), output_ids=output_ids, return_logprob=False)
     token_ids = guesses[-1:] or step.token_ids
     return RequestStep(step.rid, step.row, token_ids, step.start + len(guesses), spec)
 

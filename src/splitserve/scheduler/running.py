@@ -160,7 +160,8 @@ class RunningSet:
         chunks: list[tuple[Request, int, int]] = []
         decodes: list[tuple[Request, int, int]] = []
         for request in self.running:
-            start, end = request.num_computed_tokens, request.num_tokens
+            # Spelled out: this loop and the one over what it yields are most of a step's plan.
+            start, end = request.num_computed_tokens, len(request.prompt_ids) + len(request.output_ids)
             if before and (step := before.get(request)) is not None:
                 start = step.end
                 if step.sample is not None:
@@ -211,7 +212,7 @@ class RunningSet:
 
 def still_open(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:
     """Both without the requests that ended while the step was under way, or just before it: nobody wants the rest."""
-    if not any(request.is_finished for request in batch.requests):
+    if all(request.finish is None for request in batch.requests):
         return batch, result
     rest = [i for i, request in enumerate(batch.requests) if not request.is_finished]
     steps, outcomes = batch.plan.requests, result.requests
@@ -223,12 +224,16 @@ def step_of(request: Request, start: int, end: int) -> RequestStep:
     """The request's tokens [start, end), with what is asked of them. One more than it has is still to be drawn."""
     assert request.row is not None
     prompt_ids, output_ids = request.prompt_ids, request.output_ids
-    num_tokens = len(prompt_ids) + len(output_ids)
+    num_missing = len(prompt_ids) + len(output_ids) - start
+    token_ids: Sequence[int]
+    if num_missing == 1 and output_ids:
+        token_ids = output_ids[-1:]
+    else:
+        token_ids = request.tokens(start, end) if num_missing > 0 else (LAST_DRAWN,)
     sample = None
-    if end >= num_tokens:
+    if end - start >= num_missing:
         with_logprob, num_top = request.return_logprob, request.num_top_logprobs
         sample = SampleSpec(request.params, end, prompt_ids, output_ids, with_logprob, num_top, request.grammar)
-    token_ids = request.tokens(start, end) if start < num_tokens else (LAST_DRAWN,)
     logprobs = None if request.logprob_start is None else input_logprobs_of(request, start, end)
     return RequestStep(request.rid, request.row, token_ids, start, sample, logprobs)
 
@@ -246,16 +251,16 @@ def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpe
 
 def take_result(request: Request, step: RequestStep, result: RequestResult) -> None:
     """Enter one step's outcome into its request. The request may be finished by it: what comes after is dropped."""
-    proposals = step.sample.proposals if step.sample else ()
     if result.input_logprobs:
         request.input_logprobs.extend(result.input_logprobs)
-    if proposals:
-        _take_proposals(request, proposals, result)
-    if result.token_id is not None and not request.is_finished:
+    num_computed = request.num_computed_tokens + len(step.token_ids)
+    if step.sample is not None and step.sample.proposals:
+        _take_proposals(request, step.sample.proposals, result)
+        num_computed -= len(step.sample.proposals) - result.num_accepted
+    if result.token_id is not None and request.finish is None:
         request.append(result.token_id, result.logprob)
-    num_rejected = len(proposals) - result.num_accepted
-    num_computed = request.num_computed_tokens + len(step.token_ids) - num_rejected
-    request.num_computed_tokens = min(num_computed, request.num_tokens)
+    # An accepted proposal may have ended it, and others have come after.
+    request.num_computed_tokens = min(num_computed, request.num_tokens) if result.num_accepted else num_computed
 
 
 def _take_proposals(request: Request, proposals: Sequence[int], result: RequestResult) -> None:

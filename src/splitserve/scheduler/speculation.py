@@ -17,6 +17,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import RequestStep, StepPlan, StepResult
 from splitserve.core.request import Request
@@ -67,8 +69,8 @@ class Speculation:
         for i, guesses in zip(chosen, self._propose([steps[i] for i in chosen], rooms), strict=True):
             step, sample = steps[i], steps[i].sample
             if guesses and sample is not None:
-                sample = sample._replace(proposals=guesses)
-                steps[i] = step._replace(token_ids=[*step.token_ids, *guesses], sample=sample)
+                sample = replace(sample, proposals=guesses)
+                steps[i] = replace(step, token_ids=[*step.token_ids, *guesses], sample=sample)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Count a step's guesses."""
