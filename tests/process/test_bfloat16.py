@@ -19,7 +19,7 @@ def test_logprobs_differ_by_at_most_a_twentieth(deployment, prompts):
     compared = 0
     for prompt in prompts[2:15:3]:
         ours, theirs = (
-            deployment.generate(mode, prompt, sampling_params={"max_new_tokens": 24}, return_logprob=True)
+            deployment.generate(mode, prompt, sampling_params={"max_new_tokens": 16}, return_logprob=True)
             for mode in ("colocated", "disaggregated")
         )
         pairs = zip(
@@ -28,5 +28,5 @@ def test_logprobs_differ_by_at_most_a_twentieth(deployment, prompts):
         for one, other in takewhile(lambda pair: pair[0][1] == pair[1][1], pairs):
             assert abs(one[0] - other[0]) <= 0.05
             compared += 1
-    assert compared >= 60
+    assert compared >= 40
     deployment.check_nothing_is_held()

@@ -1,7 +1,8 @@
 """The promise: output of prefill and decode apart equals transformers' own `generate`, and colocated serving.
 
 float32, greedy, 32 tokens for each of ten prompts of 1 to 513 tokens, all at once, cold and warm, in chunks of 64; of
-some alone; of one of 2,049 tokens in chunks of 2,048. `make soak` runs the whole cross, 20 prompts with 64 tokens each.
+some alone. `make soak` runs the whole cross: 20 prompts of up to 3,000 tokens with 64 tokens each, in chunks of 64 and
+2,048.
 """
 
 from collections.abc import Iterator
@@ -63,11 +64,6 @@ def test_some_alone_equal_generate(deployment, prompts, reference, mode):
     check_greedy(deployment, mode, prompts[4:-2:13], reference, at_a_time=1)
 
 
-@pytest.mark.parametrize("deployment", [2048], indirect=True)
-def test_a_long_prompt_in_large_chunks_equals_generate(deployment, prompts, reference):
-    check_greedy(deployment, "disaggregated", prompts[-2:-1], reference, at_a_time=1)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("at_a_time", [1, 16])
@@ -77,7 +73,7 @@ def test_the_whole_cross_equals_generate(deployment, prompts, reference, mode, a
 
 
 def test_seeded_sampling_is_the_same_in_any_mode_and_any_company(deployment, prompts):
-    asked = [(prompt, {"temperature": 0.8, "seed": i, "max_new_tokens": 24}) for i, prompt in enumerate(prompts[3:9:2])]
+    asked = [(prompt, {"temperature": 0.8, "seed": i, "max_new_tokens": 16}) for i, prompt in enumerate(prompts[3:9:2])]
     alone = [deployment.generate("colocated", p, sampling_params=own)["output_ids"] for p, own in asked]
     apart = [deployment.generate("disaggregated", p, sampling_params=own)["output_ids"] for p, own in asked]
     batch = deployment.client.post(

@@ -211,10 +211,13 @@ def _cluster(
     model: str, prefill: int, decode: int, backend: str, hand_over: bool, options: Mapping[str, Any]
 ) -> LocalCluster:
     rest = dict(options)
+    dp_size = rest.pop("dp_size", 1)
     return LocalCluster(
         model,
         prefill=prefill,
         decode=decode,
+        prefill_dp_size=dp_size,
+        decode_dp_size=dp_size,
         backend=backend,
         hand_over=hand_over,
         dtype=rest.pop("dtype", "auto"),

@@ -19,6 +19,10 @@ from splitserve.errors import ConfigError
 from splitserve.launch.checks import check_worker
 
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
+
+# The option that says what `overlap_schedule` in the config does not.
+_NORMAL_LOOP = "disable_overlap_schedule"
 
 
 class EngineOptions(TypedDict, total=False):
@@ -37,11 +41,16 @@ class EngineOptions(TypedDict, total=False):
     chunked_prefill_size: int
     max_running_requests: int
     max_queued_requests: int
+    schedule_policy: str
+    num_reserved_decode_tokens: int
     grammar_timeout: float
     speculative_algorithm: str
     speculative_num_draft_tokens: int
     speculative_ngram_max_match: int
     speculative_draft_model: str
+    disable_overlap_schedule: bool
+    # Schedulers behind each worker's front end.
+    dp_size: int
 
 
 def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
@@ -50,12 +59,14 @@ def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any])
     if unknown:
         known = ", ".join(EngineOptions.__annotations__)
         raise ConfigError(f"Engine has no option {', '.join(sorted(unknown))}: it has {known}")
+    _checked(options, EngineOptions)
     config = WorkerConfig(
         model=_pick(ModelConfig, {"model": model, **options}),
         cache=_pick(CacheConfig, options),
-        scheduler=_pick(SchedulerConfig, options),
+        scheduler=_pick(SchedulerConfig, {**options, "overlap_schedule": not options.get(_NORMAL_LOOP, False)}),
         speculative=_pick(SpeculativeConfig, options, prefix="speculative_"),
         disaggregation=DisaggregationConfig(transfer_backend=transfer_backend),
+        dp_size=options.get("dp_size", 1),
     )
     check_worker(config)
     return config
@@ -63,12 +74,17 @@ def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any])
 
 def worker_args(options: Mapping[str, Any]) -> list[str]:
     """The same for the command line of a worker."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not False}
+    return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
 
 
 def _pick(component: type[S], options: Mapping[str, Any], prefix: str = "") -> S:
     own = {name: options[prefix + name] for name in component.__struct_fields__ if prefix + name in options}
+    return _checked(own, component)
+
+
+def _checked(options: Mapping[str, Any], kind: type[T]) -> T:
     try:
-        return msgspec.convert(own, component)
+        return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"Engine's options: {error}") from None

@@ -94,6 +94,15 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
     check_worker(config)
     guessing = worker_config("m", "tcp", {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 6})
     assert (guessing.speculative.algorithm, guessing.speculative.num_draft_tokens) == ("ngram", 6)
+    plain = worker_config("m", "tcp", {})
+    assert (plain.scheduler.overlap_schedule, plain.dp_size) == (True, 1)
+    other = worker_config("m", "tcp", {"disable_overlap_schedule": True, "dp_size": 2, "schedule_policy": "lpm"})
+    assert (other.scheduler.overlap_schedule, other.dp_size, other.scheduler.schedule_policy) == (False, 2, "lpm")
+    assert worker_args({"disable_overlap_schedule": True, "page_size": 8}) == [
+        "--disable-overlap-schedule",
+        "--page-size=8",
+    ]
+    assert worker_args({"disable_overlap_schedule": False}) == []
     names = EngineOptions.__annotations__
     flags = [arg.partition("=")[0] for arg in worker_args(dict.fromkeys(names, 1))]
     known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
@@ -106,6 +115,9 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
         ({"max_total_token": 4}, "Engine has no option max_total_token: it has dtype"),
         ({"page_size": "16"}, r"Expected `int`, got `str` - at `\$.page_size`"),
         ({"page_size": 0}, "--page-size must be at least 1"),
+        ({"dp_size": 0}, r"--dp-size must be in \[1, 1024\]"),
+        ({"schedule_policy": "best"}, "schedule_policy"),
+        ({"disable_overlap_schedule": "yes"}, "disable_overlap_schedule"),
         ({"dtype": "float31"}, "--dtype 'float31'"),
     ],
 )
