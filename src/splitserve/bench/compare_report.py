@@ -11,6 +11,7 @@ from rich.table import Table
 
 from splitserve.bench.compare_plan import ComparePlan, Outcome, PrefillFigures
 from splitserve.bench.isolation import IsolationFigures
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.stats import StreamsFigures
 
 _LEGEND = (
@@ -99,13 +100,12 @@ class CompareReport:
     def markdown(self, date: datetime.date) -> str:
         """A section to append to a log."""
         header = ["", *(server.name for server in self.servers)]
-        lines = [_line(header), "|---" * len(header) + "|", *(_line(row) for row in self.rows())]
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
         problems = "".join(f"\n- {problem}" for problem in self.problems())
+        machine = listed(self.machine)
         return (
             f"\n## {date.isoformat()} · {self._title()}\n\n`{self.command}`\n\n{machine}.\n\n{self._legend()}\n\n"
-            + "\n".join(lines)
-            + f"\n{problems}"
+            + table_of(header, self.rows())
+            + problems
             + ("\n" if problems else "")
         )
 
@@ -136,10 +136,6 @@ def _ttft(f: IsolationFigures) -> str:
 def _ms(seconds: float) -> str:
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 # (row, the figures that have it, how it is shown)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
+from splitserve.bench.markdown import listed, table_of
 from splitserve.core.layout import KVLayout
 
 
@@ -100,14 +101,12 @@ class GpuReport:
         return table
 
     def markdown(self, date: datetime.date) -> str:
-        lines = ["| " + " | ".join(cells) + " |" for cells in (_HEADER, *self.rows())]
-        lines.insert(1, "|---" * len(_HEADER) + "|")
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
         graphs = f"CUDA graphs up to batch {self.max_graph_batch}" if self.max_graph_batch else "no CUDA graphs"
+        machine = listed(self.machine)
         return (
             f"\n## {date.isoformat()} · {self.model} on {self.device}\n\n`{self.command}`\n\n{machine}.\n\n"
             f"Attention by {self.attention}, {graphs}. Times are medians of whole steps of the engine, sampling and "
-            f"the host's part included; limits are the card's own in the same run.\n\n" + "\n".join(lines) + "\n"
+            f"the host's part included; limits are the card's own in the same run.\n\n" + table_of(_HEADER, self.rows())
         )
 
 

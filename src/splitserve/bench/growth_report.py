@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from splitserve.bench.growth_series import TOLERANCE, Series
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.svg import Panel, draw
 
 LEGEND = (
@@ -66,8 +67,8 @@ class GrowthReport:
 
     def section(self) -> str:
         """Markdown without a heading."""
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
         note = _BUSY_NOTE if self.cores_taken_by_others > _BUSY_CORES else ""
+        machine = listed(self.machine)
         parts = [
             f"`{self.command}`\n\n{machine}. {self.model} in {self.dtype}, {self.threads} threads; others kept "
             f"{self.cores_taken_by_others:.1f} cores busy meanwhile.{note}\n\n{LEGEND}\n"
@@ -75,12 +76,10 @@ class GrowthReport:
         for series in self.series:
             unit = series.time_unit
             header = [series.size_name, f"{unit}", f"{unit} / {series.work_name}", "growth"]
-            lines = [_line(header), "|---" * len(header) + "|", *(_line(cells) for cells in _rows(series))]
             mark = "**" if series.outgrows_work else ""
             parts.append(
                 f"{series.name[0].upper()}{series.name[1:]} ({series.conditions}): {mark}{series.verdict()}{mark}.\n\n"
-                + "\n".join(lines)
-                + "\n"
+                + table_of(header, _rows(series))
             )
         return "\n".join(parts)
 
@@ -120,7 +119,3 @@ def _number(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

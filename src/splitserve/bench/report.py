@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.stats import StreamsFigures, TtftFigures
 
 LEGEND = "ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time on an idle system."
@@ -68,8 +69,6 @@ class Report:
     def markdown(self, date: datetime.date) -> str:
         """A section to append to a log."""
         header = ["", *(system.name for system in self.systems)]
-        lines = [_line(header), "|---" * len(header) + "|", *(_line(row) for row in self.rows())]
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
         runs = ", ".join(
             [f"{f.num_runs} at {f.num_streams} stream(s)" for f in self.systems[0].streams]
             + [f"{f.num_runs} for TTFT at {f.num_prompt_tokens:,}" for f in self.systems[0].ttft]
@@ -77,15 +76,11 @@ class Report:
         return (
             f"\n## {date.isoformat()} · Throughput and TTFT of {self.model} in {self.dtype}\n\n"
             f"`{self.command}`\n\n"
-            f"{machine}.\n\n"
+            f"{listed(self.machine)}.\n\n"
             f"Streams of {self.stream_shape}, all sent at once, prompts of random words (no prefix hits). Served "
             "systems are measured at an HTTP client of the router; transformers runs `generate` on one batch, without "
-            f"HTTP. One system at a time. Runs: {runs}; medians of them. {LEGEND}\n\n" + "\n".join(lines) + "\n"
+            f"HTTP. One system at a time. Runs: {runs}; medians of them. {LEGEND}\n\n" + table_of(header, self.rows())
         )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _ms(seconds: float) -> str:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from splitserve.bench.growth_series import Series
 from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.publish import publish
 from splitserve.bench.scheduler_overhead import STEP_SECONDS, measure_overhead
 from splitserve.launch.interpreter import set_up_interpreter
@@ -63,12 +64,12 @@ class OverheadReport:
 
     def markdown(self, date: datetime.date) -> str:
         """A section to append to a log."""
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
-        lines = [self._header(), ["---"] * len(self._header()), *self._rows()]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        machine = listed(self.machine)
         return (
             f"\n## {date.isoformat()} · Scheduler overhead per step\n\n`{self.command}`\n\n{machine}. Others kept "
-            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{_LEGEND}\n\n{table}\n\n"
+            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{_LEGEND}\n\n"
+            + table_of(self._header(), self._rows())
+            + "\n"
             + "\n".join(f"- {series.name}: {series.verdict()}." for series in self.series)
             + "\n"
         )

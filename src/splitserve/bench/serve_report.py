@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.bench.load_figures import LoadFigures, Slo, Spread
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.stats import TtftFigures
 from splitserve.launch.transfers import Transfers
 
@@ -137,12 +138,10 @@ class ServeReport:
     def markdown(self, date: datetime.date) -> str:
         """A section to append to a log."""
         header = ["", *(f.name for f in self.figures)]
-        lines = [_line(header), "|---" * len(header) + "|", *(_line(row) for row in self.rows())]
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
         failures = "".join(f"\n**{message}**\n" for message in self.failures())
         return (
-            f"\n## {date.isoformat()} · Serving {self._title()}\n\n`{self.command}`\n\n{machine}.\n\n"
-            f"{self._legend()}\n{failures}\n" + "\n".join(lines) + "\n"
+            f"\n## {date.isoformat()} · Serving {self._title()}\n\n`{self.command}`\n\n{listed(self.machine)}.\n\n"
+            f"{self._legend()}\n{failures}\n" + table_of(header, self.rows())
         )
 
     def failures(self) -> list[str]:
@@ -198,10 +197,6 @@ def _transfer(show: Callable[[Handover], str]) -> Callable[[ServeFigures], str]:
 
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 _ROWS: list[tuple[str, Callable[[ServeFigures], str]]] = [

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from splitserve.bench.load import ask
 from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.page import check_page, replace_section
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.publish import publish
@@ -104,11 +105,9 @@ class StartupReport:
 
     def section(self) -> str:
         """Markdown without a heading."""
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
-        lines = ["| " + " | ".join(cells) + " |" for cells in (_HEADER, ["---"] * len(_HEADER), *self.rows())]
         return (
-            f"`{self.command}`\n\n{machine}. {self.model} in {self.dtype}; others kept "
-            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{_LEGEND}\n\n" + "\n".join(lines) + "\n"
+            f"`{self.command}`\n\n{listed(self.machine)}. {self.model} in {self.dtype}; others kept "
+            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{_LEGEND}\n\n" + table_of(_HEADER, self.rows())
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from splitserve.bench.limits import LIMITS
+from splitserve.bench.markdown import listed, table_of
 from splitserve.bench.transfer_plan import Case, memory_of
 
 _COLUMNS = (
@@ -126,11 +127,10 @@ class TransferReport:
 
     def markdown(self, date: datetime.date) -> str:
         """A section to append to a log: of each backend the largest total, scattered, and one contiguous case."""
-        lines = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|", *(_line(f.cells()) for f in self.digest())]
-        machine = "; ".join(f"{name}: {value}" for name, value in self.machine.items())
+        machine = listed(self.machine)
         return (
             f"\n## {date.isoformat()} · KV transfer between two processes\n\n`{self.command}`\n\n{machine}.\n\n"
-            f"{self._legend()}\n\n" + "\n".join(lines) + "\n"
+            f"{self._legend()}\n\n" + table_of(_COLUMNS, [f.cells() for f in self.digest()])
         )
 
     def digest(self) -> list[TransferFigures]:
@@ -157,7 +157,3 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= bytes_of_unit:
             return f"{num_bytes / bytes_of_unit:.3g} {unit}"
     return f"{num_bytes:.3g} B"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
