@@ -35,6 +35,7 @@ from splitserve.cli.serve import serve
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.checks import check_backend, check_dtype
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
+from splitserve.router.policies import POLICIES
 
 app = typer.Typer(
     name="splitserve",
@@ -123,7 +124,9 @@ def router(
     ] = None,
     decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="A decode worker; repeatable.")] = None,
     worker: Annotated[list[str] | None, typer.Option(metavar="URL", help="A colocated worker; repeatable.")] = None,
-    policy: Annotated[str, typer.Option(help="round_robin or random.")] = "round_robin",
+    policy: Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")] = "round_robin",
+    prefill_policy: Annotated[str | None, typer.Option(help="The same for prefill workers alone.")] = None,
+    decode_policy: Annotated[str | None, typer.Option(help="The same for decode workers alone.")] = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take in all.")] = 1800.0,
@@ -143,6 +146,8 @@ def router(
         host=host,
         port=port,
         policy=policy,
+        prefill_policy=prefill_policy,
+        decode_policy=decode_policy,
         prefill=tuple(PrefillConfig.parse(text) for text in prefill or ()),
         decode=tuple(parse_url(url) for url in decode or ()),
         workers=tuple(parse_url(url) for url in worker or ()),

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
-
-POLICIES = ("round_robin", "random")
+from splitserve.router.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ class LBArgs:
     host: str = "127.0.0.1"
     # 0: any free port.
     port: int = 8000
+    # Who gets a request, and the same for one kind of worker; None: `policy`.
     policy: str = "round_robin"
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
     prefill: tuple[PrefillConfig, ...] = ()
     decode: tuple[str, ...] = ()
     # Colocated workers: used where there is no prefill and decode pair.
@@ -55,11 +58,16 @@ class LBArgs:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"--policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
+        for name in ("policy", "prefill_policy", "decode_policy"):
+            if (value := getattr(self, name)) is not None and value not in POLICIES:
+                raise ConfigError(f"--{name.replace('_', '-')} {value!r}: choose one of {', '.join(POLICIES)}")
         for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
+
+    def policy_of(self, mode: DisaggregationMode) -> str:
+        own = {DisaggregationMode.PREFILL: self.prefill_policy, DisaggregationMode.DECODE: self.decode_policy}
+        return own.get(mode) or self.policy
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -68,6 +76,8 @@ class LBArgs:
         parser.add_argument("--host", default=defaults.host)
         parser.add_argument("--port", type=int, default=defaults.port)
         parser.add_argument("--policy", choices=POLICIES, default=defaults.policy)
+        parser.add_argument("--prefill-policy", choices=POLICIES)
+        parser.add_argument("--decode-policy", choices=POLICIES)
         parser.add_argument("--prefill", action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
         parser.add_argument("--decode", action="append", default=[], metavar="URL")
         parser.add_argument("--worker", action="append", default=[], metavar="URL")
@@ -81,6 +91,8 @@ class LBArgs:
             host=args.host,
             port=args.port,
             policy=args.policy,
+            prefill_policy=args.prefill_policy,
+            decode_policy=args.decode_policy,
             prefill=tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill),
             decode=tuple(parse_url(url) for url in args.decode),
             workers=tuple(parse_url(url) for url in args.worker),

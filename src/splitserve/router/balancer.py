@@ -19,8 +19,9 @@ from splitserve.router.health import HealthMonitor
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, pair_body
+from splitserve.router.policies import Wish
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream
+from splitserve.router.upstream import SESSION_HEADER, Upstream
 from splitserve.router.worker import Pair, Worker
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class MiniLoadBalancer:
 
     def __init__(self, args: LBArgs) -> None:
         self.args = args
-        self.registry = WorkerRegistry(args.policy)
+        self.registry = WorkerRegistry(args)
         self.metrics = RouterMetrics()
         for config in args.prefill:
             self.add_prefill_server(config, is_static=True)
@@ -87,7 +88,7 @@ class MiniLoadBalancer:
             self.metrics.duration.labels(path).observe(time.monotonic() - started)
 
     async def _dispatch(self, path: str, raw: bytes, body: Body, headers: Headers, client: ClientStream) -> None:
-        target = self.registry.select()
+        target = self.registry.select(wish_of(body, headers))
         if isinstance(target, Worker):
             await forward_single(self.upstream, target, Call(path, raw, headers), client)
             return
@@ -118,6 +119,12 @@ class MiniLoadBalancer:
             return worker, status, answer
 
         return await asyncio.gather(*(ask(worker) for worker in workers))
+
+
+def wish_of(body: Body, headers: Headers) -> Wish:
+    """The session is what the client says it is, or what OpenAI's API has for requests that share a beginning."""
+    named = (headers.get(SESSION_HEADER), body.get("prompt_cache_key"), body.get("user"))
+    return Wish(next((name for name in named if name and isinstance(name, str)), None))
 
 
 def parse_body(raw: bytes) -> Body:

@@ -14,16 +14,18 @@ from __future__ import annotations
 from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
-from splitserve.router.policies import create_policy
+from splitserve.router.args import LBArgs
+from splitserve.router.policies import ANY, Wish, create_policy
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
 
 
 class WorkerRegistry:
-    def __init__(self, policy: str = "round_robin", clock: Clock | None = None) -> None:
+    def __init__(self, args: LBArgs | None = None, clock: Clock | None = None) -> None:
+        args = args or LBArgs()
         self._workers: dict[str, Worker] = {}
-        self._policies = {mode: create_policy(policy) for mode in DisaggregationMode}
+        self._policies = {mode: create_policy(args.policy_of(mode)) for mode in DisaggregationMode}
         self._clock = clock or SystemClock()
 
     def add(
@@ -68,14 +70,14 @@ class WorkerRegistry:
             del self._workers[worker.url]
         return lost
 
-    def select(self) -> Pair | Worker:
+    def select(self, wish: Wish = ANY) -> Pair | Worker:
         """A pair, or a colocated worker where there is no pool of pairs. Raises WorkerUnavailableError, saying why."""
         can_pair = self._has_healthy(DisaggregationMode.PREFILL) and self._has_healthy(DisaggregationMode.DECODE)
         if self.pool(DisaggregationMode.NULL) and not can_pair:
-            return self._choose(DisaggregationMode.NULL)
-        return self.select_pair()
+            return self._choose(DisaggregationMode.NULL, wish)
+        return self.select_pair(wish)
 
-    def select_pair(self) -> Pair:
+    def select_pair(self, wish: Wish = ANY) -> Pair:
         """Raises WorkerUnavailableError naming each pool that has no healthy worker."""
         missing = [
             self._describe_missing(mode)
@@ -84,7 +86,7 @@ class WorkerRegistry:
         ]
         if missing:
             raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
-        return Pair(self._choose(DisaggregationMode.PREFILL), self._choose(DisaggregationMode.DECODE))
+        return Pair(self._choose(DisaggregationMode.PREFILL, wish), self._choose(DisaggregationMode.DECODE, wish))
 
     def any_healthy(self) -> Worker:
         """Some worker, for questions that each of them answers alike. Raises WorkerUnavailableError."""
@@ -93,11 +95,11 @@ class WorkerRegistry:
                 return self._choose(mode)
         raise WorkerUnavailableError("no healthy worker is registered: start one, or try again in a moment")
 
-    def _choose(self, mode: DisaggregationMode) -> Worker:
+    def _choose(self, mode: DisaggregationMode, wish: Wish = ANY) -> Worker:
         healthy = [w for w in self.pool(mode) if w.healthy]
         if not healthy:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
-        return self._policies[mode].choose(healthy)
+        return self._policies[mode].choose(healthy, wish)
 
     def _has_healthy(self, mode: DisaggregationMode) -> bool:
         return any(w.healthy for w in self.pool(mode))

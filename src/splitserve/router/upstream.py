@@ -18,7 +18,15 @@ from splitserve.router.worker import Worker
 
 # Of a worker's answer, these reach the client; of the client's request, these reach the workers.
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control")
-REQUEST_HEADERS = ("authorization", "x-request-id", "x-request-timeout", "traceparent", "tracestate")
+SESSION_HEADER = "x-session-id"
+REQUEST_HEADERS = (
+    "authorization",
+    "x-request-id",
+    "x-request-timeout",
+    "traceparent",
+    "tracestate",
+    SESSION_HEADER,
+)
 
 
 class Upstream:
