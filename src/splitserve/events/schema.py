@@ -86,4 +86,5 @@ def _event(told: Any) -> KVEvent:
     if isinstance(told, list):
         # Fields that were added later may be missing at the end, or be unknown to us.
         told = dict(zip(_FIELDS[told[0]], told, strict=False))
-    return msgspec.convert(told, KVEvent)  # type: ignore[arg-type]
+    event: KVEvent = msgspec.convert(told, KVEvent)
+    return event
