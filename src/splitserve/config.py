@@ -11,7 +11,8 @@ from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
-QUANTIZATIONS = ("int8",)
+ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
+QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -21,6 +22,13 @@ class SchedulePolicy(enum.StrEnum):
     FCFS = "fcfs"
     LPM = "lpm"
     SPF = "spf"
+
+
+class SpeculativeAlgorithm(enum.StrEnum):
+    """Who guesses the next tokens: the text itself (`scheduler/ngram.py`), or a small model (`engine/draft.py`)."""
+
+    NGRAM = "ngram"
+    DRAFT = "draft"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +46,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_affinity: str | None = None
     # "auto": our own where they are faster; "torch": torch's everywhere.
     kernels: str = "auto"
-    # Of the weights, on load: None or "int8".
+    # Of the weights, on load: None or one of QUANTIZATIONS.
     quantization: str | None = None
+    # "auto": on a GPU FlashInfer's where it is installed and knows the model's heads, else torch's.
+    attention_backend: str = "auto"
+    # GPU: replay decode steps of up to so many requests as CUDA graphs; 0: none.
+    cuda_graph_max_batch: int = 256
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +59,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     # Tokens in the pool; None: from `mem_fraction`.
     max_total_tokens: int | None = None
-    # Of the device's free memory after the weights are loaded.
-    mem_fraction: float = 0.15
+    # Of the device's free memory after the weights are loaded. None: a share that leaves a CPU to others (0.15), and
+    # on a GPU takes all but what a step needs (0.85).
+    mem_fraction: float | None = None
+    # Ranks of this worker that divide that share among them.
+    num_sharers: int = 1
     enable_prefix_cache: bool = True
     # Decode: keep prefixes too, and have prefill send only what is missing.
     enable_decode_prefix_cache: bool = True
+    # Null and prefill: bytes of host memory for prefixes that the pool has no room for; 0: they are forgotten.
+    prefix_host_memory: int = 0
     # File in memory that holds one pool for several workers of this host; None: a pool of our own.
     shared_pool: str | None = None
 
@@ -79,13 +96,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
     # Heed the requests' `priority`.
     enable_priority: bool = False
+    # Plan and commit beside the running step; `scheduler/loops.py`.
+    overlap_schedule: bool = True
     # Seconds a request may take that does not say how many; None: as long as it takes.
     request_timeout: float | None = None
 
-    @property
-    def max_open_requests(self) -> int:
-        """Samples a worker holds at most, running and waiting."""
-        return self.max_running_requests + self.max_queued_requests
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    # None: no token is guessed.
+    algorithm: SpeculativeAlgorithm | None = None
+    # Guesses that a step of a request verifies at most.
+    num_draft_tokens: int = 4
+    # ngram: tokens that are looked up at most.
+    ngram_max_match: int = 8
+    # draft: a smaller model of the same vocabulary, named as the model is. The same on prefill and decode.
+    draft_model: str | None = None
 
 
 class ClusterToken(msgspec.Struct, frozen=True):
@@ -141,5 +166,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     server: ServerConfig = ServerConfig()
+    # Schedulers behind its one front end, each with the whole model, a pool and the other limits here for itself.
+    dp_size: int = 1
+
+    @property
+    def max_open_requests(self) -> int:
+        """Samples the worker holds at most, running and waiting."""
+        return self.dp_size * (self.scheduler.max_running_requests + self.scheduler.max_queued_requests)

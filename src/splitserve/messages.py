@@ -72,6 +72,15 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
 
 
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What speculation did for one request."""
+
+    # Its steps that verified proposals, the proposals in them, and those that were accepted.
+    num_verify_steps: int
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+
+
 class TokenOutput(Message, frozen=True):
     """New tokens of one request. The one with `finish` set is its last message."""
 
@@ -88,6 +97,8 @@ class TokenOutput(Message, frozen=True):
     timeline: dict[str, float] | None = None
     # With `finish`, on the prefill side.
     transfer: TransferStats | None = None
+    # With `finish`, where there were proposals.
+    speculation: SpeculationStats | None = None
 
 
 class StepOutputs(Message, frozen=True):
@@ -111,6 +122,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     # Gave their pages back to others and wait to go on, and the bytes of host memory that hold their KV.
     num_retracted_reqs: int = 0
     retraction_host_bytes: int = 0
+    # Host memory that holds evicted prefixes.
+    prefix_host_bytes: int = 0
     # Disaggregation queues; zero in the other roles.
     num_prefill_bootstrap_queue_reqs: int = 0
     num_prefill_inflight_queue_reqs: int = 0
@@ -131,9 +144,14 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_retracted_requests_total: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
+    prefix_cache_host_hits: int = 0  # of these, in host memory
     num_steps_total: int = 0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0
+    # Speculation: steps of requests that verified proposals, the proposals in them, and those that were accepted.
+    spec_decode_num_drafts_total: int = 0
+    spec_decode_num_draft_tokens_total: int = 0
+    spec_decode_num_accepted_tokens_total: int = 0
     # Conservation checks that failed: anything but 0 is a bug.
     num_invariant_violations_total: int = 0
     # Prompt and output tokens of all requests in the worker, for load balancing.

@@ -12,12 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.engine.attention.base import AttentionBackend, AttentionParams, PagedBatch
+from splitserve.engine.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    FixedDecode,
+    PagedBatch,
+    StepAttention,
+)
+from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.native.library import find_library
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
+from splitserve.testing import fake_flashinfer
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class Backend:
     head_size_unit: int = 1
     # Of outputs: some roundings to the dtype.
     tolerance: float = 1e-5
+    # Whether values may be of another size than keys.
+    unequal_sizes: bool = True
 
 
 def native(pool: KVPool) -> AttentionBackend:
@@ -37,8 +49,28 @@ def native(pool: KVPool) -> AttentionBackend:
     return NativeBackend(pool, library, widen=True)
 
 
+class FixedDecodes:
+    """Decode steps by the fixed decode of their size, kept from one step to the next; others as they come."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._backend = FlashInferBackend(pool, fake_flashinfer)
+        self._fixed: dict[int, FixedDecode] = {}
+
+    def plan(self, batch: PagedBatch) -> StepAttention:
+        if (batch.lengths != 1).any():
+            return self._backend.plan(batch)
+        size = len(batch.starts)
+        if size not in self._fixed:
+            self._fixed[size] = self._backend.fixed_decode(size, self._backend.pool.layout.num_pages)
+        self._fixed[size].fill(batch)
+        return self._fixed[size]
+
+
 BACKENDS = {
     "torch_sdpa": Backend(TorchSdpaBackend),
+    # The library's part is played by plain torch here; tests/gpu has the real one.
+    "flashinfer": Backend(partial(FlashInferBackend, library=fake_flashinfer), unequal_sizes=False),
+    "flashinfer_fixed": Backend(FixedDecodes, unequal_sizes=False),
     "torch_sdpa_widened": Backend(partial(TorchSdpaBackend, widen=True), "bfloat16", 1, 0.02),
 }
 if find_library() is not None:
@@ -111,7 +143,8 @@ class World:
         totals = [sum(step[r] for step in case.steps) for r in range(len(case.steps[0]))]
         counts = [-(-total // case.page_size) for total in totals]
         self.kind = BACKENDS[backend]
-        self.k_dim, self.v_dim = (d * self.kind.head_size_unit for d in (case.k_dim, case.v_dim))
+        v_dim = case.v_dim if self.kind.unequal_sizes else case.k_dim
+        self.k_dim, self.v_dim = (d * self.kind.head_size_unit for d in (case.k_dim, v_dim))
         shape = LayerShape(0, case.num_kv_heads, self.k_dim, self.v_dim, case.params.window)
         layout = layout_for([shape], self.kind.dtype, page_size=case.page_size, num_pages=sum(counts) + 3)
         self.pool = KVPool(layout, torch.device("cpu"))
@@ -191,3 +224,27 @@ def test_layers_with_and_without_a_window_share_a_step(backend: str) -> None:
         out = step.forward(layer, *tensors, params).float().numpy()
         expected = naive(q.astype(np.float64), k, v, 0, params)
         np.testing.assert_allclose(out, expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(window: int | None) -> None:
+    rng, library = np.random.default_rng(0), find_library()
+    assert library is not None
+    # Two requests of 600 and 3 tokens, then five more of each.
+    starts, pages = np.array([600, 3]), (np.arange(0, 40), np.arange(40, 41))
+    given = [torch.from_numpy(rng.normal(size=(10, heads, 16))).bfloat16() for heads in (6, 2, 2)]
+
+    def outputs(by: int) -> torch.Tensor:
+        pool = KVPool(layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=41), CPU)
+        for tensor in (pool.keys[0], pool.values[0]):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+        backend, out = NativeBackend(pool, library), torch.zeros(10, 6, 16, dtype=torch.bfloat16)
+        for done in range(0, 5, by):
+            rows = [request * 5 + done + i for request in range(2) for i in range(by)]
+            batch = PagedBatch(starts + done, np.array([by, by]), pages, 16)
+            step = backend.plan(batch)
+            out[rows] = step.forward(0, *(x[rows] for x in given), AttentionParams(0.3, window))
+        return out
+
+    assert torch.equal(outputs(5), outputs(1))

@@ -21,19 +21,21 @@ from splitserve.disaggregation.transports.base import PeerAddress, TransportOpti
 from splitserve.disaggregation.transports.memory import encode_regions
 from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES
 from splitserve.errors import CapacityError, ConfigError
+from splitserve.testing.fake_gpu import FAKE_CUDA_IPC
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
 
 DEADLINE = 20.0
 # Senders write into the peer's memory by themselves: a stopped peer is no obstacle.
-ONE_SIDED = {"shm", "nixl"}
+ONE_SIDED = {"shm", "nixl", FAKE_CUDA_IPC}
 TOKEN = b"a token of the cluster"
 
-# nccl has GPU memory only: tests/gpu.
-BACKENDS = [backend.value for backend in TransferBackend if backend is not TransferBackend.NCCL]
+# What moves GPU memory only is in tests/gpu.
+ON_GPUS = (TransferBackend.NCCL, TransferBackend.CUDA_IPC)
+BACKENDS = [*(backend.value for backend in TransferBackend if backend not in ON_GPUS), FAKE_CUDA_IPC]
 
 
 def present(backend):
-    if problem := missing(backend):
+    if backend != FAKE_CUDA_IPC and (problem := missing(backend)):
         pytest.skip(problem)
     return backend
 
@@ -110,10 +112,8 @@ def test_of_many_writes_a_refused_one_takes_no_other_along(world):
     src, dst = world(200), world(200)
     src.memory[0][:] = 1
     session = dst.transport.open_session()
-    # 100 ends at byte 201.
-    tickets = [
-        write(src, session, [(0, i, 0, i, 1 if i != 100 else 101)]) for i in [*range(100), 100, *range(101, 200)]
-    ]
+    # Number 100 goes past the end.
+    tickets = [write(src, session, [(0, i, 0, i if i != 100 else 200, 1)]) for i in range(200)]
     states = [src.outcome(ticket).state for ticket in tickets]
     assert [i for i, state in enumerate(states) if state is not WriteState.DONE] == [100]
     assert states[100] is WriteState.FAILED
@@ -498,7 +498,8 @@ def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):
     tickets = []
 
     def write_until_refused():
-        for _ in range(MAX_PENDING_WRITES + 2):
+        # Beside those that wait, as many may be under way as one.
+        for _ in range(2 * MAX_PENDING_WRITES + 2):
             tickets.append(write(src, mute.address(), [(0, 0, 0, 0, 8)]))
 
     with pytest.raises(CapacityError):

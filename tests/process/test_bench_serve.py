@@ -53,6 +53,7 @@ async def test_a_trace_is_replayed_with_its_lengths(tmp_path):
     assert [(len(b["prompt"]), b["max_tokens"]) for b in api.bodies] == [(20, 2)] * 3
 
 
+@pytest.mark.soak
 def test_systems_of_its_own_are_set_beside_each_other_with_what_the_hand_over_took():
     load = ["--concurrency", "2", "--num-prompts", "2", "--input-tokens", "24", "--output-tokens", "3"]
     idle = ["--ttft-tokens", "48", "--ttft-runs", "2"]

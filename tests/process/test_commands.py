@@ -17,8 +17,18 @@ def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# Over tcp test_parity.py has the real model, over shm test_offline.py.
 @pytest.mark.parametrize(
-    "transport", [["tcp"], ["shm"], ["shm", "--hand-over"], ["gloo"], ["mooncake"], ["nixl"]], ids=" ".join
+    "transport",
+    [
+        pytest.param(["tcp"], marks=pytest.mark.soak),
+        pytest.param(["shm"], marks=pytest.mark.soak),
+        ["shm", "--hand-over"],
+        ["gloo"],
+        ["mooncake"],
+        ["nixl"],
+    ],
+    ids=" ".join,
 )
 def test_verify_proves_equality_over_every_transport(tmp_path, transport):
     if problem := missing(transport[0]):

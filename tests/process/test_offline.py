@@ -30,7 +30,7 @@ FORMS = {"null": {}, "pair": {"prefill": 1, "decode": 1, "transfer_backend": "sh
 
 @pytest.fixture(scope="module")
 def some_prompts(prompts) -> list[list[int]]:
-    return prompts[4:16:5]
+    return prompts[4:16:6]
 
 
 @pytest.fixture(scope="module", params=FORMS)

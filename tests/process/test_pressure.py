@@ -9,9 +9,9 @@ from splitserve.testing.deployment import Deployment, deploy
 
 pytestmark = pytest.mark.process
 
-# 16 pages of 16 tokens, of which a request grows to 7, and host memory for a few: some come back from their copies,
+# 16 pages of 16 tokens, of which a request grows to 6, and host memory for a few: some come back from their copies,
 # some are computed again.
-POOL_TOKENS, NUM_TOKENS = 256, 40
+POOL_TOKENS, NUM_TOKENS = 256, 24
 PRESSURE = ["--num-reserved-decode-tokens", "1", "--retraction-host-memory", "6M"]
 
 
@@ -27,7 +27,7 @@ def num_retractions(deployment: Deployment, url: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_retracted"), [(7, 2), pytest.param(32, 24, marks=pytest.mark.soak)], ids=["few", "many"]
+    ("num_requests", "num_retracted"), [(6, 2), pytest.param(40, 24, marks=pytest.mark.soak)], ids=["few", "many"]
 )
 def test_output_under_pressure_is_that_of_requests_alone(deployment, prompts, num_requests, num_retracted):
     pieces = [prompts[-1][i * 61 : i * 61 + 60] for i in range(num_requests)]

@@ -1,5 +1,7 @@
 """Requests with a grammar through whole simulated workers: each role applies it, checks it, and fails alone."""
 
+import random
+
 import pytest
 
 from splitserve.core.grammar import GrammarKind, GrammarSpec
@@ -62,10 +64,12 @@ def test_max_new_tokens_cuts_a_grammar_off():
     assert world.finish("g").type is FinishType.LENGTH
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_both_sides_apply_the_grammar_in_any_order_of_events(seed):
+def test_both_sides_apply_the_grammar_in_any_order_of_events(seed, overlapped):
     pools = HeldPool(), HeldPool()
-    world = pair(seed, {"grammar_pool": pools[0]}, {"grammar_pool": pools[1]})
+    late = [{"late_steps": random.Random(seed + i)} if overlapped else {} for i in range(2)]
+    world = pair(seed, {"grammar_pool": pools[0]} | late[0], {"grammar_pool": pools[1]} | late[1])
     for room in range(1, 6):
         world.submit(f"g{room}", [room] * (10 * room), params(room + 1, room), room=room)
         world.submit(f"free{room}", [room] * 5, PLAIN, room=100 + room)

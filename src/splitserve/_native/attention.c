@@ -230,19 +230,23 @@ static void join(const struct attention *a, uint64_t request, uint64_t head, uin
     }
 }
 
+/* By all threads of a team (program.c). */
+void decode_attention_share(const struct attention *a)
+{
+    struct state s;
+#pragma omp for collapse(2) schedule(dynamic)
+    for (uint64_t unit = 0; unit < a->num_units; unit++)
+        for (uint64_t head = 0; head < a->num_kv_heads; head++)
+            work(a, &s, unit, head);
+#pragma omp for collapse(2) schedule(static)
+    for (uint64_t request = 0; request < a->num_requests; request++)
+        for (uint64_t head = 0; head < a->num_kv_heads; head++)
+            for (uint64_t g = 0; g < a->group; g++)
+                join(a, request, head, g);
+}
+
 void decode_attention(const struct attention *a)
 {
 #pragma omp parallel num_threads(a->num_threads)
-    {
-        struct state s;
-#pragma omp for collapse(2) schedule(dynamic)
-        for (uint64_t unit = 0; unit < a->num_units; unit++)
-            for (uint64_t head = 0; head < a->num_kv_heads; head++)
-                work(a, &s, unit, head);
-#pragma omp for collapse(2) schedule(static)
-        for (uint64_t request = 0; request < a->num_requests; request++)
-            for (uint64_t head = 0; head < a->num_kv_heads; head++)
-                for (uint64_t g = 0; g < a->group; g++)
-                    join(a, request, head, g);
-    }
+    decode_attention_share(a);
 }

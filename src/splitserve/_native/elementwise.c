@@ -1,4 +1,7 @@
-/* What lies between the linear layers of a decoder: norms, rotary positions, and new tokens on their way to the pool. */
+/* What lies between the linear layers of a decoder: norms, rotary positions, and new tokens on their way to the pool.
+ *
+ * Functions `..._share` are called by all threads of a team (program.c) and by a thread alone.
+ */
 #include "vectors.h"
 
 /* ctypes knows the structures below too: splitserve/engine/native/library.py. */
@@ -40,9 +43,9 @@ static void add_row(bf16 *to, const bf16 *from, size_t size)
         store_bf16_first(to + i, splat(from_bf16(to[i]) + from_bf16(from[i])), 1);
 }
 
-void rms_norm(const struct rms_norm *n)
+void rms_norm_share(const struct rms_norm *n)
 {
-#pragma omp parallel for num_threads(n->num_threads) schedule(static) if (n->num_rows * n->size > 1 << 15)
+#pragma omp for schedule(static)
     for (uint64_t row = 0; row < n->num_rows; row++) {
         const bf16 *x = n->inputs + row * n->size;
         if (n->residual) {
@@ -51,6 +54,12 @@ void rms_norm(const struct rms_norm *n)
         }
         norm_row(x, n->weight, n->outputs + row * n->size, n->size, n->epsilon);
     }
+}
+
+void rms_norm(const struct rms_norm *n)
+{
+#pragma omp parallel num_threads(n->num_threads) if (n->num_rows * n->size > 1 << 15)
+    rms_norm_share(n);
 }
 
 struct rotate {
@@ -73,10 +82,10 @@ static void rotate_head(bf16 *head, const bf16 *cos, const bf16 *sin, size_t hal
     }
 }
 
-void rotate(const struct rotate *r)
+void rotate_share(const struct rotate *r)
 {
     const size_t size = r->head_size, num_heads = r->num_query_heads + r->num_key_heads;
-#pragma omp parallel for num_threads(r->num_threads) schedule(static) if (r->num_rows * num_heads * size > 1 << 15)
+#pragma omp for schedule(static)
     for (uint64_t row = 0; row < r->num_rows; row++)
         for (size_t h = 0; h < num_heads; h++) {
             bf16 *head = r->states + row * r->stride + h * size;
@@ -87,6 +96,13 @@ void rotate(const struct rotate *r)
         }
 }
 
+void rotate(const struct rotate *r)
+{
+    const size_t num_heads = r->num_query_heads + r->num_key_heads;
+#pragma omp parallel num_threads(r->num_threads) if (r->num_rows * num_heads * r->head_size > 1 << 15)
+    rotate_share(r);
+}
+
 struct store_tokens {
     const bf16 *states;   /* [num_rows, size], rows `stride` apart */
     bf16 *pool;           /* [slots, size] */
@@ -95,10 +111,12 @@ struct store_tokens {
     uint64_t stride, num_rows, size, num_zeroed;
 };
 
-void store_tokens(const struct store_tokens *s)
+void store_tokens_share(const struct store_tokens *s)
 {
+#pragma omp for schedule(static)
     for (uint64_t row = 0; row < s->num_rows; row++)
         memcpy(s->pool + (size_t)s->slots[row] * s->size, s->states + row * s->stride, s->size * sizeof(bf16));
+#pragma omp for schedule(static)
     for (uint64_t i = 0; i < s->num_zeroed; i++)
         memset(s->pool + (size_t)s->zeroed[i] * s->size, 0, s->size * sizeof(bf16));
 }

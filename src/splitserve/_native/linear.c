@@ -8,39 +8,7 @@
  * Everything is summed in float32, over the inputs in one order, whatever the number of rows and threads: what a row
  * gives depends on nothing but that row.
  */
-#include "vectors.h"
-
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
-/* Vectors of sums that fit the registers, beside weights and an activation. */
-#if VECTOR_BYTES == 64
-#define SUMS 24
-#else
-#define SUMS 12
-#endif
-/* Activations that stay in the cache of a core while panels pass by, in floats. */
-#define BLOCK_FLOATS (48 * 1024)
-/* Rows whose activations are converted at a time. */
-#define CHUNK_ROWS 480
-
-enum kind { BF16 = 0, INT8 = 1 };
-enum epilogue { PLAIN = 0, SILU_MUL = 1 };
-
-/* ctypes knows this structure too: splitserve/engine/native/library.py. */
-struct linear {
-    const bf16 *inputs;      /* [num_rows, num_inputs], rows `input_stride` apart */
-    const uint32_t *panels;
-    const float *bias;       /* of each output, padded to whole panels; or NULL */
-    const float *scales;     /* INT8: of each output, padded to whole panels */
-    bf16 *outputs;           /* [num_rows, num_outputs] */
-    float *scratch;          /* CHUNK_ROWS x num_inputs */
-    uint32_t *expanded;      /* INT8: num_threads x 2 x num_inputs x LANES */
-    uint64_t input_stride, num_rows, num_inputs;
-    uint64_t num_outputs;    /* SILU_MUL: half of the weights' outputs, which alternate vector by vector: gate, up */
-    uint64_t num_panels;
-    int32_t kind, epilogue, num_threads;
-};
+#include "linear.h"
 
 INLINE int vectors_a_panel(int kind)
 {
@@ -52,35 +20,6 @@ INLINE vfloat unpacked(vuint words, int kind, int v)
     if (kind == INT8)
         return __builtin_convertvector((vint)(words << (24 - 8 * v)) >> 24, vfloat);
     return (vfloat)(v ? words & 0xffff0000u : words << 16);
-}
-
-INLINE void finish(const struct linear *l, int kind, uint64_t row, uint64_t panel, const vfloat *sums)
-{
-    const int nv = vectors_a_panel(kind);
-    vfloat values[4];
-#pragma GCC unroll 4
-    for (int v = 0; v < nv; v++) {
-        uint64_t first = (panel * nv + v) * LANES;
-        values[v] = l->scales ? sums[v] * load(l->scales + first) : sums[v];
-        if (l->bias)
-            values[v] += load(l->bias + first);
-    }
-    int num_values = nv;
-    if (l->epilogue == SILU_MUL) {
-        num_values = nv / 2;
-        for (int v = 0; v < num_values; v++)
-            values[v] = values[2 * v] / (1.0f + exp_of(-values[2 * v])) * values[2 * v + 1];
-    }
-    for (int v = 0; v < num_values; v++) {
-        uint64_t first = (panel * num_values + v) * LANES;
-        if (first >= l->num_outputs)
-            break;
-        bf16 *to = l->outputs + row * l->num_outputs + first;
-        if (first + LANES <= l->num_outputs)
-            store_bf16(to, values[v]);
-        else
-            store_bf16_first(to, values[v], l->num_outputs - first);
-    }
 }
 
 /* `rows` rows against `panels` panels side by side; all of them numbers known to the compiler. */
@@ -116,7 +55,7 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < panels; p++)
-            finish(l, kind, row + r, panel + p, sums + (p * rows + r) * nv);
+            finish(l, nv, row + r, panel + p, sums + (p * rows + r) * nv);
 }
 
 #define TILE(kind, rows, panels) \
@@ -186,14 +125,9 @@ static int is_expanded(const struct linear *l)
     return l->kind == INT8 && l->num_rows > SUMS / 4;
 }
 
-/* As many as fit, and all tiles about alike: eight rows go better as four and four than as six and two. */
 static int tile_rows(const struct linear *l)
 {
-    const int most = l->kind == INT8 && !is_expanded(l) ? SUMS / 4 : SUMS / 2;
-    if (l->num_rows >= 8 * (uint64_t)most)
-        return most;
-    const int rows = (int)l->num_rows, tiles = (rows + most - 1) / most;
-    return (rows + tiles - 1) / tiles;
+    return alike_rows(l, l->kind == INT8 && !is_expanded(l) ? SUMS / 4 : SUMS / 2);
 }
 
 /* Activations as floats, tile after tile, and in a tile input after input. */
@@ -235,7 +169,7 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
                      uint32_t *expanded)
 {
     const int step = tile_rows(l);
-    const int block = MAX(step, (int)(BLOCK_FLOATS / l->num_inputs) / step * step);
+    const int block = MAX(step, (int)(BLOCK_WORDS / l->num_inputs) / step * step);
     for (int top = 0; top < num_rows; top += block) {
         const int bottom = MIN(num_rows, top + block);
         for (uint64_t panel = begin; panel < end;) {
@@ -261,14 +195,15 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
 /* Panels are shared out in whole groups, so that a thread has as many of them side by side as it can use. */
 #define GROUP 4
 
-void linear(const struct linear *l)
+void linear_share(const struct linear *l)
 {
+    if (l->kind == W8A8) {
+        w8a8_share(l);
+        return;
+    }
     const uint64_t num_groups = (l->num_panels + GROUP - 1) / GROUP;
     const uint64_t threads = (uint64_t)l->num_threads;
     const int step = tile_rows(l);
-    if (!l->num_rows)
-        return;
-#pragma omp parallel num_threads(l->num_threads)
     for (uint64_t chunk = 0; chunk < l->num_rows; chunk += CHUNK_ROWS) {
         const int rows = (int)MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
 #pragma omp for schedule(static)
@@ -281,6 +216,14 @@ void linear(const struct linear *l)
                      MIN(l->num_panels, (t + 1) * num_groups / threads * GROUP),
                      l->expanded + t * 2 * l->num_inputs * LANES);
     }
+}
+
+void linear(const struct linear *l)
+{
+    if (!l->num_rows)
+        return;
+#pragma omp parallel num_threads(l->num_threads)
+    linear_share(l);
 }
 
 /* What the packing of weights must know. */

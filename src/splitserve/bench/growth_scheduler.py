@@ -32,7 +32,7 @@ class InstantEngine(FakeEngine):
     """Draws token 0 for whoever wants one, and computes nothing."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(tuple(RequestResult(None if step.sample is None else 0) for step in plan.requests))
+        return StepResult(tuple([RequestResult(None if s.sample is None else 0) for s in plan.requests]))
 
 
 def measure_scheduler(waiting: Sequence[int], repeats: int) -> list[Series]:

@@ -1,5 +1,7 @@
 """One account of the whole KV pool: every page is free, cached, or held by one admitted request.
 
+What the prefix cache evicts may go on in host memory (`host_tier.py`), from where `try_admit` fetches it back.
+
 The life of a request in here:
 1. `try_admit` takes a row, locks the longest cached prefix and promises room for the tokens that are known so far. The
    sum of all promises never exceeds what is free or can be evicted, so growing up to the promise never fails.
@@ -7,15 +9,20 @@ The life of a request in here:
 3. `share` publishes the whole pages computed so far, so that others find them while the request still runs.
 4. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
 
+Between `step_began` and `step_ended` the engine may touch whatever the step's requests held when it began. What they
+give back meanwhile is set aside, and free when the step has ended. A loop that waits for each step needs neither.
+
 It does not know why a request is admitted or released, who gives way when there is no page left, nor what the pages
 contain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitserve.cache.blocks import kv_to_page_num
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import PrefixCache, PrefixHandle
 from splitserve.cache.shared_pages import SharedPages
@@ -52,6 +59,7 @@ class PagedKVCache:
         prefix: PrefixCache,
         page_size: int,
         shared: SharedPages | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self.pages = pages
         self.rows = rows
@@ -59,13 +67,21 @@ class PagedKVCache:
         self.page_size = page_size
         # Where our pages are part of a pool of several workers; then there must be no prefix cache to hold them too.
         self._shared = shared
+        # Where evicted prefixes go on; None: they are gone.
+        self.host = host
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
-        # Admitted requests that have ended here: room comes back by nothing else.
+        # Requests of the step under way, and what they gave back since it began: pages, and all of those released.
+        self._stepping: frozenset[Request] = frozenset()
+        self._pages_aside: list[int] = []
+        self._leaving: list[tuple[Holding, int]] = []
+        # How often admitted requests gave pages back: room comes back by nothing else.
         self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        # Of these, tokens that came back from the host.
+        self.prefix_host_hits = 0
 
     @property
     def num_grantable_pages(self) -> int:
@@ -84,8 +100,8 @@ class PagedKVCache:
     def try_admit(self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0) -> bool:
         """Admit `request` with a promise of pages for `num_tokens` tokens; False, changing nothing, without room.
 
-        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens are looked up in the
-        prefix cache.
+        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens, which must be among
+        those promised, are looked up in the prefix cache and behind it on the host.
         """
         if self.rows.available_size() == 0:
             return False
@@ -102,10 +118,12 @@ class PagedKVCache:
         request.pages = list(match.pages)
         self.rows.write(request.row, 0, request.pages)
         request.num_computed_tokens = len(match.pages) * self.page_size
+        num_fetched = self._fetch(request, max_prefix)
         if request.num_retractions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_queries += max_prefix
             self.prefix_hits += request.num_cached_tokens
+            self.prefix_host_hits += num_fetched
         return True
 
     def extend(self, request: Request, num_tokens: int) -> bool:
@@ -113,9 +131,9 @@ class PagedKVCache:
 
         Never False within what it was promised.
         """
-        missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
-        if missing <= 0:
+        if num_tokens <= len(request.pages) * self.page_size:
             return True
+        missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
         holding, row = self._held(request)
         paid = min(missing, holding.num_pages_owed)
         if missing - paid > self.num_grantable_pages:
@@ -125,6 +143,18 @@ class PagedKVCache:
         request.pages.extend(new)
         self._owed -= paid
         return True
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Take back pages beyond the request's first `num_tokens` tokens, of which nothing is computed."""
+        keep = kv_to_page_num(num_tokens, self.page_size)
+        if keep >= len(request.pages):
+            return
+        holding, _ = self._held(request)
+        owed = holding.num_pages_owed
+        self.pages.free(request.pages[keep:])
+        del request.pages[keep:]
+        self._owed += holding.num_pages_owed - owed
+        self.num_releases += 1
 
     def share(self, request: Request) -> None:
         """Publish the whole pages of computed tokens; the request goes on with the cache's pages, locked."""
@@ -138,7 +168,10 @@ class PagedKVCache:
             return
         self.prefix.lock(match.handle)
         self.prefix.unlock(holding.handle)
-        self.pages.free(duplicates)
+        if request in self._stepping:
+            self._pages_aside.extend(duplicates)
+        else:
+            self.pages.free(duplicates)
         request.pages[:whole] = match.pages
         self.rows.write(row, 0, match.pages)
         holding.num_shared, holding.handle = whole, match.handle
@@ -150,12 +183,22 @@ class PagedKVCache:
         holding, row = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
-        self.num_releases += 1
-        self.prefix.unlock(holding.handle)
-        self.pages.free(request.pages[holding.num_shared :])
-        self.rows.free(row)
-        request.pages = []
-        request.row = None
+        if request in self._stepping:
+            self._leaving.append((holding, row))
+        else:
+            self._let_go(holding, row)
+
+    def step_began(self, requests: Iterable[Request]) -> None:
+        """The engine works on `requests`, until `step_ended`. One step at a time."""
+        self._stepping = frozenset(requests)
+
+    def step_ended(self) -> None:
+        self._stepping = frozenset()
+        self.pages.free(self._pages_aside)
+        self._pages_aside = []
+        leaving, self._leaving = self._leaving, []
+        for holding, row in leaving:
+            self._let_go(holding, row)
 
     def settle(self, request: Request) -> None:
         """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
@@ -178,27 +221,43 @@ class PagedKVCache:
 
     def flush(self) -> int:
         """Forget everything no request uses; how many pages that freed."""
-        evicted = self.prefix.evict(self.prefix.num_pages)
-        self.pages.free(evicted)
-        return len(evicted)
+        num_free = self.pages.available()
+        for evicted in self.prefix.evict(self.prefix.num_pages):
+            self.pages.free(evicted.pages)
+        if self.host is not None:
+            self.host.clear()
+        return self.pages.available() - num_free
 
     def check(self, held: list[Request]) -> None:
         """Raise InvariantViolation unless `held` are all admitted requests and every page and row is accounted for."""
         self.prefix.check()
+        if self.host is not None:
+            self.host.check()
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
-        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]]
+        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + self._pages_aside
+        own += [p for holding, _ in self._leaving for p in holding.request.pages[holding.num_shared :]]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
             raise InvariantViolation(
                 f"{self.pages.num_pages} pages, but {self.pages.available()} free + {self.prefix.num_pages} cached + "
                 f"{len(own)} held ({len(set(own))} different)"
             )
-        if self.rows.available_size() + len(held) != len(self.rows.table):
-            raise InvariantViolation(f"{self.rows.available_size()} rows free and {len(held)} held")
+        num_rows = len(held) + len(self._leaving)
+        if self.rows.available_size() + num_rows != len(self.rows.table):
+            raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
         if owed != self._owed or self.num_grantable_pages < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {self.num_grantable_pages} left")
+
+    def _let_go(self, holding: Holding, row: int) -> None:
+        request = holding.request
+        self.num_releases += 1
+        self.prefix.unlock(holding.handle)
+        self.pages.free(request.pages[holding.num_shared :])
+        self.rows.free(row)
+        request.pages = []
+        request.row = None
 
     def _held(self, request: Request) -> tuple[Holding, int]:
         holding = self._holdings.get(request.rid)
@@ -206,8 +265,25 @@ class PagedKVCache:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
         return holding, request.row
 
+    def _fetch(self, request: Request, max_prefix: int) -> int:
+        """Copy back what the host has behind the pages found; how many tokens. Others find them from now on, too."""
+        first = len(request.pages)
+        found = self.host.find(request.tokens(0, max_prefix), first) if self.host is not None else []
+        if self.host is None or not found:
+            return 0
+        num_tokens = (first + len(found)) * self.page_size
+        if not self.extend(request, num_tokens):
+            raise InvariantViolation(f"request {request.rid} was promised fewer than {num_tokens} tokens")
+        self.host.restore(found, request.pages[first:])
+        request.num_computed_tokens = num_tokens
+        self.share(request)
+        return len(found) * self.page_size
+
     def _take(self, count: int) -> list[int]:
         short = count - self.pages.available()
         if short > 0:
-            self.pages.free(self.prefix.evict(short))
+            for evicted in self.prefix.evict(short):
+                if self.host is not None:
+                    self.host.keep(evicted)
+                self.pages.free(evicted.pages)
         return self.pages.alloc(count)

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+# The tokens of one page.
+PageKey = tuple[int, ...]
+
 
 class PrefixHandle(Protocol):
     """A place in the cache that can be locked. Opaque to callers."""
@@ -21,6 +24,20 @@ class PrefixMatch:
 
     pages: list[int]
     handle: PrefixHandle | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Neighbouring pages at the end of a path that the cache forgot; they belong to the caller now."""
+
+    # Of every page of the path, from the first token on. The last len(pages) of them are those of `pages`.
+    keys: list[PageKey]
+    pages: list[int]
+
+
+def split_pages(tokens: Sequence[int], page_size: int) -> list[PageKey]:
+    """The tokens of each whole page."""
+    return [tuple(tokens[i : i + page_size]) for i in range(0, len(tokens) - page_size + 1, page_size)]
 
 
 class PrefixCache(Protocol):
@@ -42,7 +59,7 @@ class PrefixCache(Protocol):
 
     def unlock(self, handle: PrefixHandle | None) -> None: ...
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int) -> list[Evicted]:
         """Forget least recently used, unlocked pages until `num_pages` are found or nothing is left. May give more."""
         ...
 
@@ -79,7 +96,7 @@ class NoPrefixCache:
     def unlock(self, handle: PrefixHandle | None) -> None:
         assert handle is None
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int) -> list[Evicted]:
         return []
 
     def check(self) -> None:

@@ -12,9 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from splitserve.cache.prefix import PrefixHandle, PrefixMatch
-
-PageKey = tuple[int, ...]
+from splitserve.cache.prefix import Evicted, PageKey, PrefixHandle, PrefixMatch, split_pages
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +52,11 @@ class RadixCache:
         return self._num_pages - self._num_locked_pages
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        node, pages = self._walk(self._split_pages(tokens))
+        node, pages = self._walk(split_pages(tokens, self.page_size))
         return PrefixMatch(pages, node if pages else None)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
-        keys = self._split_pages(tokens)
+        keys = split_pages(tokens, self.page_size)
         assert len(keys) == len(pages), f"{len(tokens)} tokens do not fill {len(pages)} pages"
         node, held = self._walk(keys)
         known = len(held)
@@ -85,9 +83,9 @@ class RadixCache:
                 self._num_locked_pages -= len(node.pages)
                 self._queue(node)
 
-    def evict(self, num_pages: int) -> list[int]:
-        evicted: list[int] = []
-        while self._evictable and len(evicted) < num_pages:
+    def evict(self, num_pages: int) -> list[Evicted]:
+        evicted: list[Evicted] = []
+        while self._evictable and num_pages > 0:
             last_use, _, node = heapq.heappop(self._evictable)
             node.is_queued = False
             if last_use != node.last_use:
@@ -96,7 +94,9 @@ class RadixCache:
             if node.children or node.users:
                 # Back when it loses the last of them.
                 continue
-            evicted.extend(node.pages)
+            path = [*self._path(node)]
+            evicted.append(Evicted([key for n in reversed(path) for key in n.keys], node.pages))
+            num_pages -= len(node.pages)
             self._num_pages -= len(node.pages)
             parent = node.parent
             assert parent is not None
@@ -121,10 +121,6 @@ class RadixCache:
             node.is_queued = True
             self._num_queued += 1
             heapq.heappush(self._evictable, (node.last_use, self._num_queued, node))
-
-    def _split_pages(self, tokens: Sequence[int]) -> list[PageKey]:
-        size = self.page_size
-        return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
 
     def _walk(self, keys: list[PageKey]) -> tuple[Node, list[int]]:
         """Follow `keys` as far as the tree goes, splitting an edge left half way, and mark the way as just used."""

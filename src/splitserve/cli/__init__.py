@@ -16,6 +16,8 @@ import typer
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.options import (
+    DeviceOption,
+    DpSizeOption,
     DtypeOption,
     HandOverOption,
     HostOption,
@@ -53,12 +55,15 @@ def up(
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the router; 0: any free one.")] = 8000,
     host: HostOption = "127.0.0.1",
+    device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     null: Annotated[
         int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
     ] = 0,
+    prefill_dp_size: DpSizeOption = 1,
+    decode_dp_size: DpSizeOption = 1,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     hand_over: HandOverOption = False,
     threads: ThreadsOption = None,
@@ -77,6 +82,8 @@ def up(
     check_dtype(dtype)
     check_backend(transfer_backend, "--transfer-backend")
     worker_args = ["--served-model-name", served_model_name or model, "--kernels", kernels]
+    if device != "auto":
+        worker_args += ["--device", device]
     if quantization is not None:
         worker_args += ["--quantization", quantization]
     if worker_options and not worker_options[0].startswith("-"):
@@ -91,6 +98,8 @@ def up(
         prefill=prefill,
         decode=decode,
         null=null,
+        prefill_dp_size=prefill_dp_size,
+        decode_dp_size=decode_dp_size,
         dtype=dtype,
         backend=transfer_backend,
         host=host,

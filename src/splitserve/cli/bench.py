@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from splitserve.cli.bench_growth import bench_growth, bench_startup
+from splitserve.cli.bench_gpu import bench_gpu
+from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
 from splitserve.cli.bench_serve import bench_serve
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
 from splitserve.config import DTYPES
@@ -50,7 +51,9 @@ def bench_transfer(
 
 bench_app.command("serve")(bench_serve)
 bench_app.command("growth")(bench_growth)
+bench_app.command("scheduler")(bench_scheduler)
 bench_app.command("startup")(bench_startup)
+bench_app.command("gpu")(bench_gpu)
 
 
 @bench_app.command("compare")

@@ -1,4 +1,4 @@
-"""`splitserve bench growth` and `splitserve bench startup`."""
+"""`splitserve bench growth`, `splitserve bench scheduler` and `splitserve bench startup`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ def bench_growth(
         as_json=as_json,
     )
     raise typer.Exit(run_growth_bench(options))
+
+
+def bench_scheduler(
+    ctx: typer.Context,
+    rounds: Annotated[int, typer.Option(min=1, help="In which all loops and sizes take turns.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Of a round, for each loop and size.")] = 40,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What the scheduler costs a step at 1, 32 and 256 running requests, in the normal and the overlapped loop."""
+    from splitserve.bench.scheduler import SchedulerBenchOptions, run_scheduler_bench
+
+    command = typed_again(ctx)
+    raise typer.Exit(run_scheduler_bench(SchedulerBenchOptions(command, rounds, steps, append_to, as_json)))
 
 
 def bench_startup(

@@ -9,13 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy
+from splitserve.config import ATTENTION_BACKENDS, DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy, SpeculativeAlgorithm
 from splitserve.errors import ConfigError
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
 ]
 DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend for that.")
+]
+AttentionOption = Annotated[
+    str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}. auto: FlashInfer on GPUs, where it is installed.")
+]
+NoGraphOption = Annotated[
+    bool, typer.Option("--disable-cuda-graph", help="GPU: launch every kernel of a decode step anew.")
+]
+GraphBatchOption = Annotated[
+    int, typer.Option("--cuda-graph-max-bs", min=1, help="GPU: largest decode batch that is replayed as a CUDA graph.")
+]
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
 HandOverOption = Annotated[
@@ -33,12 +45,18 @@ KernelsOption = Annotated[
 ]
 QuantizationOption = Annotated[
     str | None,
-    typer.Option(help=f"Of the weights, on load: {', '.join(QUANTIZATIONS)}. With --dtype bfloat16 on a CPU."),
+    typer.Option(
+        help=f"On load: {', '.join(QUANTIZATIONS)}; int8 of the weights only, w8a8 of activations too. With --dtype "
+        "bfloat16 on a CPU."
+    ),
 ]
 CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model, in each of its schedulers.")]
+DpSizeOption = Annotated[
+    int, typer.Option(help="Schedulers of the worker, each with the model and a pool: data parallel ranks.")
+]
 ReservedTokensOption = Annotated[
     int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")
 ]
@@ -48,6 +66,10 @@ HostMemoryOption = Annotated[
         metavar="BYTES", help="For the KV of requests that give way when the pool is full, e.g. 512M or 4G; 0: none."
     ),
 ]
+PrefixHostMemoryOption = Annotated[
+    str,
+    typer.Option(metavar="BYTES", help="Null, prefill: for prefixes that the pool has no room for, e.g. 4G; 0: none."),
+]
 PolicyOption = Annotated[
     SchedulePolicy,
     typer.Option(help="First come first served, longest prefix match, or shortest prompt first."),
@@ -55,6 +77,15 @@ PolicyOption = Annotated[
 PriorityOption = Annotated[bool, typer.Option("--enable-priority", help="Requests of larger `priority` go first.")]
 RequestTimeoutOption = Annotated[
     float | None, typer.Option(help="Seconds a request may take that names no `timeout`; default: any.")
+]
+AlgorithmOption = Annotated[
+    SpeculativeAlgorithm | None,
+    typer.Option(help="Guess next tokens and verify several in a step: from the text, or by a draft model."),
+]
+NumDraftTokensOption = Annotated[int, typer.Option(help="Tokens guessed for a step of a request.")]
+MaxMatchOption = Annotated[int, typer.Option(help="ngram: last tokens that are looked up, at most.")]
+DraftModelOption = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="draft: a smaller model with the same vocabulary; also on prefill.")
 ]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
 AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]

@@ -8,15 +8,25 @@ from typing import Annotated
 import typer
 
 from splitserve.cli.options import (
+    AlgorithmOption,
+    AttentionOption,
     CpuAffinityOption,
+    DeviceOption,
+    DpSizeOption,
+    DraftModelOption,
     DtypeOption,
+    GraphBatchOption,
     HostMemoryOption,
     HostOption,
     KernelsOption,
     LogLevelOption,
+    MaxMatchOption,
     ModelArgument,
+    NoGraphOption,
+    NumDraftTokensOption,
     ParentOption,
     PolicyOption,
+    PrefixHostMemoryOption,
     PriorityOption,
     QuantizationOption,
     ReadyFileOption,
@@ -33,6 +43,7 @@ from splitserve.config import (
     SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
+    SpeculativeConfig,
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
@@ -75,8 +86,12 @@ def serve(
     cluster_token_file: TokenFileOption = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: MODEL.")] = None,
     dtype: DtypeOption = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: DeviceOption = "auto",
+    attention_backend: AttentionOption = "auto",
+    disable_cuda_graph: NoGraphOption = False,
+    cuda_graph_max_bs: GraphBatchOption = 256,
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
+    dp_size: DpSizeOption = 1,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
     kernels: KernelsOption = "auto",
@@ -87,11 +102,14 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Compute in one pool with other workers of this host (backend shm)."),
     ] = None,
-    mem_fraction_static: Annotated[float, typer.Option(help="Of free memory, for the KV pool.")] = 0.15,
+    mem_fraction_static: Annotated[
+        float | None, typer.Option(help="Of the device's free memory, for the KV pool; default: 0.15, GPU: 0.85.")
+    ] = None,
     disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
     decode_prefix_cache: Annotated[
         bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")
     ] = True,
+    prefix_host_memory: PrefixHostMemoryOption = "0",
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
     max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
@@ -99,7 +117,14 @@ def serve(
     retraction_host_memory: HostMemoryOption = "1G",
     schedule_policy: PolicyOption = SchedulePolicy.FCFS,
     enable_priority: PriorityOption = False,
+    disable_overlap_schedule: Annotated[
+        bool, typer.Option("--disable-overlap-schedule", help="Plan a step when the one before it has ended.")
+    ] = False,
     request_timeout: RequestTimeoutOption = None,
+    speculative_algorithm: AlgorithmOption = None,
+    speculative_num_draft_tokens: NumDraftTokensOption = 4,
+    speculative_ngram_max_match: MaxMatchOption = 8,
+    speculative_draft_model: DraftModelOption = None,
     bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
     grammar_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its compiled grammar.")] = 60.0,
@@ -130,6 +155,8 @@ def serve(
             cpu_affinity=cpu_affinity,
             kernels=kernels,
             quantization=quantization,
+            attention_backend=attention_backend,
+            cuda_graph_max_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
         ),
         cache=CacheConfig(
             page_size=page_size,
@@ -137,6 +164,7 @@ def serve(
             mem_fraction=mem_fraction_static,
             enable_prefix_cache=not disable_radix_cache,
             enable_decode_prefix_cache=decode_prefix_cache,
+            prefix_host_memory=num_bytes(prefix_host_memory, "--prefix-host-memory"),
             shared_pool=None if shared_pool is None else str(shared_pool),
         ),
         scheduler=SchedulerConfig(
@@ -148,7 +176,14 @@ def serve(
             retraction_host_memory=num_bytes(retraction_host_memory, "--retraction-host-memory"),
             schedule_policy=schedule_policy,
             enable_priority=enable_priority,
+            overlap_schedule=not disable_overlap_schedule,
             request_timeout=request_timeout,
+        ),
+        speculative=SpeculativeConfig(
+            algorithm=speculative_algorithm,
+            num_draft_tokens=speculative_num_draft_tokens,
+            ngram_max_match=speculative_ngram_max_match,
+            draft_model=speculative_draft_model,
         ),
         disaggregation=DisaggregationConfig(
             mode=disaggregation_mode,
@@ -169,6 +204,7 @@ def serve(
             router_url=None if router is None else parse_url(router),
             log_level=log_level,
         ),
+        dp_size=dp_size,
     )
     check_worker(config)
     from splitserve.launch.worker import ProcessOptions, run_worker

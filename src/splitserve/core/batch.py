@@ -2,13 +2,20 @@
 
 A step computes, for every request in it, the KV of tokens [start, start + len(token_ids)) and, where `sample` is set,
 the next token. There is no prefill batch and no decode batch: a decode is a step of one token.
+
+Speculation: the last tokens of a step may be proposals, guesses of what will be drawn. A token is drawn after the last
+real token and after each proposal; the proposals that equal what was drawn in their place are accepted, up to the
+first that does not, and the token drawn there follows them. So a step yields what that many steps would have.
+
+Steps run one after the other. One may be prepared while the step before it still runs: where it goes on from a token
+which that one is still to draw, the plan says LAST_DRAWN, and the engine, which drew it, puts it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import SamplingParams
@@ -16,9 +23,12 @@ from splitserve.core.sampling import SamplingParams
 # (token id, logprob), best first. Logprobs are of the model's own distribution, before penalties and temperature.
 TopLogprobs = tuple[tuple[int, float], ...]
 
+# Instead of a token id: the token that was drawn last for the same row of the page table, in the step before.
+LAST_DRAWN = -1
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+
+# This and the other two that are made for each request in each step are named tuples: a third of the time to make.
+class SampleSpec(NamedTuple):
     """How to draw the token that follows this step's last token."""
 
     params: SamplingParams
@@ -32,6 +42,13 @@ class SampleSpec:
     num_top_logprobs: int = 0
     # Allows only some tokens. A reference, owned by the request: read only.
     grammar: GrammarMatcher | None = None
+    # The step's last tokens, from `position` on, are these guesses. None where there is a grammar.
+    proposals: Sequence[int] = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Before the one to draw. `output_ids` may still miss the last."""
+        return self.position - len(self.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +60,22 @@ class InputLogprobSpec:
     num_top_logprobs: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStep:
+class RequestStep(NamedTuple):
     """One request's share of a step."""
 
     rid: str
     # Row of the page table that holds this request's page numbers; pages for all tokens of this step are in it.
     row: int
-    # Tokens to compute, at positions [start, start + len(token_ids)). Never empty.
+    # Tokens to compute, at positions [start, start + len(token_ids)). Never empty. Either ids or LAST_DRAWN alone.
     token_ids: Sequence[int]
     start: int
     # None while the prompt is not finished by this step: nothing is sampled.
     sample: SampleSpec | None = None
     input_logprobs: InputLogprobSpec | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +86,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(r.token_ids) for r in self.requests)
+        return sum([len(r.token_ids) for r in self.requests])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +96,18 @@ class TokenLogprob:
     top: TopLogprobs = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestResult:
+class RequestResult(NamedTuple):
     """One request's share of a step's outcome."""
 
-    # The sampled token; None where the step's `sample` was None.
+    # The sampled token, which follows the accepted proposals; None where the step's `sample` was None.
     token_id: int | None = None
     # Present where asked for.
     logprob: TokenLogprob | None = None
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    # Of the proposals, the first so many were accepted. The KV of the others is nobody's, and overwritten later.
+    num_accepted: int = 0
+    # Theirs, where asked for.
+    accepted_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +121,12 @@ class Engine(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises EngineError; the KV of the step's tokens is then undefined."""
+        ...
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """The first half of `execute`: read of the page table what the step needs; what is returned is the other half.
+
+        This half may run while the step before it does, the other one not before that has ended, in any thread. It need
+        not run at all. Both raise EngineError.
+        """
         ...

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Components of a draft model's layers are called "draft_k", "draft_v" and so on.
+DRAFT_PREFIX = "draft_"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
@@ -17,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 class KVComponent:
     """One region of the pool: one kind of tensor of one layer. (name, layer) is unique in a pool."""
 
-    # "k" or "v"; "latent" for MLA, of one head, which every rank holds.
+    # "k" or "v"; "latent" for MLA, of one head, which every rank holds. A draft model's have DRAFT_PREFIX before it.
     name: str
     # Global layer number.
     layer: int

@@ -51,6 +51,12 @@ class BootstrapInfo:
     host: str
     port: int
     key: RoomKey
+    # Which of the prefill worker's data parallel ranks; None: the one that the room's number says.
+    dp_rank: int | None = None
+
+    def prefill_rank(self, dp_size: int) -> int:
+        """The data parallel rank of prefill that serves the room: one rule for both sides, so that nobody guesses."""
+        return self.key.room % dp_size if self.dp_rank is None else self.dp_rank
 
 
 class FinishType(enum.StrEnum):
@@ -123,6 +129,10 @@ class Request:
     # Pages of tokens [0, len(pages) x page_size). The first ones, those found in the prefix cache, belong to the cache
     # and are held by its lock; the rest belong to this request.
     pages: list[int] = field(default_factory=list)
+    # Steps of this request that verified proposals, the proposals in them, and how many of these were accepted.
+    num_verify_steps: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
     # Tokens whose KV was found in a prefix cache, on whichever side computed the prompt.
     num_cached_tokens: int = 0
     # Row of the page table; None while the request is not admitted.

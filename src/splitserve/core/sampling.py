@@ -52,6 +52,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def needs_history(self) -> bool:
+        """A token is drawn by the ids of those before it, not only by the logits they led to and their number."""
+        is_penal = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return is_penal or self.grammar is not None
+
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequestError naming the first parameter that is out of range."""
         checks = (

@@ -49,7 +49,7 @@ class DecodeSide:
         self._context = context
         self._directory = directory
         self._rooms: dict[RoomKey, KVReceiver] = {}
-        self._peers: dict[tuple[str, int], PrefillPeer] = {}
+        self._peers: dict[BootstrapAddress, PrefillPeer] = {}
         self._backoff: Backoff[BootstrapAddress] = Backoff()
         # Drained sessions of which a write may still be under way, and the rooms that must keep their pages until then.
         self._fencing: dict[str, list[KVReceiver]] = {}
@@ -72,7 +72,7 @@ class DecodeSide:
             raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
         if len(self._rooms) >= self._context.limits.max_rooms:
             raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
-        peer = self._peer_at(bootstrap.host, bootstrap.port)
+        peer = self._peer_of(bootstrap)
         receiver = KVReceiver(self, self._context, bootstrap, rid, next(self._attempts), peer)
         self._rooms[key] = receiver
         self._pair_if_ready(receiver)
@@ -202,7 +202,10 @@ class DecodeSide:
                 del self._peers[peer.address]
                 error = WorkerUnavailableError(f"{peer} was not found: {message}")
                 logger.warning("%s", error.message)
-                self._release_rooms(peer, error, again=not definitive)
+                if definitive:
+                    self._fail_waiting(peer, error)
+                else:
+                    self._look_again(peer)
             case None:
                 pass
 
@@ -234,22 +237,27 @@ class DecodeSide:
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
-    def _peer_at(self, host: str, port: int) -> PrefillPeer:
+    def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
+        """The prefill rank that serves a room; rank 0 while nobody has said how many there are."""
+        host, port = bootstrap.host, bootstrap.port
+        infos = (p.info for p in self._peers.values() if p.address[:2] == (host, port))
+        dp_size = next((info.args.rank.dp_size for info in infos if info), 1)
+        return self._peer_at(BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size)))
+
+    def _peer_at(self, address: BootstrapAddress) -> PrefillPeer:
         """The prefill behind a bootstrap address, looked up where it is not known."""
-        peer = self._peers.get((host, port))
+        peer = self._peers.get(address)
         if peer is None:
             if len(self._peers) >= self._context.limits.max_peers:
                 raise CapacityError(f"{len(self._peers)} prefill workers are known, and there is no room for another")
-            retry_at = self._backoff.retry_at((host, port), self._context.clock.now())
-            peer = self._peers[host, port] = PrefillPeer((host, port), retry_at=retry_at)
+            retry_at = self._backoff.retry_at(address, self._context.clock.now())
+            peer = self._peers[address] = PrefillPeer(address, retry_at=retry_at)
             self._ask_if_due(peer)
         return peer
 
     def _resolved(self, peer: PrefillPeer, info: PrefillInfo) -> None:
         peer.info = info
-        for abort in peer.unsent_aborts:
-            self._post(peer, abort)
-        peer.unsent_aborts.clear()
+        self._send_waiting(peer)
         if info.version != PROTOCOL_VERSION:
             self._reject(peer, version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
         elif difference := info.args.difference(self._context.args):
@@ -260,6 +268,22 @@ class DecodeSide:
             peer.next_beat_at = self._context.clock.now() + self._context.config.heartbeat_interval
             peer.heard = False
             self._register(peer)
+            if info.args.rank.dp_size > 1:
+                self._look_again(peer)
+
+    def _send_waiting(self, peer: PrefillPeer) -> None:
+        """Aborts that waited for an address, each to the rank of its room."""
+        for bootstrap, abort in peer.unsent_aborts:
+            try:
+                rank = self._peer_of(bootstrap)
+            except CapacityError:
+                # The deadline of that side ends it.
+                continue
+            if rank.info is None:
+                rank.unsent_aborts.append((bootstrap, abort))
+            else:
+                self._post(rank, abort)
+        peer.unsent_aborts.clear()
 
     def _register(self, peer: PrefillPeer) -> None:
         assert peer.session is not None
@@ -287,7 +311,7 @@ class DecodeSide:
                 # It may live on, and wait for pages that were announced through the lost session.
                 self._send_abort(receiver)
         self._forget(peer)
-        self._release_rooms(peer, PeerLostError(0, why), again=True)
+        self._look_again(peer)
         self._context.changed = True
 
     def _fence(self, peer: PrefillPeer) -> None:
@@ -310,13 +334,21 @@ class DecodeSide:
         if peer.info is not None:
             self._context.mailbox.forget(peer.info.control_address)
 
-    def _release_rooms(self, peer: PrefillPeer, error: SplitserveError, *, again: bool) -> None:
-        """Rooms that were waiting for this prefill look again, as long as their deadline lets them, or fail."""
+    def _look_again(self, peer: PrefillPeer) -> None:
+        """Rooms that were waiting for this prefill look for theirs again, as long as their deadline lets them."""
         for receiver in self._rooms_of(peer):
-            if receiver.poll() is KVPoll.BOOTSTRAPPING and again:
-                receiver.peer = self._peer_at(*peer.address)
+            if receiver.poll() is not KVPoll.BOOTSTRAPPING:
+                continue
+            try:
+                receiver.peer = self._peer_of(receiver.bootstrap)
+            except CapacityError as error:
+                receiver.fail(error)
+            else:
                 self._pair_if_ready(receiver)
-            elif receiver.poll() is KVPoll.BOOTSTRAPPING:
+
+    def _fail_waiting(self, peer: PrefillPeer, error: SplitserveError) -> None:
+        for receiver in self._rooms_of(peer):
+            if receiver.poll() is KVPoll.BOOTSTRAPPING:
                 receiver.fail(error)
 
     def _pair_rooms(self, peer: PrefillPeer) -> None:
@@ -330,7 +362,7 @@ class DecodeSide:
     def _send_abort(self, receiver: KVReceiver) -> None:
         abort = AbortRoom(key=receiver.key, attempt=receiver.attempt, cause=Cause.of(receiver.failure()))
         if receiver.peer.info is None:
-            receiver.peer.unsent_aborts.append(abort)
+            receiver.peer.unsent_aborts.append((receiver.bootstrap, abort))
         else:
             self._post(receiver.peer, abort)
 

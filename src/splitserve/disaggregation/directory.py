@@ -58,11 +58,10 @@ class HttpDirectory:
         *,
         tp_rank: int = 0,
         pp_rank: int = 0,
-        dp_rank: int = 0,
     ) -> None:
         self._on_result = on_result
         self._auth = ClusterAuth(token)
-        self._query = {"tp_rank": tp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank}
+        self._query = {"tp_rank": tp_rank, "pp_rank": pp_rank}
         self._lock = threading.Lock()
         self._answers: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
         self._running: set[BootstrapAddress] = set()
@@ -112,9 +111,9 @@ class HttpDirectory:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _ask_once(self, client: httpx.AsyncClient, address: BootstrapAddress) -> PrefillInfo | LookupFailure:
-        url = f"{bootstrap_url(*address)}/route"
+        url = f"{bootstrap_url(address.host, address.port)}/route"
         try:
-            response = await client.get(url, params=self._query)
+            response = await client.get(url, params={**self._query, "dp_rank": address.dp_rank})
         except httpx.TransportError as error:
             return LookupFailure(f"{url} does not answer: {error!r}")
         if response.status_code == 200:

@@ -5,6 +5,9 @@
   REGISTERING  telling it about our memory, until it answers
   READY        rooms may be announced; pinged at every heartbeat interval
 
+Each data parallel rank of a prefill worker is a peer of its own. How many there are any of them says; until the first
+is found, a room looks for rank 0, and moves to its own rank then.
+
 It leaves the table when it is lost, replaced, refused or says that it does not know us; the next room starts afresh.
 """
 
@@ -13,13 +16,19 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from splitserve.core.request import BootstrapInfo
 from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.disaggregation.wire import AbortRoom, PrefillInfo
 
-# (host, port) of a prefill's bootstrap server.
-BootstrapAddress = tuple[str, int]
+
+class BootstrapAddress(NamedTuple):
+    """A rank of a prefill worker, by its bootstrap server."""
+
+    host: str
+    port: int
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +73,11 @@ class PrefillPeer:
     heard: bool = True
     misses: int = 0
     # Aborts of rooms that failed before we knew where to send them.
-    unsent_aborts: deque[AbortRoom] = field(default_factory=lambda: deque(maxlen=1024))
+    unsent_aborts: deque[tuple[BootstrapInfo, AbortRoom]] = field(default_factory=lambda: deque(maxlen=1024))
 
     def __str__(self) -> str:
-        host, port = self.address
-        return f"prefill at bootstrap address {host}:{port}"
+        host, port, rank = self.address
+        return f"prefill at bootstrap address {host}:{port}" + (f", data parallel rank {rank}" if rank else "")
 
     @property
     def is_ready(self) -> bool:

@@ -64,6 +64,8 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     # Fingerprint of the model: equal on both sides or the KV cache means nothing.
     model: str
     layout: KVLayout
+    # The same of the draft model whose KV is in the pages too; "": none.
+    draft_model: str = ""
     # Stride of a metadata row, and how many there are.
     metadata_row_bytes: int
     num_metadata_rows: int
@@ -87,6 +89,7 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
         for name, ours, theirs in (
             ("transfer backend", self.backend, target.backend),
             ("model", self.model, target.model),
+            ("draft model", self.draft_model or "none", target.draft_model or "none"),
             ("metadata row bytes", self.metadata_row_bytes, target.metadata_row_bytes),
             ("tensor parallel size", self.rank.tp_size, target.rank.tp_size),
             ("pipeline parallel size", self.rank.pp_size, target.rank.pp_size),

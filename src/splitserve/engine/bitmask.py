@@ -19,6 +19,7 @@ import torch
 
 from splitserve.core.batch import SampleSpec
 from splitserve.core.grammar import GrammarMatcher
+from splitserve.engine.upload import to_device
 
 # [rows, words]: bit t % 32 of word t // 32 is set where token t may come. Rows without a grammar are undefined.
 Bitmask = npt.NDArray[np.int32]
@@ -86,7 +87,7 @@ def forbid(logits: torch.Tensor, specs: Sequence[SampleSpec], bitmask: Bitmask) 
     import xgrammar
 
     rows = [i for i, spec in enumerate(specs) if spec.grammar is not None]
-    allowed = torch.from_numpy(bitmask).to(logits.device, non_blocking=True)
+    allowed = to_device(bitmask, logits.device)
     masked = logits.clone()
     xgrammar.apply_token_bitmask_inplace(masked, allowed, vocab_size=logits.shape[-1], indices=rows)
     return masked

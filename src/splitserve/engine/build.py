@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +14,25 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.layout import KVLayout, Region
 from splitserve.engine.attention.base import AttentionBackend
-from splitserve.engine.attention.native import NativeBackend, is_supported
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.attention.choose import choose_attention
+from splitserve.engine.attention.flashinfer import FlashInferBackend
+from splitserve.engine.draft import DraftingRunner
+from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.engine.native.library import has_fast_bfloat16
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model, whose KV is in the pages of the model that is served."""
+
+    loaded: LoadedModel
+    attention: AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,11 @@ class BuiltEngine:
 
     loaded: LoadedModel
     pool: KVPool
+    attention: AttentionBackend
+    # Guesses what `loaded` will say; None: nobody does. The KV of both is in each page.
+    draft: Draft | None = None
+    # Requests in a decode step that is replayed as a CUDA graph, at most; 0: none is.
+    max_graph_batch: int = 0
     # The pool's table of owners, where several workers compute in it.
     shared: SharedPages | None = None
 
@@ -47,6 +64,11 @@ class BuiltEngine:
         return self.loaded.fingerprint
 
     @property
+    def draft_fingerprint(self) -> str:
+        """The same of the draft model; empty where there is none."""
+        return self.draft.loaded.fingerprint if self.draft else ""
+
+    @property
     def num_pages(self) -> int:
         """Pages that are this worker's."""
         return self.shared.pages_per_worker if self.shared else self.layout.num_pages
@@ -57,8 +79,43 @@ class BuiltEngine:
         return min(self.loaded.context_length, self.num_pages * self.layout.page_size)
 
     def runner(self, page_table: PageTable) -> ModelRunner:
-        """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row]."""
-        return ModelRunner(self.loaded, _attention(self.loaded, self.pool), self.layout.page_size, page_table)
+        """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
+
+        On a GPU this records CUDA graphs, and compiles what is compiled on first use: it may take a while.
+        """
+        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table)
+        if self.pool.padding_page is not None:
+            runner.warm_up(self.pool.padding_page)
+            runner.graphs = self._graphs(page_table.shape[1])
+        return runner
+
+    def _graphs(self, max_pages: int) -> DecodeGraphs | None:
+        """None where there are to be none, and where the model does what cannot be recorded."""
+        padding_page = self.pool.padding_page
+        if not self.max_graph_batch or padding_page is None or not isinstance(self.attention, FlashInferBackend):
+            return None
+        try:
+            with torch.inference_mode():
+                return DecodeGraphs(
+                    self.loaded.model.base_model,
+                    self.attention,
+                    CudaRecorder(self.pool.device),
+                    sizes=bucket_sizes(self.max_graph_batch),
+                    max_pages=max_pages,
+                    page_size=self.layout.page_size,
+                    padding_page=padding_page,
+                    device=self.pool.device,
+                )
+        except Exception as error:
+            # A model that asks the device for a number in its forward, say (experts chosen on the host).
+            logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
+            return None
+
+    def drafting_runner(self, page_table: PageTable) -> DraftingRunner:
+        """The same that computes the draft model's KV too, and proposes. Only with a draft model."""
+        assert self.draft is not None
+        draft = ModelRunner(self.draft.loaded, self.draft.attention, self.layout.page_size, page_table)
+        return DraftingRunner(self.runner(page_table), draft)
 
     def close(self) -> None:
         self.pool.close()
@@ -66,19 +123,38 @@ class BuiltEngine:
             self.shared.close()
 
 
-def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool = False) -> BuiltEngine:
+def build_engine(
+    model: ModelConfig, cache: CacheConfig, *, draft_model: str | None = None, shareable_pool: bool = False
+) -> BuiltEngine:
     """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
 
-    `shareable_pool`: other processes of this host can map the pool.
+    `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can
+    map the pool.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
     loaded = load_model(model)
-    one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1)
+    draft = None if draft_model is None else _load_draft(draft_model, model, loaded)
+    return engine_over(loaded, model, cache, draft=draft, shareable_pool=shareable_pool)
+
+
+def engine_over(
+    loaded: LoadedModel,
+    model: ModelConfig,
+    cache: CacheConfig,
+    *,
+    draft: LoadedModel | None = None,
+    shareable_pool: bool = False,
+) -> BuiltEngine:
+    """The same over models that are there already."""
+    draft_layers = draft.layers if draft else ()
+    one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1, draft=draft_layers)
     num_pages = num_pages_for(one_page, cache, loaded.device)
     if cache.shared_pool is None:
-        layout = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=num_pages)
-        return BuiltEngine(loaded, KVPool(layout, loaded.device, shareable=shareable_pool))
+        layout = replace(one_page, num_pages=num_pages)
+        has_padding_page = loaded.device.type == "cuda"
+        pool = KVPool(layout, loaded.device, shareable=shareable_pool, has_padding_page=has_padding_page)
+        return _engine(loaded, draft, pool, model)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
     if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
         raise ConfigError(
@@ -86,16 +162,28 @@ def build_engine(model: ModelConfig, cache: CacheConfig, *, shareable_pool: bool
             f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
         )
     layout = replace(one_page, num_pages=shared.num_pages)
-    return BuiltEngine(loaded, KVPool(layout, loaded.device, shared=shared), shared)
+    return _engine(loaded, draft, KVPool(layout, loaded.device, shared=shared), model, shared)
 
 
-def _attention(loaded: LoadedModel, pool: KVPool) -> AttentionBackend:
-    # Without instructions for bfloat16 torch goes through it number by number.
-    widen = loaded.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
-    num_heads = loaded.model.config.get_text_config().num_attention_heads
-    if loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
-        return NativeBackend(pool, loaded.kernels, widen=widen)
-    return TorchSdpaBackend(pool, widen=widen)
+def _engine(
+    loaded: LoadedModel, draft: LoadedModel | None, pool: KVPool, model: ModelConfig, shared: SharedPages | None = None
+) -> BuiltEngine:
+    name = model.attention_backend
+    attention = choose_attention(name, loaded, pool)
+    guesser = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
+    # Shared pools are memory of the CPU.
+    return BuiltEngine(loaded, pool, attention, guesser, 0 if shared else model.cuda_graph_max_batch, shared)
+
+
+def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:
+    """Of the same device, dtype and context as `loaded`."""
+    draft = load_model(msgspec.structs.replace(model, model=name, context_length=loaded.context_length))
+    if draft.vocab_size != loaded.vocab_size:
+        raise ConfigError(
+            f"Draft model {name} has a vocabulary of {draft.vocab_size} tokens, model {loaded.name} one of "
+            f"{loaded.vocab_size}: take a smaller model of the same family."
+        )
+    return draft
 
 
 def _join_pool(file: Path, one_page: KVLayout, num_pages: int) -> SharedPages:

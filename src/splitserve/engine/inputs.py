@@ -1,7 +1,7 @@
 """A step plan as tensors: the requests' tokens one after the other, with the positions and pages that go with them.
 
 Reads the page table, which the scheduler owns, only here and only once a step: a later change of a row does not reach a
-step under way.
+step that is prepared or under way. Tokens that the step before is still to draw are filled in when it has.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.core.batch import RequestStep, StepPlan
+from splitserve.core.batch import LAST_DRAWN, RequestStep, StepPlan
 from splitserve.engine.attention.base import IntArray, PagedBatch
+from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError
 
 PageTable = npt.NDArray[np.int32]
@@ -30,6 +31,14 @@ class StepInputs:
     batch: PagedBatch
     # Request i's tokens are [offsets[i], offsets[i + 1]) of the step.
     offsets: IntArray
+    # Rows of the page table whose last tokens go to `places` of the step, [n] each, on the device; None: none do.
+    drawn_rows: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+    def fill_in(self, drawn: torch.Tensor) -> None:
+        """Put last tokens where they are wanted; `drawn` has that of every row of the page table."""
+        if self.drawn_rows is not None:
+            self.token_ids[0, self.places] = drawn[self.drawn_rows]
 
 
 def build_inputs(plan: StepPlan, page_table: PageTable, page_size: int, device: torch.device) -> StepInputs:
@@ -41,11 +50,15 @@ def build_inputs(plan: StepPlan, page_table: PageTable, page_size: int, device: 
         page_size=page_size,
     )
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
+    places = np.flatnonzero(token_ids == LAST_DRAWN)
+    rows = np.array([r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN], dtype=np.int64)
     return StepInputs(
-        token_ids=torch.from_numpy(token_ids).to(device, non_blocking=True).unsqueeze(0),
-        positions=torch.from_numpy(batch.positions).to(device, non_blocking=True).unsqueeze(0),
+        token_ids=to_device(token_ids, device).unsqueeze(0),
+        positions=to_device(batch.positions, device).unsqueeze(0),
         batch=batch,
         offsets=batch.offsets,
+        drawn_rows=to_device(rows, device) if len(rows) else None,
+        places=to_device(places, device) if len(rows) else None,
     )
 
 

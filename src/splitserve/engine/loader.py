@@ -95,10 +95,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        # With its number, where the name has none.
+        device = torch.empty(0, device=name).device
+        if device.type == "cuda":
+            # What libraries allocate and launch in this thread is for this device, too.
+            torch.cuda.set_device(device)
     except Exception as error:
         raise ConfigError(f"Device {name!r} cannot be used: {error}. Use auto, cpu, cuda or cuda:N.") from error
     return device

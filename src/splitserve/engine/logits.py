@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import SampleSpec
+from splitserve.engine.upload import to_device
 
 
 class _Entries:
@@ -32,8 +33,7 @@ class _Entries:
         if not self._rows:
             return logits
         rows, tokens, amounts = (
-            torch.from_numpy(np.concatenate(parts)).to(logits.device)
-            for parts in (self._rows, self._tokens, self._amounts)
+            to_device(np.concatenate(parts), logits.device) for parts in (self._rows, self._tokens, self._amounts)
         )
         return logits.index_put((rows, tokens), change(logits[rows, tokens], amounts))
 
@@ -51,7 +51,7 @@ def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: fro
             tokens, counts = np.unique(spec.output_ids, return_counts=True)
             occurrence.add(row, tokens, counts * p.frequency_penalty + p.presence_penalty)
         # With a grammar the bitmask sees to that (bitmask.py), since a complete grammar must be able to end.
-        if len(spec.output_ids) < p.min_new_tokens and spec.grammar is None:
+        if spec.num_output_tokens < p.min_new_tokens and spec.grammar is None:
             ending = set(p.stop_token_ids) | (set() if p.ignore_eos else eos_token_ids)
             masked.add(row, np.array(sorted(ending)), 0.0)
     logits = bias.apply(logits, torch.add)

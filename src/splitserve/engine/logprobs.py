@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from splitserve.core.batch import TokenLogprob
+from splitserve.engine.upload import to_device
+from splitserve.errors import EngineError
 
 
 def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """The logprob of token_ids[i] in row i of raw logits [n, vocab_size], with that row's num_top[i] best tokens."""
+    """The logprob of token_ids[i] in row i of raw logits [n, vocab_size], with that row's num_top[i] best tokens.
+
+    Raises EngineError on NaN.
+    """
     if not token_ids:
         return []
     log_z = logits.logsumexp(-1, keepdim=True)
-    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
+    chosen = to_device(np.array(token_ids, np.int64), logits.device).unsqueeze(-1)
     logprobs = (logits.gather(-1, chosen) - log_z).squeeze(-1).tolist()
+    if any(map(math.isnan, logprobs)):
+        raise EngineError("the logits are not numbers. Serve the model with dtype bfloat16 or float32")
     widest = min(max(num_top), logits.shape[-1])
     values, ids = logits.topk(widest, dim=-1)
     top_logprobs, top_ids = (values - log_z).tolist(), ids.tolist()

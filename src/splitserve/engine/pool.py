@@ -5,6 +5,8 @@
 3. Attention reads and writes it as tensors [num_pages, page_size, num_kv_heads, head_dim]; transports as raw regions.
 4. `save` copies pages to the host's memory for a request that gives way, `restore` back into other pages.
 
+A draft model's layers are further components of the same pages: whatever moves a page moves its KV too.
+
 The pool does not know which page belongs to whom. Memory nobody wrote to reads as zero, and on a CPU it costs nothing.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -19,22 +22,34 @@ import torch
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig
 from splitserve.core.arena import Arena
-from splitserve.core.layout import KVComponent, KVLayout, Region
+from splitserve.core.layout import DRAFT_PREFIX, KVComponent, KVLayout, Region
 from splitserve.engine.probe import LayerShape
 from splitserve.errors import ConfigError
 
 # Components start at multiples of this many bytes: a page of the operating system, so that they can be registered.
 _ALIGNMENT = 4096
+# Of free memory, where nobody says. A machine's memory is others' too; on a GPU the rest is for a step's tensors.
+_MEM_FRACTIONS = {"cpu": 0.15, "cuda": 0.85}
 
 
-def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int) -> KVLayout:
-    """The layout of a pool that holds all of `layers` on this rank, components in the order k0, v0, k1, v1, ..."""
+def layout_for(
+    layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int, draft: Sequence[LayerShape] = ()
+) -> KVLayout:
+    """The layout of a pool that holds all of `layers` on this rank, components in the order k0, v0, k1, v1, ...
+
+    After them the layers of a draft model.
+    """
+    components = _components(layers, dtype) + _components(draft, dtype, DRAFT_PREFIX)
+    return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))
+
+
+def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> list[KVComponent]:
     components = []
     for shape in layers:
         for name, head_dim in (("k", shape.k_dim), ("v", shape.v_dim)):
             components.append(
                 KVComponent(
-                    name=name,
+                    name=prefix + name,
                     layer=shape.layer,
                     dtype=dtype,
                     num_heads=shape.num_kv_heads,
@@ -44,7 +59,7 @@ def layout_for(layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_
                     window=shape.window,
                 )
             )
-    return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))
+    return components
 
 
 def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) -> int:
@@ -56,14 +71,15 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
         if cache.max_total_tokens < 1:
             raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}: it must be at least 1.")
         return -(-cache.max_total_tokens // cache.page_size)
-    if not 0.0 < cache.mem_fraction <= 1.0:
-        raise ConfigError(f"mem_fraction is {cache.mem_fraction}: it must be in (0, 1].")
+    fraction = _MEM_FRACTIONS.get(device.type, 0.15) if cache.mem_fraction is None else cache.mem_fraction
+    if not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)
-    num_pages = int(free * cache.mem_fraction) // one_page.bytes_per_page
+    num_pages = int(free * fraction / cache.num_sharers) // one_page.bytes_per_page
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
-            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {cache.mem_fraction:.2%} of the {free / 2**20:.0f} MiB "
+            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {fraction:.2%} of the {free / 2**20:.0f} MiB "
             f"free on {device} is less. Raise mem_fraction, set max_total_tokens, or choose a smaller page_size."
         )
     return num_pages
@@ -72,43 +88,69 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
 def _free_memory(device: torch.device) -> int:
     """Bytes free on the device, now."""
     if device.type == "cuda":
+        # What torch keeps for later tensors counts as taken: loading has left some.
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
+@dataclass(slots=True)
+class DraftKV:
+    """PagedKV of a draft model. Memory and page numbers are the pool's."""
+
+    device: torch.device
+    components: tuple[KVComponent, ...]
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
 class KVPool:
-    """The memory of one rank's KV cache.
+    """The memory of one rank's KV cache; PagedKV of the model that is served.
 
     `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
     must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
     ConfigError where the device has none, and where the system refuses the memory. With `shared` the memory is that of
-    a pool of several workers, and so are the page numbers.
+    a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one page more, number
+    `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end before it.
     """
 
     def __init__(
-        self, layout: KVLayout, device: torch.device, *, shareable: bool = False, shared: SharedPages | None = None
+        self,
+        layout: KVLayout,
+        device: torch.device,
+        *,
+        shareable: bool = False,
+        shared: SharedPages | None = None,
+        has_padding_page: bool = False,
     ) -> None:
         self.layout = layout
+        self.padding_page = layout.num_pages if has_padding_page else None
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
+        self.components = layout.components[: len(layout.components) - len(drafts)]
+        # Without layers where there is no draft model.
+        self.draft_token_to_kv_pool = DraftKV(device, drafts)
         self._regions: list[Region] = []
         # Memory of the CPU; a device's is the tensors' alone.
-        self._arena = _arena(pool_bytes(layout), device, shareable, shared)
+        held = replace(layout, num_pages=layout.num_pages + has_padding_page)
+        self._arena = _arena(pool_bytes(held), device, shareable, shared)
         if self._arena is None:
-            memory = torch.zeros(pool_bytes(layout), dtype=torch.uint8, device=device)
+            memory = torch.zeros(pool_bytes(held), dtype=torch.uint8, device=device)
         else:
             memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         offset = shared.arena_offset if shared else 0
-        for component, size in zip(layout.components, _sizes(layout), strict=True):
-            part = memory[offset : offset + size]
+        for component, size, held_size in zip(layout.components, _sizes(layout), _sizes(held), strict=True):
+            part = memory[offset : offset + held_size]
             self._add(component, part)
             self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
-            offset += _aligned(size)
+            offset += _aligned(held_size)
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
-        shape = (self.layout.num_pages, self.layout.page_size, component.num_heads, component.head_dim)
-        side = self.keys if component.name == "k" else self.values
+        shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
+        owner = self.draft_token_to_kv_pool if component.name.startswith(DRAFT_PREFIX) else self
+        side = owner.keys if component.name.removeprefix(DRAFT_PREFIX) == "k" else owner.values
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 
     @property
@@ -137,12 +179,15 @@ class KVPool:
         return tuple(self._regions)
 
     def _parts(self) -> list[torch.Tensor]:
-        return [*self.keys.values(), *self.values.values()]
+        draft = self.draft_token_to_kv_pool
+        return [part for side in (self.keys, self.values, draft.keys, draft.values) for part in side.values()]
 
     def close(self) -> None:
         """Let go of the memory; it returns to the system with the last tensor that looks at it. Idempotent."""
         self.keys.clear()
         self.values.clear()
+        self.draft_token_to_kv_pool.keys.clear()
+        self.draft_token_to_kv_pool.values.clear()
         self._regions.clear()
         self._arena = None
 

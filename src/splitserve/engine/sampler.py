@@ -7,6 +7,9 @@
    Tokens of equal probability are kept or dropped together, so nothing depends on how a sort breaks ties.
 5. The cumulative sum in token-id order is inverted at the uniform variate of (seed, position).
 
+All of it runs on the logits' device. The host waits for it once, for the tokens; and once more where a row has top-p,
+to see whether its best tokens hold enough mass.
+
 So a draw depends on seed, position and distribution alone, never on the rest of the batch, and noise of 1e-6 in the
 logits changes it about once in a million draws.
 """
@@ -15,15 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from splitserve.core.batch import SampleSpec
 from splitserve.core.sampling import SamplingParams, uniform_at
 from splitserve.engine.bitmask import Bitmask, forbid
 from splitserve.engine.logits import adjust
+from splitserve.engine.upload import to_device
+from splitserve.errors import EngineError
 
 # Probabilities looked at for top-p before the whole row is sorted; nearly always they hold enough mass.
 _HEAD = 1024
+# In the place of the token of a row whose logits are NaN.
+_NO_TOKEN = -1
 
 
 def draw(
@@ -31,17 +39,21 @@ def draw(
 ) -> list[int]:
     """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says.
 
-    `bitmask`: what the rows' grammars allow; None only where no row has one.
+    `bitmask`: what the rows' grammars allow; None only where no row has one. Raises EngineError on NaN.
     """
+    is_broken = logits.amax(-1).isnan()
     logits = adjust(logits, specs, eos_token_ids)
     if bitmask is not None:
         logits = forbid(logits, specs, bitmask)
     tokens = logits.argmax(-1)
     random = [i for i, spec in enumerate(specs) if not spec.params.is_greedy]
     if random:
-        rows = torch.tensor(random, device=logits.device)
+        rows = to_device(np.array(random), logits.device)
         tokens = tokens.index_copy(0, rows, _draw_random(logits.index_select(0, rows), [specs[i] for i in random]))
-    drawn: list[int] = tokens.tolist()
+    # One transfer to the host tells both.
+    drawn: list[int] = tokens.masked_fill(is_broken, _NO_TOKEN).tolist()
+    if _NO_TOKEN in drawn:
+        raise EngineError("the logits are not numbers. Serve the model with dtype bfloat16 or float32")
     return drawn
 
 
@@ -70,7 +82,7 @@ def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) ->
         return None
     least = probs.amax(-1, keepdim=True) * _column([p.min_p for p in params], probs.device)
     if ranked:
-        rows = torch.tensor(ranked, device=probs.device)
+        rows = to_device(np.array(ranked), probs.device)
         by_rank = _least_by_rank(probs.index_select(0, rows), [params[i] for i in ranked])
         least.index_copy_(0, rows, torch.maximum(least.index_select(0, rows), by_rank))
     return least
@@ -79,7 +91,8 @@ def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) ->
 def _least_by_rank(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The probability of the last token that top-k and top-p keep. [n, 1]"""
     vocab_size, device = probs.shape[-1], probs.device
-    top_k = torch.tensor([p.top_k if p.top_k >= 1 else vocab_size for p in params], device=device).clamp(max=vocab_size)
+    counts = [min(p.top_k, vocab_size) if p.top_k >= 1 else vocab_size for p in params]
+    top_k = to_device(np.array(counts), device)
     top_p = _column([p.top_p for p in params], device)
     head = min(vocab_size, max(_HEAD, *(p.top_k for p in params if p.top_k < vocab_size), 0))
     best = probs.topk(head, dim=-1).values
@@ -102,4 +115,4 @@ def _last_kept(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
+    return to_device(np.array(values, np.float64), device).unsqueeze(-1)

@@ -5,22 +5,27 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from splitserve.cache.host_memory import HostMemory
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.clock import Clock, SystemClock
-from splitserve.config import SchedulerConfig, WorkerConfig
+from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, SpeculativeConfig, WorkerConfig
+from splitserve.core.batch import Engine
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
+from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.launch.hand_over import open_hand_over
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
-from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
+from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
@@ -30,20 +35,29 @@ from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.scheduler import Limits, Scheduler
+from splitserve.scheduler.speculation import Speculation
 
 
 def assemble_scheduler(
-    config: WorkerConfig, engine: BuiltEngine, pipe: FrontEndPipe, bootstrap_url: str | None, closing: ExitStack
-) -> NormalLoop:
+    config: WorkerConfig,
+    engine: BuiltEngine,
+    pipe: FrontEndPipe,
+    bootstrap_url: str | None,
+    closing: ExitStack,
+    *,
+    dp_rank: int = 0,
+) -> Loop:
     """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
     clock = SystemClock()
     mode = config.disaggregation.mode
     cache = _cache(config, engine)
     outbox = Outbox(pipe.send, clock)
-    running = _running_set(config, engine, cache)
+    runner, speculation = _runner(config.speculative, engine, cache)
+    running = _running_set(config, engine, cache, speculation)
     kit = None
     if mode is not DisaggregationMode.NULL:
-        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, pipe.waker.wake, closing)
+        rank = ParallelRank(dp_rank=dp_rank, dp_size=config.dp_size)
+        kit = open_hand_over(config.disaggregation, engine, bootstrap_url, rank, pipe.waker.wake, closing)
     role = _role(mode, running, cache, outbox, clock, kit)
     limits = Limits(
         max_tokens_per_request=engine.max_total_tokens_per_request,
@@ -54,7 +68,25 @@ def assemble_scheduler(
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
-    return NormalLoop(scheduler, engine.runner(cache.rows.table))
+    # A guess goes on from tokens that are known: with speculation no step can be planned beside the one before it.
+    if speculation is not None or not config.scheduler.overlap_schedule:
+        return NormalLoop(scheduler, runner)
+    engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    # The step under way must end before its memory goes.
+    closing.callback(engine_thread.shutdown, wait=True)
+    return OverlappedLoop(scheduler, runner, engine_thread, pipe.waker.wake)
+
+
+def _runner(config: SpeculativeConfig, engine: BuiltEngine, cache: PagedKVCache) -> tuple[Engine, Speculation | None]:
+    """What runs the steps, and what puts guesses into them."""
+    table = cache.rows.table
+    if engine.draft is not None:
+        drafting = engine.drafting_runner(table)
+        return drafting, Speculation(drafting, cache, config.num_draft_tokens)
+    speculation = None
+    if config.algorithm is SpeculativeAlgorithm.NGRAM:
+        speculation = Speculation(NgramProposer(config.ngram_max_match), cache, config.num_draft_tokens)
+    return engine.runner(table), speculation
 
 
 def _grammars(
@@ -68,7 +100,9 @@ def _grammars(
     return GrammarQueue(compiler, pool, clock, pipe.waker.wake, limits)
 
 
-def _running_set(config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache) -> RunningSet:
+def _running_set(
+    config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache, speculation: Speculation | None
+) -> RunningSet:
     scheduler, is_prefill = config.scheduler, config.disaggregation.mode is DisaggregationMode.PREFILL
     admission = Admission(
         cache,
@@ -82,6 +116,7 @@ def _running_set(config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache)
         WaitingOrder(scheduler.schedule_policy, cache, has_priorities=scheduler.enable_priority),
         token_budget=scheduler.chunked_prefill_size,
         max_running=scheduler.max_running_requests,
+        speculation=speculation,
     )
 
 
@@ -101,10 +136,14 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
         if mode is DisaggregationMode.DECODE
         else ReqToTokenPool(max_running, longest, page_size)
     )
-    prefix: PrefixCache = RadixCache(page_size) if _has_prefixes(config, engine) else NoPrefixCache()
+    has_prefixes = _has_prefixes(config, engine)
+    prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
+    host = None
+    if has_prefixes and config.cache.prefix_host_memory and mode is not DisaggregationMode.DECODE:
+        host = HostTier(HostMemory(engine.pool, config.cache.prefix_host_memory), page_size)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
-    return PagedKVCache(pages, rows, prefix, page_size, engine.shared)
+    return PagedKVCache(pages, rows, prefix, page_size, engine.shared, host)
 
 
 def _has_prefixes(config: WorkerConfig, engine: BuiltEngine) -> bool:

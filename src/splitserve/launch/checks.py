@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from splitserve.config import DTYPES, TRANSFER_DTYPES, WorkerConfig
+from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, WorkerConfig
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
+from splitserve.scheduler.ngram import MIN_MATCH
+from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 
@@ -27,6 +29,10 @@ def check_backend(backend: str, option: str) -> None:
 def check_worker(config: WorkerConfig) -> None:
     """Raises ConfigError naming the first option that is out of range."""
     check_dtype(config.model.dtype)
+    if config.model.attention_backend not in ATTENTION_BACKENDS:
+        raise ConfigError(
+            f"--attention-backend {config.model.attention_backend!r}: choose one of {', '.join(ATTENTION_BACKENDS)}"
+        )
     check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
     check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
@@ -34,7 +40,16 @@ def check_worker(config: WorkerConfig) -> None:
     timeout = config.scheduler.request_timeout
     shares_pool = config.cache.shared_pool is not None
     can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
+    speculative = config.speculative
+    has_draft = speculative.draft_model is not None
     checks = (
+        (
+            "--speculative-draft-model",
+            has_draft == (speculative.algorithm == "draft"),
+            "and --speculative-algorithm draft need each other",
+        ),
+        ("--speculative-num-draft-tokens", speculative.num_draft_tokens >= 1, "must be at least 1"),
+        ("--speculative-ngram-max-match", speculative.ngram_max_match >= MIN_MATCH, f"must be at least {MIN_MATCH}"),
         (
             "--transfer-dtype",
             is_decode or not narrows,
@@ -45,7 +60,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
         ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
         ("--max-total-tokens", _is_positive(config.cache.max_total_tokens), "must be at least 1"),
-        ("--mem-fraction-static", 0.0 < config.cache.mem_fraction <= 1.0, "must be in (0, 1]"),
+        ("--mem-fraction-static", _is_fraction(config.cache.mem_fraction), "must be in (0, 1]"),
         ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
         ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
         ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
@@ -53,6 +68,8 @@ def check_worker(config: WorkerConfig) -> None:
         ("--num-reserved-decode-tokens", config.scheduler.num_reserved_decode_tokens >= 1, "must be at least 1"),
         ("--request-timeout", timeout is None or timeout > 0, "must be above 0 seconds"),
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
+        ("--cuda-graph-max-bs", config.model.cuda_graph_max_batch >= 0, "must be at least 1"),
+        ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
@@ -80,6 +97,11 @@ def num_bytes(text: str, option: str) -> int:
         raise ConfigError(f"{option} {text!r}: give a number of bytes, such as 512M or 4G")
     number, suffix = match.groups()
     return int(number) << (10 * (" KMGT".index(suffix.upper()) if suffix else 0))
+
+
+def _is_fraction(value: float | None) -> bool:
+    """None stands for a default."""
+    return value is None or 0.0 < value <= 1.0
 
 
 def _is_positive(value: int | None) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -109,15 +110,14 @@ class ChildProcess:
             return self._orphan()
 
     def _orphan(self) -> list[psutil.Process]:
-        """The scheduler of a worker that died: it ends by itself, and is waited for."""
-        if self.ready is None or self.ready.scheduler_pid is None:
-            return []
-        try:
-            process = psutil.Process(self.ready.scheduler_pid)
-            command = process.cmdline()
-        except psutil.Error:
-            return []
-        return [process] if any("splitserve" in word for word in command) else []
+        """The schedulers of a worker that died: they end by themselves, and are waited for."""
+        found = []
+        for pid in self.ready.scheduler_pids if self.ready else ():
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if any("splitserve" in word for word in process.cmdline()):
+                    found.append(process)
+        return found
 
 
 def wait_until_ended(children: Sequence[ChildProcess], timeout: float) -> bool:

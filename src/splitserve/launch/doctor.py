@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import socket
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from splitserve import __version__
@@ -37,9 +39,10 @@ def run_doctor() -> int:
     table.add_row("devices", devices)
     if works:
         table.add_row("kernels for bfloat16", _kernels())
+        table.add_row("attention on GPUs", escape(_gpu_attention()))
     for backend in TransferBackend:
         problem = _transport_problem(backend)
-        table.add_row(f"transport {backend}", problem or "works")
+        table.add_row(f"transport {backend}", escape(problem or "works"))
         works = works and not (problem and backend is TransferBackend.TCP)
     for port in _PORTS:
         table.add_row(f"port {port}", "free" if _is_free(port) else "taken: choose another --port")
@@ -62,7 +65,10 @@ def _devices() -> tuple[str, bool]:
     except (ImportError, OSError) as error:
         return f"torch does not load: {error}", False
     names = [f"cpu with {torch.get_num_threads()} threads"]
-    names += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+        names.append(f"cuda:{i} {torch.cuda.get_device_name(i)}, {memory}")
     return ", ".join(names), True
 
 
@@ -74,6 +80,13 @@ def _kernels() -> str:
     if library is None:
         return "torch's: ours were not built, install splitserve again with a C compiler present"
     return f"ours for {library.name}" + (", torch's for more than 12 rows" if has_fast_bfloat16() else "")
+
+
+def _gpu_attention() -> str:
+    """Whose it would be; FlashInfer itself is not loaded, which takes long."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "torch's: pip install 'splitserve[cuda]' for FlashInfer's"
+    return f"FlashInfer's {_version('flashinfer-python')}"
 
 
 def _transport_problem(backend: TransferBackend) -> str | None:

@@ -17,10 +17,10 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.disaggregation.staging import Staging
-from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
+from splitserve.disaggregation.transports import create_transport, moves_gpu_memory, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
-from splitserve.disaggregation.wire import KVArgs
+from splitserve.disaggregation.wire import KVArgs, ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.errors import ConfigError
 
@@ -32,6 +32,7 @@ def open_hand_over(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
+    rank: ParallelRank,
     on_change: Callable[[], None],
     closing: ExitStack,
 ) -> HandOverKit:
@@ -39,6 +40,7 @@ def open_hand_over(
 
     `on_change` is called from the manager's thread when a room's state changed.
     """
+    check_pool_device(config.transfer_backend, engine.pool.device.type)
     shareable = needs_shareable_memory(config.transfer_backend)
     metadata = MetadataBuffers(config.num_metadata_slots, shareable=shareable)
     waker = Waker()
@@ -62,7 +64,7 @@ def open_hand_over(
         clock=SystemClock(),
         channel=channel,
         transport=transport,
-        args=_kv_args(config, engine, metadata, can_convert=staging is not None),
+        args=_kv_args(config, engine, metadata, rank, can_convert=staging is not None),
         metadata=metadata,
         config=config,
         directory=directory,
@@ -78,6 +80,20 @@ def open_hand_over(
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url, token)
     return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
+
+
+def check_pool_device(backend: str, device_type: str) -> None:
+    """Raises ConfigError where the backend cannot read a KV pool there."""
+    if device_type != "cpu" and not moves_gpu_memory(backend):
+        raise ConfigError(
+            f"the transfer backend {backend!r} moves memory of the CPU, and the KV pool is on a GPU: use "
+            "--transfer-backend cuda_ipc on one machine, nccl between GPUs, or --device cpu"
+        )
+    if device_type == "cpu" and moves_gpu_memory(backend):
+        raise ConfigError(
+            f"the transfer backend {backend!r} moves memory of GPUs, and the KV pool is on the CPU: use "
+            "--transfer-backend shm or tcp, or --device cuda"
+        )
 
 
 def _is_on_cpu(engine: BuiltEngine) -> bool:
@@ -104,14 +120,21 @@ def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | N
 
 
 def _kv_args(
-    config: DisaggregationConfig, engine: BuiltEngine, metadata: MetadataBuffers, *, can_convert: bool
+    config: DisaggregationConfig,
+    engine: BuiltEngine,
+    metadata: MetadataBuffers,
+    rank: ParallelRank,
+    *,
+    can_convert: bool,
 ) -> KVArgs:
     return KVArgs(
         backend=config.transfer_backend,
         model=engine.fingerprint,
+        draft_model=engine.draft_fingerprint,
         layout=engine.layout,
         metadata_row_bytes=metadata.row_bytes,
         num_metadata_rows=metadata.size,
+        rank=rank,
         can_convert=can_convert,
         wants_checksum=config.transfer_checksum,
         can_checksum=_is_on_cpu(engine),

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.transports import moves_gpu_memory
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.child import POLL_INTERVAL, ChildProcess, wait_until_ended
 from splitserve.launch.cluster_token import write_token_file
@@ -60,7 +61,7 @@ class LocalCluster:
 
     `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
     `worker_args` go to every worker's `splitserve serve`, `pair_args` to those of prefill and decode. `threads`: of
-    each worker, None: the cores divided fairly.
+    each scheduler, None: the cores divided fairly.
     `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
     `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
     """
@@ -72,6 +73,8 @@ class LocalCluster:
         prefill: int = 1,
         decode: int = 1,
         null: int = 0,
+        prefill_dp_size: int = 1,
+        decode_dp_size: int = 1,
         dtype: str = "auto",
         backend: str = "tcp",
         host: str = "127.0.0.1",
@@ -96,10 +99,18 @@ class LocalCluster:
         self._host = host
         self._port = port
         self._log_level = log_level
-        self.threads = max(1, num_cores() // len(self._roles)) if threads is None else threads
+        self._dp_sizes = {DisaggregationMode.PREFILL: prefill_dp_size, DisaggregationMode.DECODE: decode_dp_size}
+        for role, size in self._dp_sizes.items():
+            if size < 1:
+                raise ConfigError(f"--{role}-dp-size {size}: it must be at least 1")
+        num_schedulers = sum(self._dp_sizes.get(role, 1) for role in self._roles)
+        self.threads = max(1, num_cores() // num_schedulers) if threads is None else threads
         if self.threads < 1:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
+        # Whoever names no device gets one that the backend can hand KV over from.
+        if prefill and not moves_gpu_memory(backend) and not any(arg.startswith("--device") for arg in worker_args):
+            self._common += ["--device", "cpu"]
         self._pair_args = list(pair_args)
         if hand_over and backend != "shm":
             raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")
@@ -149,7 +160,7 @@ class LocalCluster:
         args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
         if role is not DisaggregationMode.NULL:
             args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
-            args += self._pair_args
+            args += ["--dp-size", str(self._dp_sizes[role]), *self._pair_args]
             if self._hands_over:
                 args += ["--shared-pool", f"/proc/{os.getpid()}/fd/{self._pool_fd}"]
         beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)

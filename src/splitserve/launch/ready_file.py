@@ -14,7 +14,7 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Where this machine's processes reach it.
     url: str
     # Workers only.
-    scheduler_pid: int | None = None
+    scheduler_pids: tuple[int, ...] = ()
     bootstrap_port: int | None = None
     disaggregation_mode: str | None = None
 

@@ -15,13 +15,17 @@ import threading
 from contextlib import ExitStack
 
 import msgspec
+import torch
 
-from splitserve.config import WorkerConfig
+from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import needs_shareable_memory
+from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.loader import parse_cpus
 from splitserve.errors import SplitserveError
 from splitserve.launch.assembly import assemble_scheduler
+from splitserve.launch.interpreter import set_up_interpreter
+from splitserve.launch.local import num_cores
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
@@ -44,10 +48,15 @@ def main() -> int:
     with ExitStack() as closing:
         closing.callback(pipe.close)
         try:
-            model = msgspec.structs.replace(start.config.model, model=start.model_folder)
-            engine = build_engine(model, start.config.cache, shareable_pool=_needs_shareable_pool(start.config))
+            model, cache = share_of_rank(start)
+            engine = build_engine(
+                model,
+                cache,
+                draft_model=start.config.speculative.draft_model,
+                shareable_pool=_needs_shareable_pool(start.config),
+            )
             closing.callback(engine.close)
-            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing)
+            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, dp_rank=start.dp_rank)
         except SplitserveError as error:
             pipe.send(SchedulerFailed(message=error.message))
             return 1
@@ -55,14 +64,39 @@ def main() -> int:
             logger.exception("the scheduler could not start")
             pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
             return 1
+        closing.enter_context(set_up_interpreter())
         pipe.send(_ready(engine))
         loop.run(stopping.is_set)
     return 0
 
 
+def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
+    """What one data parallel rank gets of the machine: cores and free memory are divided, GPUs dealt out in turn."""
+    config, model = start.config, _model(start)
+    if config.dp_size == 1:
+        return model, config.cache
+    cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
+    device, num_sharers = model.device, config.dp_size
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        device, num_sharers = f"cuda:{start.dp_rank % num_gpus}", -(-config.dp_size // num_gpus)
+    return (
+        msgspec.structs.replace(model, threads=model.threads or max(1, cores // config.dp_size), device=device),
+        msgspec.structs.replace(config.cache, num_sharers=num_sharers),
+    )
+
+
+def _model(start: SchedulerStart) -> ModelConfig:
+    model = msgspec.structs.replace(start.config.model, model=start.model_folder)
+    if start.config.disaggregation.mode is DisaggregationMode.PREFILL:
+        # It runs no decode steps that could be replayed.
+        return msgspec.structs.replace(model, cuda_graph_max_batch=0)
+    return model
+
+
 def _needs_shareable_pool(config: WorkerConfig) -> bool:
     hands_over = config.disaggregation.mode is not DisaggregationMode.NULL
-    return hands_over and needs_shareable_memory(config.disaggregation.transfer_backend)
+    return hands_over and needs_shareable_pool(config.disaggregation.transfer_backend)
 
 
 def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:

@@ -1,4 +1,7 @@
-"""One worker: a front end that speaks HTTP (this process) and a scheduler that computes (its child).
+"""One worker: a front end that speaks HTTP (this process) and its child that computes, a scheduler.
+
+With `dp_size` N there are N schedulers, and what is said of one here counts for each: all must be ready, and the first
+that dies ends the worker.
 
 The life of a worker
 1. The HTTP socket is bound, the model found, and for prefill the bootstrap server started.
@@ -17,8 +20,6 @@ import asyncio
 import logging
 import os
 import socket
-import tempfile
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,10 @@ from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
 from splitserve.launch.registration import RouterRegistration
-from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess, SchedulerStart
+from splitserve.launch.scheduler_link import Schedulers, open_schedulers
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,6 @@ class ProcessOptions:
     # Seconds for loading the model, and for running requests at the end.
     load_timeout: float = 900.0
     drain_timeout: float = 30.0
-    scheduler_command: Sequence[str] = SCHEDULER_COMMAND
 
 
 def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: ProcessOptions | None = None) -> int:
@@ -96,31 +96,22 @@ class _Worker:
     async def run(self, tokenizer: Tokenizer) -> int:
         async with AsyncExitStack() as closing:
             closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
-            client = await self._open_client(closing)
             bootstrap_url = await self._start_bootstrap(closing)
-            scheduler = await self._start_scheduler(client, bootstrap_url, closing)
+            schedulers = await open_schedulers(self._config, str(self._folder), closing, bootstrap_url=bootstrap_url)
             app = build_app(
                 config=self._config,
-                scheduler=client,
+                scheduler=schedulers.group,
                 tokenizer=tokenizer,
                 model_path=str(self._folder),
                 bootstrap_port=self._bootstrap_port,
-                scheduler_pid=scheduler.pid,
+                scheduler_pids=schedulers.pids,
             )
             server = HttpServer(app, self._socket)
             closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
             await server.start()
-            if not await self._loaded(client, scheduler):
+            if not await self._loaded(schedulers):
                 return 0 if self._lifecycle.draining.is_set() else 1
-            return await self._serve(client, scheduler, server, app.state.front)
-
-    async def _open_client(self, closing: AsyncExitStack) -> SchedulerClient:
-        """The pipes lie in a folder that only this user can enter."""
-        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
-        client = SchedulerClient(f"ipc://{folder}/to", f"ipc://{folder}/from")
-        closing.push_async_callback(client.close)
-        await client.start()
-        return client
+            return await self._serve(schedulers, server, app.state.front)
 
     async def _start_bootstrap(self, closing: AsyncExitStack) -> str | None:
         """The URL of this prefill worker's bootstrap server; None in the other roles."""
@@ -139,31 +130,17 @@ class _Worker:
         self._bootstrap_port = bootstrap.port
         return f"http://{reachable_host(settings.host)}:{bootstrap.port}"
 
-    async def _start_scheduler(
-        self, client: SchedulerClient, bootstrap_url: str | None, closing: AsyncExitStack
-    ) -> SchedulerProcess:
-        start = SchedulerStart(
-            config=self._config,
-            model_folder=str(self._folder),
-            to_scheduler=client.to_scheduler,
-            from_scheduler=client.from_scheduler,
-            bootstrap_url=bootstrap_url,
-        )
-        scheduler = await SchedulerProcess.start(self._options.scheduler_command, start)
-        closing.push_async_callback(scheduler.close)
-        return scheduler
-
-    async def _loaded(self, client: SchedulerClient, scheduler: SchedulerProcess) -> bool:
-        """Wait until the scheduler is ready. False: the worker is to end instead."""
-        ready = asyncio.create_task(client.ready(self._options.load_timeout))
+    async def _loaded(self, schedulers: Schedulers) -> bool:
+        """Wait until all schedulers are ready. False: the worker is to end instead."""
+        ready = asyncio.create_task(schedulers.group.ready(self._options.load_timeout))
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         try:
-            await asyncio.wait({ready, draining, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready, draining, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
             if draining.done() and not ready.done():
                 return False
-            if scheduler.ended.done() and not ready.done():
+            if schedulers.ended.done() and not ready.done():
                 await asyncio.wait({ready}, timeout=_LAST_WORDS_SECONDS)
-                client.fail_all(_died(scheduler.ended.result()))
+                schedulers.group.fail_all(_died(schedulers.ended.result()))
             await ready
             return True
         except SplitserveError as error:
@@ -174,23 +151,21 @@ class _Worker:
             draining.cancel()
             await asyncio.gather(ready, draining, return_exceptions=True)
 
-    async def _serve(
-        self, client: SchedulerClient, scheduler: SchedulerProcess, server: HttpServer, front: FrontEnd
-    ) -> int:
-        registration = self._announce(scheduler.pid)
+    async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd) -> int:
+        registration = self._announce(schedulers.pids)
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         drained: asyncio.Task[None] | None = None
         try:
-            await asyncio.wait({draining, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not scheduler.ended.done():
-                drained = asyncio.create_task(self._drain(client, server, front, registration))
-                await asyncio.wait({drained, scheduler.ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not scheduler.ended.done():
+            await asyncio.wait({draining, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not schedulers.ended.done():
+                drained = asyncio.create_task(self._drain(schedulers.group, server, front, registration))
+                await asyncio.wait({drained, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not schedulers.ended.done():
                 return 0
-            error = _died(scheduler.ended.result())
+            error = _died(schedulers.ended.result())
             logger.error("%s", error)
             # Every open request ends with this error before the server goes.
-            client.fail_all(error)
+            schedulers.group.fail_all(error)
             return 1
         finally:
             draining.cancel()
@@ -199,7 +174,7 @@ class _Worker:
             if registration is not None:
                 await registration.close()
 
-    def _announce(self, scheduler_pid: int) -> RouterRegistration | None:
+    def _announce(self, scheduler_pids: tuple[int, ...]) -> RouterRegistration | None:
         """Tell the world that this worker serves."""
         settings, port = self._config.server, port_of(self._socket)
         is_wildcard = settings.host in ("0.0.0.0", "::", "")
@@ -209,7 +184,7 @@ class _Worker:
         if self._options.ready_file is not None:
             info = ReadyInfo(
                 pid=os.getpid(),
-                scheduler_pid=scheduler_pid,
+                scheduler_pids=scheduler_pids,
                 port=port,
                 bootstrap_port=self._bootstrap_port,
                 url=url,
@@ -223,7 +198,7 @@ class _Worker:
         return registration
 
     async def _drain(
-        self, client: SchedulerClient, server: HttpServer, front: FrontEnd, registration: RouterRegistration | None
+        self, group: SchedulerGroup, server: HttpServer, front: FrontEnd, registration: RouterRegistration | None
     ) -> None:
         """Finish what runs; what still runs at the deadline or the second signal ends with an error."""
         front.begin_drain()
@@ -237,12 +212,11 @@ class _Worker:
         idle.cancel()
         stopping.cancel()
         await asyncio.gather(idle, stopping, return_exceptions=True)
-        client.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
+        group.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
         await server.stop(_ERROR_FLUSH_SECONDS)
 
 
-def _died(code: int) -> WorkerUnavailableError:
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+def _died(what: str) -> WorkerUnavailableError:
     return WorkerUnavailableError(
-        f"the scheduler process {how} while it was needed: this worker ends, see its log; send the request again"
+        f"the {what} while it was needed: this worker ends, see its log; send the request again"
     )

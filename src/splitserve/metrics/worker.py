@@ -1,12 +1,13 @@
-"""A worker's metrics: latencies as its front end sees them, queues and counters as its scheduler reports them.
+"""A worker's metrics: latencies as its front end sees them, queues and counters as its schedulers report them.
 
-Latencies are observed as they happen. The scheduler's numbers are read from `state`, the last snapshot the front end
-got, whenever Prometheus scrapes. Each app has its own registry. Knows neither HTTP nor how a snapshot is fetched.
+Latencies are observed as they happen. The schedulers' numbers are read from `states`, the last snapshots the front end
+got, whenever Prometheus scrapes; the label `dp_rank` tells them apart. Each app has its own registry. Knows neither
+HTTP nor how a snapshot is fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,8 +26,11 @@ _GB_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.
 # Stages of the scheduler's timeline at whose beginning a request has left the queue: the first that it entered counts.
 _FIRST_SCHEDULED = ("running", "decoding")
 
-# SchedulerState field -> what it counts.
+# SchedulerState field, or a name of `_gauge`'s -> what it counts.
 _GAUGES = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests that wait to be scheduled.",
+    "kv_cache_usage_perc": "Share of the KV pool that requests hold; 1 is all of it.",
     "num_prefill_bootstrap_queue_reqs": "Requests of a prefill worker that wait for the decode side's pages.",
     "num_prefill_inflight_queue_reqs": "Requests of a prefill worker whose KV cache is on its way.",
     "num_decode_prealloc_queue_reqs": "Requests of a decode worker that wait for the handshake or for pages.",
@@ -34,6 +38,7 @@ _GAUGES = {
     "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
     "num_retracted_reqs": "Requests that gave their pages back to others and wait to go on.",
     "retraction_host_bytes": "Host memory that holds the KV cache of retracted requests, bytes.",
+    "prefix_host_bytes": "Host memory that holds prefixes which the KV pool had no room for, bytes.",
     "num_tokens_held": "Prompt and output tokens of all requests in the worker.",
     "pages_free": "Pages of the KV pool that hold nothing.",
     "pages_cached": "Pages of the KV pool that hold cached prefixes.",
@@ -42,20 +47,24 @@ _GAUGES = {
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "prefix_cache_host_hits": "Of the prompt tokens found, those copied back from host memory.",
     "num_transfer_failed_reqs_total": "Requests whose KV hand-over failed.",
     "num_retracted_requests_total": "Times that a running request gave its pages back because the pool ran dry.",
     "num_steps_total": "Forward passes.",
     "num_computed_tokens_total": "Tokens whose KV was computed by forward passes.",
+    "spec_decode_num_drafts_total": "Times that a request's proposed tokens were verified.",
+    "spec_decode_num_draft_tokens_total": "Tokens that speculation proposed.",
+    "spec_decode_num_accepted_tokens_total": "Proposed tokens that were accepted.",
     "num_finished_reqs_total": "Samples the scheduler has ended, whatever way.",
     "num_invariant_violations_total": "Conservation checks that failed; anything but 0 is a bug.",
 }
 
 
 class WorkerMetrics:
-    """`state`: the scheduler's last snapshot, set by whoever fetched it."""
+    """`states`: the schedulers' last snapshots, by data parallel rank, set by whoever fetched them."""
 
     def __init__(self, model_name: str) -> None:
-        self.state: SchedulerState | None = None
+        self.states: Sequence[SchedulerState] = ()
         self.registry = CollectorRegistry()
         self._label = model_name
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token, seconds.", _SLOW)
@@ -124,23 +133,19 @@ class WorkerMetrics:
         return generate_latest(self.registry)
 
     def families(self) -> Iterable[Metric]:
-        """The scheduler's part; nothing before its first snapshot."""
-        if self.state is None:
+        """The schedulers' part; nothing before their first snapshots."""
+        if not self.states:
             return
-        state = self.state
-        gauges = {
-            "num_requests_running": (state.num_running_reqs, "Requests in the running batch."),
-            "num_requests_waiting": (state.num_waiting_reqs, "Requests that wait to be scheduled."),
-            "kv_cache_usage_perc": (kv_cache_usage(state), "Share of the KV pool that requests hold; 1 is all of it."),
-        }
-        gauges |= {name: (getattr(state, name), text) for name, text in _GAUGES.items()}
-        for name, (value, text) in gauges.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._label], value)
+        labels = ["model_name", "dp_rank"]
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            for rank, state in enumerate(self.states):
+                gauge.add_metric([self._label, str(rank)], _gauge(state, name))
             yield gauge
         for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._label], getattr(state, name))
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for rank, state in enumerate(self.states):
+                counter.add_metric([self._label, str(rank)], getattr(state, name))
             yield counter
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -157,6 +162,17 @@ class _StateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._metrics.families()
+
+
+def _gauge(state: SchedulerState, name: str) -> float:
+    match name:
+        case "num_requests_running":
+            return state.num_running_reqs
+        case "num_requests_waiting":
+            return state.num_waiting_reqs
+        case "kv_cache_usage_perc":
+            return kv_cache_usage(state)
+    return float(getattr(state, name))
 
 
 def kv_cache_usage(state: SchedulerState) -> float:

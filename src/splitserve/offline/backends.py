@@ -6,7 +6,6 @@ Both take the body of POST /generate and give native answer objects, so nobody a
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 
 from splitserve.config import WorkerConfig
 from splitserve.errors import SplitserveError, WorkerUnavailableError
-from splitserve.launch.scheduler_link import SCHEDULER_COMMAND, SchedulerProcess, SchedulerStart
+from splitserve.launch.scheduler_link import Schedulers, open_schedulers
 from splitserve.metrics.worker import WorkerMetrics
 from splitserve.offline.outputs import named_error
 from splitserve.router.args import LBArgs
@@ -28,7 +27,6 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.native import answer_object, prepare
 from splitserve.server.requests import RequestTable
-from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.schemas import GenerateBody
 from splitserve.server.tokenizer import Tokenizer
 
@@ -70,32 +68,19 @@ class SchedulerBackend:
         self._front: FrontEnd | None = None
 
     async def open(self) -> None:
-        pipes = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
-        client = SchedulerClient(f"ipc://{pipes}/to", f"ipc://{pipes}/from")
-        self._closing.push_async_callback(client.close)
-        await client.start()
-        start = SchedulerStart(
-            config=self._config,
-            model_folder=str(self._folder),
-            to_scheduler=client.to_scheduler,
-            from_scheduler=client.from_scheduler,
-        )
-        # Cancelled halfway, it would leave a process that nobody holds: `close` waits for it, and ends it.
-        starting = asyncio.create_task(SchedulerProcess.start(SCHEDULER_COMMAND, start), name="scheduler-start")
-        self._closing.push_async_callback(_end_started, starting)
-        scheduler = await asyncio.shield(starting)
-        watch = asyncio.create_task(_fail_at_end(client, scheduler), name="scheduler-watch")
+        schedulers = await open_schedulers(self._config, str(self._folder), self._closing)
+        watch = asyncio.create_task(_fail_at_end(schedulers), name="scheduler-end")
         self._closing.callback(watch.cancel)
-        await client.ready(self._load_timeout)
+        await schedulers.group.ready(self._load_timeout)
         self._front = FrontEnd(
             config=self._config,
-            scheduler=client,
+            scheduler=schedulers.group,
             tokenizer=self.tokenizer,
             model_path=str(self._folder),
             bootstrap_port=0,
-            requests=RequestTable(self._config.scheduler.max_queued_requests),
+            requests=RequestTable(self._config.max_open_requests),
             metrics=WorkerMetrics(self._config.model.model),
-            scheduler_pid=scheduler.pid,
+            scheduler_pids=schedulers.pids,
         )
 
     async def answers(self, body: dict[str, Any]) -> Answers:
@@ -172,20 +157,13 @@ def _refusal(content: bytes, status: int) -> SplitserveError:
         return WorkerUnavailableError(f"the cluster's router answered HTTP {status}: {text}")
 
 
-async def _end_started(starting: asyncio.Task[SchedulerProcess]) -> None:
-    await asyncio.wait({starting})
-    if starting.exception() is None:
-        await starting.result().close()
-
-
-async def _fail_at_end(client: SchedulerClient, scheduler: SchedulerProcess) -> None:
-    """When the process ends, everything open ends with that, unless it has said itself what is wrong."""
-    code = await asyncio.shield(scheduler.ended)
+async def _fail_at_end(schedulers: Schedulers) -> None:
+    """When a process ends, everything open ends with that, unless it has said itself what is wrong."""
+    what = await asyncio.shield(schedulers.ended)
     with suppress(SplitserveError):
-        await client.ready(_LAST_WORDS_SECONDS)
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    client.fail_all(
+        await schedulers.group.ready(_LAST_WORDS_SECONDS)
+    schedulers.group.fail_all(
         WorkerUnavailableError(
-            f"the engine's scheduler process {how}; what it said is on standard error: close this engine, open another"
+            f"the engine's {what}; what it said is on standard error: close this engine, open another"
         )
     )

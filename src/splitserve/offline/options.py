@@ -7,7 +7,14 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from splitserve.config import CacheConfig, DisaggregationConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from splitserve.config import (
+    CacheConfig,
+    DisaggregationConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from splitserve.errors import ConfigError
 from splitserve.launch.checks import check_worker
 
@@ -24,12 +31,17 @@ class EngineOptions(TypedDict, total=False):
     cpu_affinity: str
     kernels: str
     quantization: str
+    attention_backend: str
     page_size: int
     max_total_tokens: int
     chunked_prefill_size: int
     max_running_requests: int
     max_queued_requests: int
     grammar_timeout: float
+    speculative_algorithm: str
+    speculative_num_draft_tokens: int
+    speculative_ngram_max_match: int
+    speculative_draft_model: str
 
 
 def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
@@ -42,6 +54,7 @@ def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any])
         model=_pick(ModelConfig, {"model": model, **options}),
         cache=_pick(CacheConfig, options),
         scheduler=_pick(SchedulerConfig, options),
+        speculative=_pick(SpeculativeConfig, options, prefix="speculative_"),
         disaggregation=DisaggregationConfig(transfer_backend=transfer_backend),
     )
     check_worker(config)
@@ -53,8 +66,8 @@ def worker_args(options: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
-def _pick(component: type[S], options: Mapping[str, Any]) -> S:
-    own = {name: options[name] for name in component.__struct_fields__ if name in options}
+def _pick(component: type[S], options: Mapping[str, Any], prefix: str = "") -> S:
+    own = {name: options[prefix + name] for name in component.__struct_fields__ if prefix + name in options}
     try:
         return msgspec.convert(own, component)
     except msgspec.ValidationError as error:

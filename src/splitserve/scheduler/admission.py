@@ -51,6 +51,10 @@ class Admission:
         self._refused = state
         return False
 
+    def goes_on(self, request: Request, num_tokens: int) -> bool:
+        """Whether it may need another step here when it has `num_tokens` tokens, the last of them drawn here."""
+        return num_tokens < self._tokens_at_most(request)
+
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
         """Rule 2, for a newcomer of `num_pages`."""
         if not running:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from splitserve.clock import Clock
 from splitserve.core.request import FinishReason, FinishType, Request
 from splitserve.errors import RequestAbortedError, SplitserveError
-from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, TransferStats
+from splitserve.messages import FromScheduler, SpeculationStats, StepOutputs, TokenOutput, TransferStats
 
 
 class Outbox:
@@ -32,23 +32,24 @@ class Outbox:
         told = self._told[request.rid]
         new = request.output_ids[told:]
         finish = request.finish
-        if not new and finish is None:
-            return
+        if finish is None:
+            if not new:
+                return
+            self._told[request.rid] = told + len(new)
         first = told == 0 and bool(new) and request.logprob_start is not None
         self._outputs.append(
             TokenOutput(
                 rid=request.rid,
                 token_ids=new,
-                logprobs=request.output_logprobs[told:],
+                logprobs=request.output_logprobs[told:] if request.return_logprob else [],
                 input_logprobs=request.input_logprobs if first else None,
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,
                 timeline=self._close(request) if finish else None,
                 transfer=transfer,
+                speculation=_speculation_of(request) if finish else None,
             )
         )
-        if finish is None:
-            self._told[request.rid] = told + len(new)
 
     def fail(self, request: Request, error: SplitserveError) -> None:
         """End the request with `error`; the stage it was in and its id go into the message."""
@@ -79,3 +80,13 @@ class Outbox:
         self.num_finished += 1
         request.timeline.enter("finished", self._clock.now())
         return request.timeline.seconds_since_first()
+
+
+def _speculation_of(request: Request) -> SpeculationStats | None:
+    if request.num_verify_steps == 0:
+        return None
+    return SpeculationStats(
+        num_verify_steps=request.num_verify_steps,
+        num_proposed_tokens=request.num_proposed_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+    )

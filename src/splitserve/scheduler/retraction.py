@@ -12,38 +12,23 @@ Nobody starves: the first in rank runs on whatever happens, newcomers wait while
 ones end or join the line until its first fits. What the request sampled stays; its next token depends on seed and
 position alone, so its output is what it would have been.
 
-It knows pages by number only; who can copy them is `HostCopies`.
+It knows pages by number only; their copies are `HostMemory`'s.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from splitserve.cache.blocks import kv_to_page_num
+from splitserve.cache.host_memory import HostCopies, HostCopy, HostMemory
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
 from splitserve.core.request import Request
 from splitserve.scheduler.admission import Admission, prefix_limit
 
 logger = logging.getLogger(__name__)
-
-
-class HostCopies(Protocol):
-    """Whoever owns the pool's memory. Copies lie in host memory and go when the last reference to them does."""
-
-    @property
-    def bytes_per_page(self) -> int: ...
-
-    def save(self, pages: Sequence[int]) -> Any:
-        """A copy of the pages, in this order. Raises MemoryError where the host has none left."""
-        ...
-
-    def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
-        """Write the copy's pages [first, first + len(pages)) to `pages`."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +37,8 @@ class Retracted:
 
     request: Request
     # Of the pages of tokens [0, num_saved_tokens); None: nothing was saved.
-    copy: Any
+    copy: HostCopy | None
     num_saved_tokens: int
-    num_bytes: int
     # Without a copy: nobody but this worker is to compute it.
     is_local: bool = False
 
@@ -64,12 +48,14 @@ class Retraction:
 
     def __init__(self, cache: PagedKVCache, copies: HostCopies, host_memory: int) -> None:
         self._cache = cache
-        self._copies = copies
-        self._host_memory = host_memory
+        self._memory = HostMemory(copies, host_memory)
         # By rank.
         self._line: list[Retracted] = []
-        self.num_host_bytes = 0
         self.num_retracted_total = 0
+
+    @property
+    def num_host_bytes(self) -> int:
+        return self._memory.num_bytes
 
     def __len__(self) -> int:
         return len(self._line)
@@ -85,14 +71,13 @@ class Retraction:
     def retract(self, request: Request, now: float) -> None:
         """Take a running request's pages and row; it stands in line from here on."""
         item = self._save(request)
-        where = f"{item.num_bytes / 2**20:.1f} MiB copied" if item.num_bytes else "its KV will be computed again"
+        where = f"{item.copy.num_bytes / 2**20:.1f} MiB copied" if item.copy else "its KV will be computed again"
         logger.info("request %s is retracted after %d tokens: %s", request.rid, request.num_tokens, where)
         self._cache.release(request, publish=True)
         request.num_computed_tokens = 0
         request.num_retractions += 1
         self.num_retracted_total += 1
         request.timeline.enter("retracted", now)
-        self.num_host_bytes += item.num_bytes
         insort(self._line, item, key=lambda r: r.request.rank)
 
     def resume_retracted_reqs(self, admission: Admission, places: int, now: float) -> list[Request]:
@@ -111,7 +96,7 @@ class Retraction:
     def add(self, request: Request, now: float) -> None:
         """Take in a request that holds nothing, to be computed again in this worker."""
         request.timeline.enter("retracted", now)
-        insort(self._line, Retracted(request, None, 0, 0, is_local=True), key=lambda r: r.request.rank)
+        insort(self._line, Retracted(request, None, 0, is_local=True), key=lambda r: r.request.rank)
 
     def pop_uncopied(self) -> list[Request]:
         """Those with no copy, for whoever knows a better place to compute them than this worker."""
@@ -133,9 +118,9 @@ class Retraction:
 
     def check(self) -> None:
         """Raise InvariantViolation unless the copies add up and nobody in line holds pages."""
-        held = sum(item.num_bytes for item in self._line)
-        if held != self.num_host_bytes or held > self._host_memory:
-            raise InvariantViolation(f"{held} bytes of copies, {self.num_host_bytes} accounted of {self._host_memory}")
+        held = sum(item.copy.num_bytes for item in self._line if item.copy)
+        if held != self.num_host_bytes or held > self._memory.limit:
+            raise InvariantViolation(f"{held} bytes of copies, {self.num_host_bytes} accounted of {self._memory.limit}")
         if holding := [item.request.rid for item in self._line if self._cache.holds(item.request)]:
             raise InvariantViolation(f"retracted requests {holding} hold pages")
 
@@ -143,24 +128,20 @@ class Retraction:
         """Copy what it has computed, if the host has room."""
         num_saved = request.num_computed_tokens
         pages = request.pages[: kv_to_page_num(num_saved, self._cache.page_size)]
-        num_bytes = len(pages) * self._copies.bytes_per_page
-        if pages and self.num_host_bytes + num_bytes <= self._host_memory:
-            try:
-                return Retracted(request, self._copies.save(pages), num_saved, num_bytes)
-            except MemoryError as error:
-                logger.warning("no host memory for the KV of request %s: %s", request.rid, error)
-        return Retracted(request, None, 0, 0)
+        copy = self._memory.save(pages)
+        return Retracted(request, copy, num_saved if copy else 0)
 
     def _drop(self, item: Retracted) -> None:
         self._line.remove(item)
-        self.num_host_bytes -= item.num_bytes
+        if item.copy is not None:
+            self._memory.drop(item.copy)
 
     def _bring_back(self, item: Retracted) -> None:
         """Fill an admitted request's pages from its copy, but for those that the prefix cache still had."""
         request = item.request
-        if item.num_saved_tokens <= request.num_computed_tokens:
+        if item.copy is None or item.num_saved_tokens <= request.num_computed_tokens:
             return
         first = len(request.pages)
         self._cache.extend(request, item.num_saved_tokens)
-        self._copies.restore(item.copy, first, request.pages[first:])
+        self._memory.restore(item.copy, first, request.pages[first:])
         request.num_computed_tokens = item.num_saved_tokens

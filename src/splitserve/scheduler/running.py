@@ -2,8 +2,14 @@
 
 Scheduling is one rule: every running request's computed tokens chase its tokens, within the step's token budget. A
 request that misses one token is decoding, one that misses more is prefilling its next chunk; the plan mixes both.
-Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room. Where
-a running request finds no page to grow into, another gives way (retraction.py), and comes back before anybody else.
+Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room; what
+is left may go to guesses of the decodes' next tokens (speculation.py). Where a running request finds no page to grow
+into, another gives way (retraction.py), and comes back before anybody else.
+
+A step may be planned while the one before it is under way. Requests take nothing in before the result is there; the
+plan sees them as they will be then: tokens computed, and one more drawn, under the name LAST_DRAWN. Where that is not
+enough there is no plan before the result: somebody would have to give way, whose KV must be whole first, or a token is
+drawn by the ids of those before it (penalties, grammars).
 
 It does not know roles: who may enter the line, what happens to a computed chunk and who hears of a token is theirs.
 """
@@ -11,16 +17,25 @@ It does not know roles: who may enter the line, what happens to a computed chunk
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.core.batch import InputLogprobSpec, RequestResult, RequestStep, SampleSpec, StepPlan
+from splitserve.core.batch import (
+    LAST_DRAWN,
+    InputLogprobSpec,
+    RequestResult,
+    RequestStep,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+)
 from splitserve.core.request import Request
 from splitserve.scheduler.admission import Admission, prefix_limit
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
+from splitserve.scheduler.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,13 @@ class Batch:
 
     plan: StepPlan
     requests: tuple[Request, ...]
+
+    def steps(self) -> dict[Request, RequestStep]:
+        return dict(zip(self.requests, self.plan.requests, strict=True))
+
+
+# Request -> its tokens [start, end) in the step.
+Spans = dict[Request, tuple[int, int]]
 
 
 class RunningSet:
@@ -41,6 +63,7 @@ class RunningSet:
         *,
         token_budget: int,
         max_running: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self.cache = cache
         self.admission = admission
@@ -48,6 +71,7 @@ class RunningSet:
         self.order = order
         self.token_budget = token_budget
         self.max_running = max_running
+        self.speculation = speculation
         # Not admitted yet: they hold no page and no row.
         self._waiting: dict[str, Request] = {}
         # Admitted and computed elsewhere, no place in the running set yet.
@@ -55,22 +79,40 @@ class RunningSet:
         # Admitted: each has a row and pages, in order of arrival.
         self.running: list[Request] = []
 
-    def plan(self, now: float) -> Batch | None:
-        """The next step, or None if there is nothing to compute."""
-        self._fill_places(now)
-        # A stable sort: decodes before chunks, each in order of arrival.
-        order = sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1)
-        # Request -> where its step ends.
-        ends: dict[Request, int] = {}
-        budget = self.token_budget
-        for request in order:
-            if budget > 0 and request.row is not None:
-                budget -= self._grow(request, budget, ends, now)
-        self._admit_waiting(budget, ends, now)
-        if not ends:
+    def plan(self, now: float, under_way: Batch | None = None) -> Batch | None:
+        """The next step, or None if there is nothing to compute, or nothing that can be planned yet.
+
+        `under_way`: the step before it, whose result is not known. A plan may be thrown away for a newer one.
+        """
+        before = {} if under_way is None else under_way.steps()
+        if any(r.params.needs_history and step.sample is not None for r, step in before.items()):
             return None
-        steps = tuple(step_of(request, end) for request, end in ends.items())
-        return Batch(StepPlan(steps), tuple(ends))
+        if self.speculation is not None:
+            self.speculation.give_back()
+        self._fill_places(now)
+        spans: Spans = {}
+        budget = self.token_budget
+        for request, start, end in self._in_order(before):
+            if budget <= 0:
+                break
+            if request.row is None:
+                continue
+            end = min(end, start + budget)
+            if self.cache.extend(request, end):
+                spans[request] = (start, end)
+                budget -= end - start
+            elif before:
+                return None
+            else:
+                budget += self._make_room(request, end, spans, now)
+        self._admit_waiting(budget, spans, now)
+        if not spans:
+            return None
+        requests, steps = tuple(spans), [step_of(request, start, end) for request, (start, end) in spans.items()]
+        if self.speculation is not None:
+            num_planned = sum(len(step.token_ids) for step in steps)
+            self.speculation.add_proposals(requests, steps, self.token_budget - num_planned)
+        return Batch(StepPlan(tuple(steps)), requests)
 
     def remove(self, rid: str) -> Request | None:
         """Take a request out, wherever it stands; its pages and row stay with it. None if it is not here."""
@@ -113,32 +155,45 @@ class RunningSet:
         while self.prebuilt and len(self.running) < self.max_running:
             self.running.append(self.prebuilt.popleft())
 
-    def _grow(self, request: Request, budget: int, ends: dict[Request, int], now: float) -> int:
-        """Put the request's next tokens into the step, and others out of the pool where it has no page for them.
+    def _in_order(self, before: Mapping[Request, RequestStep]) -> Iterator[tuple[Request, int, int]]:
+        """Running requests with the tokens [start, end) that they miss: decodes before chunks, by arrival."""
+        chunks: list[tuple[Request, int, int]] = []
+        decodes: list[tuple[Request, int, int]] = []
+        for request in self.running:
+            start, end = request.num_computed_tokens, request.num_tokens
+            if before and (step := before.get(request)) is not None:
+                start = step.end
+                if step.sample is not None:
+                    if not self.admission.goes_on(request, end + 1):
+                        continue
+                    end += 1
+            (decodes if end - start == 1 else chunks).append((request, start, end))
+        return chain(decodes, chunks)
 
-        Returns the tokens by which the step grew, which may be negative.
+    def _make_room(self, request: Request, end: int, spans: Spans, now: float) -> int:
+        """Put the request's tokens up to `end` into the step, and others out of the pool until it has pages for them.
+
+        Returns by how many tokens the step's budget grew, which may be negative.
         """
-        start = request.num_computed_tokens
-        end = min(request.num_tokens, start + budget)
         freed = 0
         while not self.cache.extend(request, end):
             victim = self.retraction.victim(self.holders())
             if victim is None:
-                return -freed
-            if victim in ends:
-                freed += ends.pop(victim) - victim.num_computed_tokens
+                return freed
+            start_of_victim, end_of_victim = spans.pop(victim, (0, 0))
+            freed += end_of_victim - start_of_victim
             self._retract(victim, now)
             if victim is request:
-                return -freed
-        ends[request] = end
-        return end - start - freed
+                return freed
+        spans[request] = (request.num_computed_tokens, end)
+        return freed - (end - request.num_computed_tokens)
 
     def _retract(self, request: Request, now: float) -> None:
         place = self.running if request in self.running else self.prebuilt
         place.remove(request)
         self.retraction.retract(request, now)
 
-    def _admit_waiting(self, budget: int, ends: dict[Request, int], now: float) -> None:
+    def _admit_waiting(self, budget: int, spans: Spans, now: float) -> None:
         """Let in who waits, in the policy's order; the first that does not fit stops those behind it."""
         if budget <= 0 or not self._waiting or len(self.running) >= self.max_running or len(self.retraction):
             return
@@ -150,26 +205,32 @@ class RunningSet:
             del self._waiting[request.rid]
             self.running.append(request)
             request.timeline.enter("running", now)
-            budget -= self._grow(request, budget, ends, now)
+            end = min(request.num_tokens, request.num_computed_tokens + budget)
+            budget += self._make_room(request, end, spans, now)
 
 
-def step_of(request: Request, end: int) -> RequestStep:
-    """The request's next tokens, up to `end`, with what is asked of them."""
-    start = request.num_computed_tokens
+def still_open(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:
+    """Both without the requests that ended while the step was under way, or just before it: nobody wants the rest."""
+    if not any(request.is_finished for request in batch.requests):
+        return batch, result
+    rest = [i for i, request in enumerate(batch.requests) if not request.is_finished]
+    steps, outcomes = batch.plan.requests, result.requests
+    requests = tuple(batch.requests[i] for i in rest)
+    return Batch(StepPlan(tuple(steps[i] for i in rest)), requests), StepResult(tuple(outcomes[i] for i in rest))
+
+
+def step_of(request: Request, start: int, end: int) -> RequestStep:
+    """The request's tokens [start, end), with what is asked of them. One more than it has is still to be drawn."""
     assert request.row is not None
+    prompt_ids, output_ids = request.prompt_ids, request.output_ids
+    num_tokens = len(prompt_ids) + len(output_ids)
     sample = None
-    if end == request.num_tokens:
-        sample = SampleSpec(
-            request.params,
-            end,
-            request.prompt_ids,
-            request.output_ids,
-            request.return_logprob,
-            request.num_top_logprobs,
-            request.grammar,
-        )
-    logprobs = input_logprobs_of(request, start, end)
-    return RequestStep(request.rid, request.row, request.tokens(start, end), start, sample, logprobs)
+    if end >= num_tokens:
+        with_logprob, num_top = request.return_logprob, request.num_top_logprobs
+        sample = SampleSpec(request.params, end, prompt_ids, output_ids, with_logprob, num_top, request.grammar)
+    token_ids = request.tokens(start, end) if start < num_tokens else (LAST_DRAWN,)
+    logprobs = None if request.logprob_start is None else input_logprobs_of(request, start, end)
+    return RequestStep(request.rid, request.row, token_ids, start, sample, logprobs)
 
 
 def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpec | None:
@@ -184,8 +245,24 @@ def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpe
 
 
 def take_result(request: Request, step: RequestStep, result: RequestResult) -> None:
-    """Enter one step's outcome into its request. The request may be finished by it."""
-    request.num_computed_tokens += len(step.token_ids)
-    request.input_logprobs.extend(result.input_logprobs)
-    if result.token_id is not None:
+    """Enter one step's outcome into its request. The request may be finished by it: what comes after is dropped."""
+    proposals = step.sample.proposals if step.sample else ()
+    if result.input_logprobs:
+        request.input_logprobs.extend(result.input_logprobs)
+    if proposals:
+        _take_proposals(request, proposals, result)
+    if result.token_id is not None and not request.is_finished:
         request.append(result.token_id, result.logprob)
+    num_rejected = len(proposals) - result.num_accepted
+    num_computed = request.num_computed_tokens + len(step.token_ids) - num_rejected
+    request.num_computed_tokens = min(num_computed, request.num_tokens)
+
+
+def _take_proposals(request: Request, proposals: Sequence[int], result: RequestResult) -> None:
+    request.num_verify_steps += 1
+    request.num_proposed_tokens += len(proposals)
+    request.num_accepted_tokens += result.num_accepted
+    accepted = proposals[: result.num_accepted]
+    for token_id, logprob in zip(accepted, result.accepted_logprobs or repeat(None), strict=False):
+        if not request.is_finished:
+            request.append(token_id, logprob)

@@ -6,6 +6,8 @@ A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns 
     plan      the next step, from the running set
     commit    the engine's result, into requests and out to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
+
+A loop that does so beside a step says when that began and ended, and has the next one planned as its successor.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from splitserve.scheduler.deadlines import Deadlines
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
-from splitserve.scheduler.running import Batch, RunningSet
+from splitserve.scheduler.running import Batch, RunningSet, still_open
 
 logger = logging.getLogger(__name__)
 
@@ -108,31 +110,44 @@ class Scheduler:
         self.role.advance()
         self._outbox.flush()
 
-    def plan(self) -> Batch | None:
-        return self._set.plan(self._clock.now())
+    def plan(self, under_way: Batch | None = None) -> Batch | None:
+        return self._set.plan(self._clock.now(), under_way)
+
+    def step_began(self, batch: Batch) -> None:
+        self._cache.step_began(batch.requests)
+
+    def step_ended(self) -> None:
+        self._cache.step_ended()
 
     def commit(self, batch: Batch, result: StepResult) -> None:
         self._num_steps += 1
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
-        self.role.finish_step(batch, result)
+        if self._set.speculation is not None:
+            self._set.speculation.observe(batch.plan, result)
+        self.role.finish_step(*still_open(batch, result))
         self._outbox.flush()
 
     def fail_step(self, batch: Batch, error: EngineError) -> None:
         """The engine could not run this step: its requests end with the cause, the worker goes on."""
         logger.error("step failed: %s", error.message)
         for request in batch.requests:
-            self.role.abort(request.rid, error)
+            if not request.is_finished:
+                self.role.abort(request.rid, error)
         self._outbox.flush()
+
+    def wait(self, timeout: float) -> None:
+        self._inbox.wait(timeout)
 
     def rest(self, timeout: float) -> None:
         if self._has_worked and self.role.is_idle():
             self._has_worked = False
             self._check()
-        self._inbox.wait(timeout)
+        self.wait(timeout)
 
     def state(self) -> SchedulerState:
         prefix, queues, retraction = self._cache.prefix, self.role.queue_state(), self._set.retraction
+        speculation = self._set.speculation
         return SchedulerState(
             num_running_reqs=len(self._set.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
@@ -148,9 +163,14 @@ class Scheduler:
             rows_free=self._cache.rows.available_size(),
             prefix_cache_queries=self._cache.prefix_queries,
             prefix_cache_hits=self._cache.prefix_hits,
+            prefix_cache_host_hits=self._cache.prefix_host_hits,
+            prefix_host_bytes=self._cache.host.num_bytes if self._cache.host else 0,
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
+            spec_decode_num_drafts_total=speculation.num_drafts if speculation else 0,
+            spec_decode_num_draft_tokens_total=speculation.num_draft_tokens if speculation else 0,
+            spec_decode_num_accepted_tokens_total=speculation.num_accepted_tokens if speculation else 0,
             num_tokens_held=sum(r.num_tokens for r in self._set.requests()),
             num_invariant_violations_total=self._num_violations,
             **queues,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import secrets
@@ -17,6 +18,7 @@ from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import SamplingParams
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.messages import SchedulerState
 from splitserve.metrics.worker import kv_cache_usage
 from splitserve.server import validation
 from splitserve.server.error_response import json_response
@@ -74,23 +76,26 @@ def admin_routes(front: FrontEnd) -> APIRouter:
 
     @router.get("/get_load")
     async def get_load() -> Response:
-        state = await front.state()
-        load = {
-            "dp_rank": 0,
-            "num_reqs": state.num_running_reqs + state.num_waiting_reqs,
-            "num_waiting_reqs": state.num_waiting_reqs,
-            "num_tokens": state.num_tokens_held,
-        }
-        return json_response([load])
+        loads = [
+            {
+                "dp_rank": rank,
+                "num_reqs": state.num_running_reqs + state.num_waiting_reqs,
+                "num_waiting_reqs": state.num_waiting_reqs,
+                "num_tokens": state.num_tokens_held,
+            }
+            for rank, state in enumerate(await front.states())
+        ]
+        return json_response(loads)
 
     @router.get("/v1/loads")
     async def loads() -> Response:
-        return json_response({"version": __version__, "dp_rank_count": 1, "loads": [await _load(front)]})
+        loads = [_load(rank, state) for rank, state in enumerate(await front.states())]
+        return json_response({"version": __version__, "dp_rank_count": len(loads), "loads": loads})
 
     @router.get("/metrics")
     async def metrics() -> Response:
         try:
-            await front.state(timeout=2.0)
+            await front.states(timeout=2.0)
         except SplitserveError as error:
             logger.warning("metrics show the last snapshot: %s", error)
         return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -107,7 +112,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "model_path": front.model_path,
         "served_model_name": front.served_model_name,
         "tp_size": 1,
-        "dp_size": 1,
+        "dp_size": front.config.dp_size,
         "pp_size": 1,
         "disaggregation_mode": str(config.mode),
         "disaggregation_bootstrap_port": front.bootstrap_port if is_prefill else None,
@@ -121,21 +126,20 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "device": info.device,
         "status": "draining" if front.requests.is_draining else "ready",
         "pid": os.getpid(),
-        "scheduler_pid": front.scheduler_pid,
-        "internal_states": [msgspec.to_builtins(await front.state())],
+        "scheduler_pids": front.scheduler_pids,
+        "internal_states": msgspec.to_builtins(await front.states()),
         "kv_events": None,
     }
 
 
-async def _load(front: FrontEnd) -> dict[str, Any]:
-    state, info = await front.state(), front.info
+def _load(rank: int, state: SchedulerState) -> dict[str, Any]:
     return {
-        "dp_rank": 0,
+        "dp_rank": rank,
         "num_running_reqs": state.num_running_reqs,
         "num_waiting_reqs": state.num_waiting_reqs,
         "num_total_reqs": state.num_running_reqs + state.num_waiting_reqs,
         "num_used_tokens": state.num_tokens_held,
-        "max_total_num_tokens": info.pages_total * info.page_size,
+        "max_total_num_tokens": state.pages_total * state.page_size,
         "token_usage": kv_cache_usage(state),
     }
 
@@ -147,11 +151,13 @@ def _check_ready(front: FrontEnd) -> None:
 
 
 async def _generate_one_token(front: FrontEnd) -> None:
-    """Raises WorkerUnavailableError where the whole path to the model and back does not give a token in time."""
-    fanout = _health_request(front)
+    """Raises WorkerUnavailableError where the whole path to a model and back does not give a token in time."""
+    generations = [
+        Generation(front, _health_request(front, rank), front.clock.now()) for rank in range(front.config.dp_size)
+    ]
     try:
         async with asyncio.timeout(HEALTH_DEADLINE):
-            await Generation(front, fanout, front.clock.now()).complete()
+            await asyncio.gather(*(generation.complete() for generation in generations))
     except TimeoutError:
         raise WorkerUnavailableError(
             f"no token within {HEALTH_DEADLINE:g} s (stage: health generation): look at the worker's load and log"
@@ -160,12 +166,12 @@ async def _generate_one_token(front: FrontEnd) -> None:
         raise WorkerUnavailableError(error.message) from error
 
 
-def _health_request(front: FrontEnd) -> FanOut:
+def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
     spec = PromptSpec([0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
     bootstrap = None
     if front.mode is not DisaggregationMode.NULL:
         bootstrap = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(secrets.randbits(63)))
-    return fan_out([spec], 1, f"health-{draw_rid()}", [bootstrap])
+    return dataclasses.replace(fan_out([spec], 1, f"health-{draw_rid()}", [bootstrap]), dp_rank=dp_rank)
 
 
 def _abort(front: FrontEnd, body: AbortBody) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.errors import InvalidRequestError, RequestAbortedError, SplitserveError
-from splitserve.messages import TokenOutput, TransferStats
+from splitserve.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.server.detokenizer import Detokenizer
 from splitserve.server.fanout import Sample
 
@@ -47,6 +47,7 @@ class Answer:
     finish: FinishReason | None = None
     timeline: dict[str, float] | None = None
     transfer: TransferStats | None = None
+    speculation: SpeculationStats | None = None
     _num_pushes: int = 0
 
     @property
@@ -68,7 +69,7 @@ class Answer:
         if output.input_logprobs is not None:
             self.input_logprobs = output.input_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.timeline, self.transfer = output.timeline, output.transfer
+        self.timeline, self.transfer, self.speculation = output.timeline, output.transfer, output.speculation
         self.finish = self._finish(output)
         if count or self.finish is not None:
             self.first_token_at = now if self.first_token_at is None else self.first_token_at

@@ -13,7 +13,7 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
 from splitserve.server.requests import RequestTable
-from splitserve.server.scheduler_client import SchedulerPort
+from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenize import tokenize_routes
 from splitserve.server.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ def build_app(
     tokenizer: Tokenizer,
     model_path: str,
     bootstrap_port: int | None = None,
-    scheduler_pid: int | None = None,
+    scheduler_pids: tuple[int, ...] = (),
 ) -> FastAPI:
     """The app answers 503 until the scheduler is ready.
 
@@ -37,9 +37,9 @@ def build_app(
         tokenizer=tokenizer,
         model_path=model_path,
         bootstrap_port=config.disaggregation.bootstrap_port if bootstrap_port is None else bootstrap_port,
-        requests=RequestTable(config.scheduler.max_open_requests),
+        requests=RequestTable(config.max_open_requests),
         metrics=WorkerMetrics(config.server.served_model_name or config.model.model),
-        scheduler_pid=scheduler_pid,
+        scheduler_pids=scheduler_pids,
     )
     app = FastAPI(title="Splitserve worker", version=__version__)
     app.state.front = front

@@ -2,7 +2,7 @@
 
 A room list with one entry a sample gives every sample its own room. With one entry a prompt, or one for all, samples
 share a room and are told apart by their number: over the n of the prompt, or over the whole request. Both sides of a
-pair get the same body, so both number alike.
+pair get the same body, so both number alike. `data_parallel_rank` names the prefill's rank; without it the room does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.server.schemas import BootstrapFields
 
+# Data parallel ranks of a worker at most.
+MAX_DP_SIZE = 1024
+
 
 def bootstrap_infos(
-    fields: BootstrapFields, *, mode: DisaggregationMode, num_prompts: int, n: int, own_host: str, own_port: int
+    fields: BootstrapFields,
+    *,
+    mode: DisaggregationMode,
+    num_prompts: int,
+    n: int,
+    own_host: str,
+    own_port: int,
+    own_dp_size: int = 1,
 ) -> list[BootstrapInfo | None]:
     """One a sample, prompt by prompt. Raises MissingBootstrapError where a worker of a pair is told no room."""
     num_samples = num_prompts * n
@@ -31,7 +41,11 @@ def bootstrap_infos(
     default_host = own_host if mode is DisaggregationMode.PREFILL else None
     hosts = [_host(h, default_host) for h in _per_sample(fields.bootstrap_host, num_prompts, n, "bootstrap_host")]
     ports = [_port(p, own_port) for p in _per_sample(fields.bootstrap_port, num_prompts, n, "bootstrap_port")]
-    return [BootstrapInfo(host, port, key) for host, port, key in zip(hosts, ports, keys, strict=True)]
+    # Only prefill knows how many ranks it has.
+    dp_size = own_dp_size if mode is DisaggregationMode.PREFILL else MAX_DP_SIZE
+    given = _per_sample(fields.data_parallel_rank, num_prompts, n, "data_parallel_rank")
+    ranks = [_dp_rank(rank, dp_size) for rank in given]
+    return [BootstrapInfo(*info) for info in zip(hosts, ports, keys, ranks, strict=True)]
 
 
 def _room_keys(rooms: Any, num_prompts: int, n: int) -> list[RoomKey]:
@@ -82,6 +96,15 @@ def _port(port: Any, default: int) -> int:
     if not _is_int(port) or not 0 < port < 1 << 16:
         raise InvalidRequestError(f"bootstrap_port {port!r}: must be in [1, 65535] or null", param="bootstrap_port")
     return int(port)
+
+
+def _dp_rank(rank: Any, dp_size: int) -> int | None:
+    if rank is not None and (not _is_int(rank) or not 0 <= rank < dp_size):
+        raise InvalidRequestError(
+            f"data_parallel_rank {rank!r}: must be in [0, {dp_size}) or null, which leaves it to the room",
+            param="data_parallel_rank",
+        )
+    return None if rank is None else int(rank)
 
 
 def _is_int(value: Any) -> bool:

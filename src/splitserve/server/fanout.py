@@ -42,6 +42,8 @@ class FanOut:
     samples: tuple[Sample, ...]
     # What a client may abort by: its request ids, each with the rids of its samples.
     names: dict[str, tuple[str, ...]]
+    # The data parallel rank of this worker that all samples go to; None: each to the one that is best for it.
+    dp_rank: int | None = None
 
 
 def fan_out(

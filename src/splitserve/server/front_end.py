@@ -14,7 +14,7 @@ from splitserve.errors import UnknownModelError, WorkerUnavailableError
 from splitserve.messages import SchedulerReady, SchedulerState
 from splitserve.metrics.worker import WorkerMetrics
 from splitserve.server.requests import RequestTable
-from splitserve.server.scheduler_client import SchedulerPort
+from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenizer import Tokenizer
 
 
@@ -29,7 +29,8 @@ class FrontEnd:
     bootstrap_port: int
     requests: RequestTable
     metrics: WorkerMetrics
-    scheduler_pid: int | None = None
+    # By data parallel rank.
+    scheduler_pids: tuple[int, ...] = ()
     clock: Clock = field(default_factory=SystemClock)
 
     @property
@@ -66,10 +67,10 @@ class FrontEnd:
         """Whether all requests ended within `timeout` seconds."""
         return await self.requests.wait_idle(timeout)
 
-    async def state(self, timeout: float = 2.0) -> SchedulerState:
-        """A fresh snapshot of the scheduler, also kept for the metrics."""
-        self.metrics.state = await self.scheduler.state(timeout)
-        return self.metrics.state
+    async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
+        """A fresh snapshot of each scheduler, by data parallel rank; also kept for the metrics."""
+        self.metrics.states = await self.scheduler.states(timeout)
+        return self.metrics.states
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is absent or one this worker answers to."""

@@ -30,13 +30,15 @@ class Generation:
     def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float) -> None:
         self._front = front
         self._names = fanout.names
+        self._dp_rank = fanout.dp_rank
         self.answers = [Answer(s, self._detokenizer(s), received_at) for s in fanout.samples]
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
 
     async def updates(self) -> Updates:
         """Answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
         with self._front.requests.admit(self._names):
-            stream = self._front.scheduler.submit(*(a.sample.request for a in self.answers))
+            requests = [a.sample.request for a in self.answers]
+            stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)
             try:
                 async for output in stream:
                     answer = self._by_rid[output.rid]

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.errors import InvalidRequestError
+from splitserve.messages import SpeculationStats
 from splitserve.metrics.worker import gb_per_s
 from splitserve.server import validation
 from splitserve.server.answer import Answer
@@ -144,6 +145,8 @@ def answer_object(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str,
             "exposed_seconds": answer.transfer.exposed_seconds,
             "gb_per_s": gb_per_s(answer.transfer),
         }
+    if answer.speculation is not None:
+        meta |= _speculation_fields(answer.speculation)
     if answer.sample.request.return_logprob:
         meta |= _logprob_fields(front, answer, with_text)
     return {"text": answer.text, "output_ids": answer.output_ids, "meta_info": meta}
@@ -153,6 +156,19 @@ def _finish_object(finish: FinishReason, num_tokens: int) -> dict[str, Any]:
     if finish.type is FinishType.LENGTH:
         return {"type": "length", "length": num_tokens}
     return {"type": str(finish.type), "matched": finish.matched}
+
+
+def _speculation_fields(speculation: SpeculationStats) -> dict[str, Any]:
+    """Accept length: tokens that a verifying step yields, the one that comes without a proposal among them."""
+    steps, proposed = speculation.num_verify_steps, speculation.num_proposed_tokens
+    accepted = speculation.num_accepted_tokens
+    return {
+        "spec_verify_ct": steps,
+        "spec_draft_token_num": proposed,
+        "spec_accept_token_num": accepted,
+        "spec_accept_rate": accepted / proposed,
+        "spec_accept_length": 1 + accepted / steps,
+    }
 
 
 def _logprob_fields(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str, Any]:

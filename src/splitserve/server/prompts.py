@@ -24,6 +24,7 @@ def bootstraps_of(front: FrontEnd, fields: BootstrapFields, num_prompts: int, n:
         n=n,
         own_host=front.config.disaggregation.host,
         own_port=front.bootstrap_port,
+        own_dp_size=front.config.dp_size,
     )
 
 

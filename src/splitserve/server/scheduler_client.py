@@ -1,7 +1,8 @@
-"""The front end's end of the two ZMQ pipes to its scheduler.
+"""The front end's end of the two ZMQ pipes to one scheduler.
 
 The life of one client request in here:
-1. `submit` sends its samples (one GenerateRequest each) and opens one OutputStream for all of them.
+1. `submit` sends its samples (one GenerateRequest each) and opens one OutputStream for all of them, or goes on with
+   the one that has samples in other schedulers too.
 2. The reader task takes StepOutputs off the pipe and puts each TokenOutput into the stream its rid belongs to.
 3. The stream hands them out in order of arrival and ends after the last sample's final message.
 4. Closed early, it tells the scheduler to abort what is still running, quietly; the rids are forgotten at once.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import Protocol
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -44,28 +45,15 @@ logger = logging.getLogger(__name__)
 
 # Messages to a scheduler that does not read them; beyond that it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
+# Tokens of output that a sample counts for at most: one without a bound rarely comes near it.
+FORESEEN_TOKENS = 4096
 
 
-class SchedulerPort(Protocol):
-    """The scheduler as the routes know it. SchedulerClient is one; so is a test's fake."""
-
-    @property
-    def info(self) -> SchedulerReady | None:
-        """What the scheduler said of itself; None until it is ready."""
-        ...
-
-    @property
-    def failure(self) -> SplitserveError | None:
-        """Why the scheduler is gone; None while it is not."""
-        ...
-
-    def submit(self, *requests: GenerateRequest) -> OutputStream: ...
-
-    def abort(self, rid: str, message: str = "aborted") -> None: ...
-
-    async def flush_cache(self, timeout: float = 10.0) -> int: ...
-
-    async def state(self, timeout: float = 2.0) -> SchedulerState: ...
+@dataclass(frozen=True, slots=True)
+class OpenSample:
+    stream: OutputStream
+    # Of its prompt and of the output that is foreseen.
+    num_tokens: int
 
 
 class SchedulerClient:
@@ -87,8 +75,10 @@ class SchedulerClient:
         self._pull = self._context.socket(zmq.PULL)
         self._reader: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
-        # rid -> the stream that its outputs go to.
-        self._streams: dict[str, OutputStream] = {}
+        # By rid.
+        self._open: dict[str, OpenSample] = {}
+        # Of all open samples.
+        self.num_tokens_outstanding = 0
         self._calls: dict[int, asyncio.Future[FlushCacheReply | StateReply]] = {}
         self._call_ids = itertools.count(1)
 
@@ -116,12 +106,17 @@ class SchedulerClient:
             raise self.failure or WorkerUnavailableError("the scheduler's client was closed")
         return self.info
 
-    def submit(self, *requests: GenerateRequest) -> OutputStream:
-        """Send the samples of one client request. Raises WorkerUnavailableError."""
+    def submit(self, *requests: GenerateRequest, into: OutputStream | None = None) -> OutputStream:
+        """Send samples of one client request. Raises WorkerUnavailableError.
+
+        `into`: their stream, whose owner calls `give_up`; None: one of their own.
+        """
         self._check_serving()
-        stream = OutputStream([r.rid for r in requests], self._close_stream, self._output_timeout)
+        stream = into or OutputStream([r.rid for r in requests], self.give_up, self._output_timeout)
         for request in requests:
-            self._streams[request.rid] = stream
+            num_tokens = len(request.prompt_ids) + min(request.params.max_new_tokens, FORESEEN_TOKENS)
+            self._open[request.rid] = OpenSample(stream, num_tokens)
+            self.num_tokens_outstanding += num_tokens
         try:
             for request in requests:
                 self._send(request)
@@ -132,7 +127,7 @@ class SchedulerClient:
 
     def abort(self, rid: str, message: str = "aborted") -> None:
         """End a request; its stream gets the scheduler's final message. An unknown rid is none of our business."""
-        if rid in self._streams and self.failure is None:
+        if rid in self._open and self.failure is None:
             self._send(AbortRequest(rid=rid, message=message))
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
@@ -156,9 +151,10 @@ class SchedulerClient:
         self.failure = error
         self.info = None
         self._settled.set()
-        for stream in set(self._streams.values()):
+        for stream in {sample.stream for sample in self._open.values()}:
             stream.fail(error)
-        self._streams.clear()
+        self._open.clear()
+        self.num_tokens_outstanding = 0
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -201,17 +197,24 @@ class SchedulerClient:
 
     def _deliver(self, output: TokenOutput) -> None:
         # Outputs of a stream that was closed early may still be on their way: nobody wants them.
-        stream = self._streams.get(output.rid)
-        if stream is None:
+        sample = self._open.get(output.rid)
+        if sample is None:
             return
         if output.finish is not None:
-            del self._streams[output.rid]
-        stream.put(output)
+            self._forget(output.rid)
+        sample.stream.put(output)
 
-    def _close_stream(self, rids: list[str]) -> None:
-        """These samples of a stream are no longer wanted."""
+    def _forget(self, rid: str) -> bool:
+        """Whether it was open."""
+        sample = self._open.pop(rid, None)
+        if sample is not None:
+            self.num_tokens_outstanding -= sample.num_tokens
+        return sample is not None
+
+    def give_up(self, rids: list[str]) -> None:
+        """These samples are no longer wanted. Those that are none of ours are skipped."""
         for rid in rids:
-            if self._streams.pop(rid, None) is not None and self.failure is None:
+            if self._forget(rid) and self.failure is None:
                 try:
                     self._send(AbortRequest(rid=rid, quiet=True))
                 except WorkerUnavailableError as error:

@@ -69,6 +69,8 @@ class BootstrapFields(Body):
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
+    # Of the prefill worker.
+    data_parallel_rank: Any = None
 
 
 class GenerateBody(BootstrapFields, PatienceFields):

@@ -7,12 +7,13 @@ page table. A page that was lost, swapped, overwritten or not transferred change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from splitserve.core.batch import (
+    LAST_DRAWN,
     RequestResult,
     RequestStep,
     SampleSpec,
@@ -22,6 +23,7 @@ from splitserve.core.batch import (
 )
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import SamplingParams, mix64
+from splitserve.core.verify import specs_to_draw, verified
 from splitserve.errors import EngineError
 
 Slots = npt.NDArray[np.uint64]
@@ -45,6 +47,8 @@ class FakeEngine:
         self.step_sizes: list[int] = []
         # One value a token: [num_pages, page_size].
         self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64) if pool is None else pool
+        # The last token drawn for each row of the page table.
+        self._drawn: dict[int, int] = {}
         # Two float32 elements are the eight bytes of one value.
         component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2)
         self.layout = KVLayout(page_size, num_pages, (component,))
@@ -63,26 +67,41 @@ class FakeEngine:
         self._pool[list(pages)] = copy[first : first + len(pages)]
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.step_sizes.append(plan.num_tokens)
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        return StepResult(tuple(self._run(step) for step in plan.requests))
+        return self.prepare(plan)()
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        slots = [self._slots(step.row, step.end) for step in plan.requests]
+
+        def run() -> StepResult:
+            self.step_sizes.append(plan.num_tokens)
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            return StepResult(tuple(map(self._run, plan.requests, slots)))
+
+        return run
 
     def fail_next(self, error: EngineError) -> None:
         """Raise `error` in the next step."""
         self._failure = error
 
-    def _run(self, step: RequestStep) -> RequestResult:
-        slots = self._slots(step.row, step.start + len(step.token_ids))
+    def _run(self, step: RequestStep, slots: npt.NDArray[np.int64]) -> RequestResult:
         flat = self._pool.reshape(-1)
-        flat[slots[step.start :]] = _values(step.token_ids, step.start)
+        token_ids = [self._drawn[step.row] if token == LAST_DRAWN else token for token in step.token_ids]
+        flat[slots[step.start :]] = _values(token_ids, step.start)
         logprobs = step.input_logprobs
         scored = tuple(TokenLogprob(t, -1.0) for t in logprobs.targets) if logprobs else ()
         if step.sample is None:
             return RequestResult(input_logprobs=scored)
-        token = _draw(int(np.bitwise_xor.reduce(flat[slots])), step.sample, self.vocab_size)
-        return RequestResult(token, TokenLogprob(token, -1.0) if step.sample.return_logprob else None, scored)
+        # What is drawn at each position depends on the slots before it.
+        states = np.bitwise_xor.accumulate(flat[slots])[-1 - len(step.sample.proposals) :].tolist()
+        specs = specs_to_draw(step.sample)
+        drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
+        chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
+        result = verified(step.sample, drawn, chosen, scored)
+        assert result.token_id is not None
+        self._drawn[step.row] = result.token_id
+        return result
 
     def _slots(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         page_size = self._pool.shape[1]

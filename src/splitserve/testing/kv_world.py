@@ -16,6 +16,7 @@ from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.checksum import Checksums
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
+from splitserve.disaggregation.peers import BootstrapAddress
 from splitserve.disaggregation.ports import ReceiverPort, SenderPort
 from splitserve.disaggregation.room import Limits
 from splitserve.disaggregation.staging import Staging
@@ -27,7 +28,7 @@ from splitserve.testing.control import Book, Channel, Wires
 PAGE_SIZE = 4
 NUM_PAGES = 64
 NUM_ROWS = 32
-BOOTSTRAP = ("prefill.test", 8998)
+BOOTSTRAP = BootstrapAddress("prefill.test", 8998)
 CONFIG = DisaggregationConfig(bootstrap_timeout=60.0, transfer_timeout=60.0, heartbeat_interval=5.0, heartbeat_misses=2)
 
 
@@ -149,10 +150,10 @@ class World:
         self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
 
     def sender(self, room: int = 1, sample: int = 0) -> SenderPort:
-        return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP, RoomKey(room, sample)))
+        return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
 
     def receiver(self, room: int = 1, sample: int = 0) -> ReceiverPort:
-        return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP, RoomKey(room, sample)))
+        return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
 
     def tick(self, times: int = 4) -> None:
         """Let everything that is due happen."""

@@ -87,7 +87,7 @@ class DisaggregatedWorker(SimWorker):
 class PairWorld:
     """One prefill and one decode worker. `prefill_settings` and `decode_settings` go to the SimWorkers."""
 
-    ADDRESS: BootstrapAddress = ("sim", 1)
+    ADDRESS = BootstrapAddress("sim", 1)
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PairWorld:
 
     def submit(self, rid: str, prompt: list[int], params: SamplingParams, *, room: int, **more: Any) -> None:
         """What the router does: the same request to both, at the same time."""
-        bootstrap = BootstrapInfo(*self.ADDRESS, RoomKey(room))
+        bootstrap = BootstrapInfo(*self.ADDRESS[:2], RoomKey(room))
         message = GenerateRequest(rid=rid, prompt_ids=prompt, params=params, bootstrap=bootstrap, **more)
         self.prefill.submit(message)
         self.decode.submit(message)

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 # Prompt lengths that straddle pages (16) and chunks (64, 2048), from one token to three thousand.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80, 127, 128, 129, 200, 257, 513, 2049, 3000)
-NUM_OUTPUT_TOKENS = 64
+NUM_OUTPUT_TOKENS = 32
+# The same in `make soak`.
+NUM_SOAK_TOKENS = 64
 
-Reference = Callable[[Sequence[int]], list[int]]
+
+class Reference(Protocol):
+    def __call__(self, prompt: Sequence[int], num_tokens: int = NUM_OUTPUT_TOKENS) -> list[int]: ...
 
 
 def greedy_reference(model: Any) -> Reference:
-    """From a prompt to the NUM_OUTPUT_TOKENS tokens that `model` (a causal LM) generates, EOS held off."""
-    answers: dict[tuple[int, ...], list[int]] = {}
+    """From a prompt to the tokens that `model` (a causal LM) generates, EOS held off."""
+    answers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 
-    def answer(prompt: Sequence[int]) -> list[int]:
-        key = tuple(prompt)
+    def answer(prompt: Sequence[int], num_tokens: int = NUM_OUTPUT_TOKENS) -> list[int]:
+        key = (num_tokens, tuple(prompt))
         if key not in answers:
-            ids = torch.tensor([key])
+            ids = torch.tensor([list(prompt)])
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                max_new_tokens=NUM_OUTPUT_TOKENS,
-                min_new_tokens=NUM_OUTPUT_TOKENS,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
                 pad_token_id=0,
             )
-            answers[key] = out[0, len(key) :].tolist()
+            answers[key] = out[0, len(prompt) :].tolist()
         return answers[key]
 
     return answer

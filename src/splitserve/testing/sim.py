@@ -1,11 +1,13 @@
 """Schedulers on fakes under a manual clock: whole workers in one thread, turned by hand, no sockets and no waiting.
 
-`SimWorker` is one worker: the real scheduler, role, cache and queues over the fake engine, with lists for pipes.
-`ColocatedWorld` is one null worker.
+`SimWorker` is one worker: the real scheduler, role, cache and queues over the fake engine, with lists for pipes. Its
+loop is the normal one, or the overlapped one with an engine whose steps end some turns later. `ColocatedWorld` is one
+null worker.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Protocol
@@ -13,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.cache.host_memory import HostCopies, HostMemory
+from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
@@ -28,16 +32,17 @@ from splitserve.core.request import FinishReason, Request
 from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.scheduler.loops import NormalLoop
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepUnderWay
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
-from splitserve.scheduler.retraction import HostCopies, Retraction
+from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.scheduler import Limits, Scheduler
+from splitserve.scheduler.speculation import Proposer, Speculation
 from splitserve.testing.fake_engine import FakeEngine
-from splitserve.testing.fake_grammar import FakeCompiler, InlinePool
+from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, InlinePool
 
 RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
 
@@ -68,6 +73,24 @@ class ListInbox:
         return None
 
 
+class LateSteps:
+    """The overlapped loop in one thread. A step is run, from its first read to its last write, when it ends."""
+
+    def __init__(self, scheduler: Scheduler, engine: Engine, rng: random.Random) -> None:
+        self._engine_thread = HeldPool()
+        self._loop = OverlappedLoop(scheduler, engine, self._engine_thread, wake=lambda: None)
+        self._rng = rng
+        self._ends = rng.choice([0.2, 0.6, 1.0])
+        self.under_way: StepUnderWay | None = None
+
+    def run_once(self) -> bool:
+        """One turn, before which the step under way may have ended; False if there was nothing to compute."""
+        if self._rng.random() < self._ends:
+            self._engine_thread.finish_all()
+        before, self.under_way = self.under_way, self._loop.turn(self.under_way)
+        return before is not None or self.under_way is not None
+
+
 class SimWorker:
     """One worker. What it tells its front end is collected by request, and checked as it comes."""
 
@@ -90,10 +113,16 @@ class SimWorker:
         grammar_pool: Executor | None = None,
         num_reserved_decode_tokens: int = 512,
         host_memory: int = 1 << 30,
+        prefix_host_memory: int = 0,
         policy: SchedulePolicy = SchedulePolicy.FCFS,
         has_priorities: bool = False,
         default_timeout: float | None = None,
         pre_alloc_size: int | None = None,
+        proposer: Proposer | None = None,
+        num_draft_tokens: int = 4,
+        # How late steps end, in the overlapped loop; None: the normal loop.
+        late_steps: random.Random | None = None,
+        inbox: ListInbox | None = None,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
@@ -105,8 +134,9 @@ class SimWorker:
         self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
         cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
-        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared)
-        self.inbox = ListInbox()
+        host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size) if prefix_host_memory else None
+        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host)
+        self.inbox = inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
         outbox = Outbox(self._collect, clock)
@@ -116,7 +146,13 @@ class SimWorker:
         retraction = Retraction(self.cache, self.engine, host_memory)
         order = WaitingOrder(policy, self.cache, has_priorities=has_priorities)
         self.running = RunningSet(
-            self.cache, admission, retraction, order, token_budget=token_budget, max_running=max_running
+            self.cache,
+            admission,
+            retraction,
+            order,
+            token_budget=token_budget,
+            max_running=max_running,
+            speculation=Speculation(proposer, self.cache, num_draft_tokens) if proposer else None,
         )
         limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
         self.role = make_role(self, self.running, outbox)
@@ -124,7 +160,8 @@ class SimWorker:
         bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
         grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
         self.scheduler = Scheduler(self.role, self.running, self.cache, self.inbox, outbox, clock, limits, grammars)
-        self._loop = NormalLoop(self.scheduler, self.engine)
+        self._late = LateSteps(self.scheduler, self.engine, late_steps) if late_steps else None
+        self._loop = self._late or NormalLoop(self.scheduler, self.engine)
 
     @property
     def fake_engine(self) -> FakeEngine:
@@ -140,7 +177,8 @@ class SimWorker:
         return self._loop.run_once()
 
     def is_idle(self) -> bool:
-        return self.role.is_idle() and not self.inbox.messages and not self.scheduler.grammars
+        is_computing = self._late is not None and self._late.under_way is not None
+        return self.role.is_idle() and not (is_computing or self.inbox.messages or self.scheduler.grammars)
 
     def tokens(self, rid: str) -> list[int]:
         return [t for output in self.outputs.get(rid, []) for t in output.token_ids]

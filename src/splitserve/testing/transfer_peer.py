@@ -21,12 +21,31 @@ from typing import Any, TextIO
 import numpy as np
 
 from splitserve.core.arena import Arena
+from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
+from splitserve.testing.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
 
 # Seconds a test waits for an answer.
 ANSWER_TIMEOUT = 60.0
+
+
+# Their memory lies on a GPU: of the commands, those that fill it are not for them.
+_ON_GPU = frozenset({"cuda_ipc"})
+
+
+def _arena(num_bytes: int, backend: str) -> Arena:
+    return Arena(num_bytes, shareable=backend == FAKE_CUDA_IPC or needs_shareable_memory(backend))
+
+
+def _bytes_on_gpu(num_bytes: int) -> Any:
+    # Only now: most peers do without torch.
+    import torch
+
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    return memory
 
 
 class End:
@@ -35,12 +54,15 @@ class End:
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
         self.backend = backend
         self.progress = threading.Event()
-        self.arenas = [Arena(n, shareable=needs_shareable_memory(backend)) for n in lengths]
+        is_fake_gpu, is_on_gpu = backend == FAKE_CUDA_IPC, backend in _ON_GPU
+        self.arenas = [] if is_on_gpu else [_arena(n, backend) for n in lengths]
         self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
-        self.transport: Transport = create_transport(
-            backend, TransportOptions(on_progress=self.progress.set, **options)
-        )
-        self.transport.register([a.region() for a in self.arenas])
+        # Instead of these on a GPU: tensors of bytes.
+        self.tensors = [_bytes_on_gpu(n) for n in lengths] if is_on_gpu else []
+        told = TransportOptions(on_progress=self.progress.set, **options)
+        self.transport: Transport = fake_cuda_ipc_transport(told) if is_fake_gpu else create_transport(backend, told)
+        regions = [a.region() for a in self.arenas] or [Region(t.data_ptr(), t.numel()) for t in self.tensors]
+        self.transport.register(regions)
 
     def outcome(self, ticket: Ticket, timeout: float = ANSWER_TIMEOUT) -> WriteStatus:
         """The ticket's final status. Raises AssertionError where it has none in time."""
@@ -136,7 +158,7 @@ def _obey(end: End, command: dict[str, Any]) -> Any:
         case {"what": "cpu_seconds"}:
             return time.process_time()
         case {"what": "digest", "region": region}:
-            return digest(end.memory[region])
+            return digest(end.tensors[region].cpu().numpy() if end.tensors else end.memory[region])
         case {"what": "begin", "peer": peer, "copies": copies}:
             return end.transport.write(PeerAddress(*peer), copy_table(tuple(c) for c in copies)).id
         case {"what": "write", "peer": peer, "copies": copies}:

@@ -48,6 +48,7 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.soak
 def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "mine"))
     model = make_tiny_model("llama", tmp_path / "llama")

@@ -129,3 +129,60 @@ def test_a_request_whose_owner_forgot_it_is_caught():
     assert admit(cache, make_request("lost"))
     with pytest.raises(InvariantViolation, match="lost"):
         cache.check([])
+
+
+def test_what_a_request_gives_back_during_its_step_is_free_when_the_step_has_ended():
+    cache, request, other = make_cache(prefix=False), make_request(), make_request("other")
+    for r in (request, other):
+        admit(cache, r)
+        cache.extend(r, r.num_tokens)
+    free, rows = cache.pages.available(), cache.rows.available_size()
+    cache.step_began([request])
+    cache.release(request, publish=False)
+    # Nobody else may get them, nor is anything lost; a request that is not in the step does not wait.
+    assert (cache.pages.available(), cache.rows.available_size()) == (free, rows)
+    assert not cache.holds(request)
+    cache.check([other])
+    cache.release(other, publish=False)
+    assert (cache.pages.available(), cache.rows.available_size()) == (free + 2, rows + 1)
+    # The same name may come again meanwhile.
+    again = make_request()
+    assert admit(cache, again)
+    cache.check([again])
+    cache.step_ended()
+    assert request.row is None
+    cache.check([again])
+    cache.release(again, publish=False)
+    assert (cache.pages.available(), cache.rows.available_size()) == (12, 3)
+
+
+def test_a_prefix_published_during_the_step_can_be_found_and_not_evicted_before_its_end():
+    cache, request = make_cache(num_pages=4), make_request(prompt=range(9))
+    admit(cache, request)
+    cache.extend(request, 9)
+    request.num_computed_tokens = 9
+    cache.step_began([request])
+    cache.release(request, publish=True)
+    assert len(cache.prefix.match(list(range(9))).pages) == 2
+    assert cache.flush() == 0
+    cache.step_ended()
+    assert cache.flush() == 2
+    cache.check([])
+
+
+def test_pages_that_others_have_published_first_are_set_aside_during_the_step():
+    cache, first, second = make_cache(), make_request("a", range(9)), make_request("b", range(9))
+    for r in (first, second):
+        admit(cache, r)
+        cache.extend(r, 9)
+        r.num_computed_tokens = 9
+    cache.share(first)
+    free = cache.pages.available()
+    cache.step_began([second])
+    cache.share(second)
+    assert second.pages[:2] == first.pages[:2]
+    assert cache.pages.available() == free
+    cache.check([first, second])
+    cache.step_ended()
+    assert cache.pages.available() == free + 2
+    cache.check([first, second])

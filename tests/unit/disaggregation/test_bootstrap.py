@@ -9,7 +9,7 @@ import pytest
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.disaggregation.challenge import answer
 from splitserve.disaggregation.directory import ClusterAuth, HttpDirectory, register_rank
-from splitserve.disaggregation.peers import LookupFailure
+from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
 from splitserve.disaggregation.wire import PROTOCOL_VERSION, KVArgs, ParallelRank, PrefillInfo
 from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.testing.kv_world import layout
@@ -46,12 +46,12 @@ class Lookup:
         self.answered = threading.Event()
         self.directory = HttpDirectory(self.answered.set, token, **rank)
 
-    def ask(self, port, timeout=DEADLINE):
-        self.directory.request(("127.0.0.1", port), timeout)
+    def ask(self, port, timeout=DEADLINE, dp_rank=0):
+        self.directory.request(BootstrapAddress("127.0.0.1", port, dp_rank), timeout)
 
-    def answer(self, port):
+    def answer(self, port, dp_rank=0):
         assert self.answered.wait(DEADLINE)
-        return self.directory.result(("127.0.0.1", port))
+        return self.directory.result(BootstrapAddress("127.0.0.1", port, dp_rank))
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_an_unknown_rank_is_404_and_a_malformed_question_400(server, lookup):
     assert get(server, {**RANK_0, "dp_rank": 5}).status_code == 404
     assert get(server, {**RANK_0, "dp_rank": "x"}).status_code == 400
     assert get(server, {}).status_code == 400
-    decode = lookup(dp_rank=5)
-    decode.ask(server.port)
-    failure = decode.answer(server.port)
+    decode = lookup()
+    decode.ask(server.port, dp_rank=5)
+    failure = decode.answer(server.port, dp_rank=5)
     assert isinstance(failure, LookupFailure)
     assert failure.is_definitive
     assert "404" in failure.message

@@ -461,7 +461,7 @@ def test_a_port_refuses_moves_out_of_order():
 
 def test_a_role_does_only_its_own_part():
     world = World()
-    info = BootstrapInfo(*BOOTSTRAP, RoomKey(1))
+    info = BootstrapInfo(*BOOTSTRAP[:2], RoomKey(1))
     with pytest.raises(ValueError, match="prefill"):
         world.decode.manager.sender("x", info)
     with pytest.raises(ValueError, match="decode"):
@@ -485,6 +485,7 @@ def test_a_role_does_only_its_own_part():
     ("prefill", "words"),
     [
         ({"model": "other"}, "model other against tiny"),
+        ({"draft_model": "small"}, "draft model small against none"),
         ({"backend": "tcp"}, "transfer backend tcp against fake"),
         ({"pool": layout(heads=2)}, "KV heads in all of layer 0 (k) 2 against 1"),
         ({"pool": layout(layers=1)}, "head 0 of layer 1 (k) is held by no source"),

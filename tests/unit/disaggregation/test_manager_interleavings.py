@@ -101,7 +101,7 @@ class Chaos:
         if not self.unsent[side]:
             return
         room = self.unsent[side].pop(0)
-        info = BootstrapInfo(*BOOTSTRAP, RoomKey(room))
+        info = BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room))
         if side == "decode":
             self.queue.rooms[room] = self.world.decode.manager.receiver(f"d{room}", info)
         else:

@@ -38,9 +38,9 @@ def test_private_memory_is_refused_with_the_remedy():
 def test_a_receiver_on_another_host_is_refused_and_both_are_named(monkeypatch):
     src, dst = End("shm", [8]), End("shm", [8])
     session = dst.transport.open_session()
-    here = shm._this_host()
-    hosts = iter([shm._Host("receiver.example", "a-boot"), here])
-    monkeypatch.setattr(shm, "_this_host", lambda: next(hosts))
+    here = shm.this_host()
+    hosts = iter([shm.Host("receiver.example", "a-boot"), here])
+    monkeypatch.setattr(shm, "this_host", lambda: next(hosts))
     status = src.outcome(src.transport.write(session, copy_table([(0, 0, 0, 0, 8)])))
     assert status.state is WriteState.FAILED
     assert "'receiver.example' (a-boot)" in status.error

@@ -18,7 +18,10 @@ from splitserve.engine.native.weights import Kind, PackedGateUp, PackedLinear, S
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
-SOURCES = [Path(splitserve._native.__file__).parent / f"{name}.c" for name in ("linear", "elementwise", "attention")]
+SOURCES = [
+    Path(splitserve._native.__file__).parent / f"{name}.c"
+    for name in ("linear", "w8a8", "elementwise", "attention", "program")
+]
 # The narrowest build, the one for this CPU, and one with the widest vectors, made of several where they are too wide.
 BUILDS = ("any", "this", "wide")
 
@@ -55,6 +58,20 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=0.01)
 
 
+def product(kind: Kind, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x W^T in float32, with what the kind makes of both."""
+    if kind is Kind.BF16:
+        return x.float() @ weight.float().T
+    integers, scales = quantize(weight)
+    if kind is Kind.INT8:
+        return x.float() @ (integers.float() * scales[:, None]).T
+    most = x.float().abs().amax(-1, keepdim=True)
+    # Not 127 / most, for which torch multiplies with a rounded reciprocal.
+    factors = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)
+    rows = (x.float() * factors).round().to(torch.int64)
+    return (rows @ integers.to(torch.int64).T).float() * (most / 127) * scales
+
+
 def test_builds_differ_in_their_vectors() -> None:
     found = find_library()
     spec = importlib.util.find_spec("splitserve._native.kernels_any")
@@ -75,11 +92,7 @@ def test_a_packed_linear_is_a_linear(
 ) -> None:
     weight, bias, x = random(num_outputs, num_inputs), random(num_outputs, seed=1), random(rows, num_inputs, seed=2)
     found = PackedLinear(library, Scratch(), weight, bias, kind)(x)
-    plain = weight.float()
-    if kind is Kind.INT8:
-        integers, scales = quantize(weight)
-        plain = integers.float() * scales[:, None]
-    expected = x.float() @ plain.T + bias.float()
+    expected = product(kind, weight, x) + bias.float()
     assert found.shape == expected.shape
     assert found.dtype is torch.bfloat16
     assert_close(found, expected)
@@ -121,12 +134,34 @@ def test_numbers_that_are_none_stay_so_and_stay_in_their_row(library: Library) -
 def test_gate_and_up_in_one(library: Library, kind: Kind, size: int, rows: int) -> None:
     gate, up, x = random(size, 24), random(size, 24, seed=1), random(rows, 24, seed=2) * 10
     found = PackedGateUp(library, Scratch(), gate, up, kind)(x)
-    plain = [w.float() for w in (gate, up)]
-    if kind is Kind.INT8:
-        plain = [i.float() * s[:, None] for i, s in (quantize(w) for w in (gate, up))]
-    a, b = (x.float() @ w.T for w in plain)
+    a, b = (product(kind, w, x) for w in (gate, up))
     assert found.shape == (rows, size)
     assert_close(found, torch.nn.functional.silu(a) * b)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 30, 485])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (6, 17), (64, 48), (255, 130), (1536, 40)])
+def test_w8a8_multiplies_whole_numbers_exactly(library: Library, rows: int, num_inputs: int, num_outputs: int) -> None:
+    weight, x = random(num_outputs, num_inputs), random(rows, num_inputs, seed=1)
+    x[0] *= 1000.0
+    found = PackedLinear(library, Scratch(), weight, None, Kind.W8A8)(x)
+    assert torch.equal(found, product(Kind.W8A8, weight, x).bfloat16())
+
+
+def test_w8a8_of_the_largest_numbers_in_every_place_does_not_overflow(library: Library) -> None:
+    weight, x = torch.full((40, 4096), -3.0).bfloat16(), torch.full((2, 4096), 5.0).bfloat16()
+    x[1] = -5.0
+    found = PackedLinear(library, Scratch(), weight, None, Kind.W8A8)(x)
+    assert_close(found / 4096, x[:, :1].float() * -3.0 * torch.ones(2, 40))
+
+
+def test_w8a8_rows_of_nothing_and_of_numbers_that_are_none_stay_so(library: Library) -> None:
+    x = random(4, 32)
+    x[0], x[1, 5], x[2, 6] = 0.0, torch.nan, torch.inf
+    found = PackedLinear(library, Scratch(), random(40, 32), None, Kind.W8A8)(x)
+    assert not found[0].any()
+    assert not found[1:3].isfinite().any()
+    assert torch.equal(found[3:], PackedLinear(library, Scratch(), random(40, 32), None, Kind.W8A8)(x[3:]))
 
 
 @pytest.mark.parametrize("size", [1, 16, 30, 576])

@@ -14,8 +14,10 @@ from splitserve.config import ModelConfig
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.loader import load_model, parse_cpus
-from splitserve.engine.native.layers import FusedLayer, use_kernels
+from splitserve.engine.native.fused import FusedLayer
+from splitserve.engine.native.layers import use_kernels
 from splitserve.engine.native.library import Library, find_library
+from splitserve.engine.native.stack import DecoderStack
 from splitserve.engine.native.weights import Kind, PackedLinear
 from splitserve.engine.probe import probe
 from splitserve.errors import ConfigError
@@ -92,7 +94,9 @@ def test_fused_layers_compute_what_the_models_own_do(name: str) -> None:
     shapes = probe(model, name)
     exact = logprobs(copy.deepcopy(model).float())
     replaced = use_kernels(model, shapes, library())
-    assert [type(layer) for layer in model.base_model.layers] == [FusedLayer, FusedLayer]
+    (stack,) = model.base_model.layers
+    assert isinstance(stack, DecoderStack)
+    assert [type(layer) for layer in stack.layers] == [FusedLayer, FusedLayer]
     assert isinstance(model.lm_head, PackedLinear)
     assert replaced == 3
     # No farther from float32 than torch's bfloat16 is, but for luck.
@@ -100,10 +104,11 @@ def test_fused_layers_compute_what_the_models_own_do(name: str) -> None:
     assert error < 1.5 * plain_error + 1e-3
 
 
-def test_int8_weights_change_logprobs_a_little() -> None:
+@pytest.mark.parametrize("kind", [Kind.INT8, Kind.W8A8])
+def test_whole_numbers_of_8_bits_change_logprobs_a_little(kind: Kind) -> None:
     model = model_of(CONFIGS["llama"])
     expected = logprobs(model)
-    use_kernels(model, probe(model, "llama"), library(), Kind.INT8)
+    assert use_kernels(model, probe(model, "llama"), library(), kind) == 3
     difference = (logprobs(model) - expected).abs()
     assert 0.0 < float(difference.mean()) < 0.3
 
@@ -161,7 +166,8 @@ def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatc
     [
         ({"quantization": "int8"}, "--dtype bfloat16"),
         ({"quantization": "int8", "dtype": "bfloat16", "kernels": "torch"}, "without --kernels torch"),
-        ({"quantization": "int3", "dtype": "bfloat16"}, "int8"),
+        ({"quantization": "int3", "dtype": "bfloat16"}, "int8 or w8a8"),
+        ({"quantization": "w8a8"}, "--dtype bfloat16"),
         ({"kernels": "fast"}, "auto or torch"),
         ({"cpu_affinity": "4096-4097"}, "core numbers"),
         ({"cpu_affinity": "two"}, "core numbers"),

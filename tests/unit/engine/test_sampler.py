@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from splitserve.core.batch import SampleSpec
 from splitserve.core.sampling import SamplingParams, uniform_at
 from splitserve.engine import sampler
+from splitserve.engine.logprobs import score
 from splitserve.engine.sampler import draw
+from splitserve.errors import EngineError
 
 VOCAB = 40
 EOS = frozenset({3, 7})
@@ -33,9 +35,8 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
 )
 SPECS = st.builds(
-    SampleSpec,
+    lambda params, prompt_ids, output_ids: SampleSpec(params, len(prompt_ids + output_ids), prompt_ids, output_ids),
     params=PARAMS,
-    position=st.integers(0, 10_000),
     prompt_ids=st.lists(TOKENS, min_size=1, max_size=8),
     output_ids=st.lists(TOKENS, max_size=6),
 )
@@ -105,7 +106,8 @@ def test_a_row_draws_the_same_alone_and_in_company(specs: list[SampleSpec], seed
     assert together == [draw(logits[i : i + 1], [spec], EOS)[0] for i, spec in enumerate(specs)]
 
 
-def spec_of(position: int = 5, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
+def spec_of(position: int | None = None, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
+    position = 1 + len(output) if position is None else position
     return SampleSpec(params=SamplingParams(**params), position=position, prompt_ids=[1], output_ids=output)  # type: ignore[arg-type]
 
 
@@ -155,3 +157,21 @@ def test_eos_and_stop_ids_wait_for_the_least_number_of_tokens() -> None:
     assert greedy((1,), min_new_tokens=2) == 20
     assert greedy((1, 1), min_new_tokens=2) == 3
     assert greedy((1,), min_new_tokens=2, ignore_eos=True) == 3
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)])
+def test_a_row_that_is_not_numbers_is_an_error_whichever_way_its_token_is_drawn(params: SamplingParams) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[1, 5] = torch.nan
+    specs = [SampleSpec(params, 1, [1], ())] * 3
+    with pytest.raises(EngineError, match=r"not numbers.*bfloat16 or float32"):
+        draw(logits, specs, EOS)
+    assert len(draw(logits[[0, 2]], specs[:2], EOS)) == 2
+
+
+def test_a_scored_row_that_is_not_numbers_is_an_error() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 5] = torch.nan
+    with pytest.raises(EngineError, match="not numbers"):
+        score(logits, [1, 1], [0, 0])
+    assert len(score(logits[:1], [1], [0])) == 1

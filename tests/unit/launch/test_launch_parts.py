@@ -1,16 +1,55 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.errors import ConfigError
+from splitserve.launch import scheduler_process
+from splitserve.launch.hand_over import check_pool_device
 from splitserve.launch.http_server import bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file, write_ready_file
+from splitserve.launch.scheduler_link import SchedulerStart
+from splitserve.launch.scheduler_process import share_of_rank
 from splitserve.launch.streaming import StreamedAnswer
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "remedy"),
+    [
+        ("tcp", "cuda", "--transfer-backend cuda_ipc"),
+        ("cuda_ipc", "cpu", "--device cuda"),
+        ("nccl", "cpu", "shm or tcp"),
+    ],
+)
+def test_a_pool_where_the_backend_cannot_read_is_refused_with_the_remedy(
+    backend: str, device: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        check_pool_device(backend, device)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("tcp", "cpu"), ("shm", "cpu"), ("cuda_ipc", "cuda"), ("nccl", "cuda")]
+)
+def test_a_pool_where_the_backend_can_read_is_taken(backend: str, device: str) -> None:
+    check_pool_device(backend, device)
+
+
+def test_workers_of_a_local_pair_share_a_device_that_the_backend_can_read() -> None:
+    def devices(*args: str, backend: str = "tcp", pairs: int = 1) -> list[str]:
+        cluster = LocalCluster(prefill=pairs, decode=pairs, null=1, backend=backend, worker_args=args)
+        return [arg for arg in cluster._common if arg in ("cpu", "cuda:1")]
+
+    assert devices() == ["cpu"]
+    assert devices("--device", "cuda:1") == ["cuda:1"]
+    assert devices(backend="cuda_ipc") == []
+    assert devices(pairs=0) == []
 
 
 def test_a_ready_file_is_read_as_it_was_written_and_replaced_whole(tmp_path: Path) -> None:
@@ -56,6 +95,35 @@ def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch
     assert LocalCluster("m").threads == 4
     assert LocalCluster("m", prefill=2, decode=3).threads == 1
     assert LocalCluster("m", threads=3).threads == 3
+    assert LocalCluster("m", prefill_dp_size=1, decode_dp_size=3).threads == 2
+
+
+def start_of(dp_size: int, **model: Any) -> SchedulerStart:
+    config = WorkerConfig(model=ModelConfig(**model), cache=CacheConfig(mem_fraction=0.6), dp_size=dp_size)
+    return SchedulerStart(config=config, model_folder="/m", to_scheduler="a", from_scheduler="b", dp_rank=1)
+
+
+def test_ranks_divide_the_cores_and_the_memory_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_process, "num_cores", lambda: 7)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    model, cache = share_of_rank(start_of(3))
+    assert (model.threads, model.device, cache.num_sharers) == (2, "auto", 3)
+    assert share_of_rank(start_of(2, cpu_affinity="0-7"))[0].threads == 4
+    assert share_of_rank(start_of(9))[0].threads == 1
+    assert share_of_rank(start_of(2, threads=5))[0].threads == 5
+    model, cache = share_of_rank(start_of(1))
+    assert (model.model, model.threads, cache.num_sharers) == ("/m", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got", "num_sharers"),
+    [("auto", "cuda:1", 2), ("cuda", "cuda:1", 2), ("cuda:3", "cuda:3", 7), ("cpu", "cpu", 7)],
+)
+def test_gpus_are_dealt_out_in_turn(monkeypatch: pytest.MonkeyPatch, asked: str, got: str, num_sharers: int) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    model, cache = share_of_rank(start_of(7, device=asked))
+    assert (model.device, cache.num_sharers) == (got, num_sharers)
 
 
 def test_an_unknown_log_level_is_refused() -> None:

@@ -79,7 +79,7 @@ def test_it_serves_and_tells_who_it_is_and_leaves_nothing(model_folder: Path, tm
             assert response.status == 200
         with urllib.request.urlopen(f"{ready.url}/health", timeout=DEADLINE) as response:
             assert response.status == 200
-        scheduler = psutil.Process(ready.scheduler_pid)
+        scheduler = psutil.Process(ready.scheduler_pids[0])
         child.send_signal(signal.SIGTERM)
         assert child.wait(DEADLINE)
         assert child.exit_code == 0
@@ -94,7 +94,7 @@ def test_the_cluster_token_shows_neither_in_the_process_list_nor_in_the_log(mode
     options = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--log-level", "debug")
     with worker(READY, model_folder, tmp_path, *options, "--cluster-token-file", str(token_file)) as child:
         ready = wait_ready(child)
-        for pid in (ready.pid, ready.scheduler_pid):
+        for pid in (ready.pid, *ready.scheduler_pids):
             for kind in ("cmdline", "environ"):
                 assert secret.encode() not in Path(f"/proc/{pid}/{kind}").read_bytes()
         # It is in force all the same.
@@ -209,7 +209,7 @@ def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Pa
 
 def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path) -> None:
     with worker(READY, model_folder, tmp_path) as child:
-        scheduler = psutil.Process(wait_ready(child).scheduler_pid)
+        scheduler = psutil.Process(wait_ready(child).scheduler_pids[0])
         child.close()
         assert child.exit_code == 0
         assert not scheduler.is_running()
@@ -217,7 +217,7 @@ def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path) -> None:
 
 def test_a_worker_that_is_killed_takes_its_scheduler_with_it(model_folder: Path, tmp_path: Path) -> None:
     with worker(READY, model_folder, tmp_path) as child:
-        scheduler = psutil.Process(wait_ready(child).scheduler_pid)
+        scheduler = psutil.Process(wait_ready(child).scheduler_pids[0])
         os.kill(child.pid, signal.SIGKILL)
         assert scheduler.wait(DEADLINE) is None
 
@@ -264,3 +264,24 @@ def wait_for_child(child: ChildProcess) -> psutil.Process:
     finally:
         timer.cancel()
     raise AssertionError(f"the worker ended:\n{child.log_tail()}")
+
+
+def test_two_ranks_are_one_worker_until_one_of_them_is_killed(model_folder: Path, tmp_path: Path) -> None:
+    with worker(READY, model_folder, tmp_path, "--dp-size", "2") as child:
+        ready = wait_ready(child)
+        first, second = (psutil.Process(pid) for pid in ready.scheduler_pids)
+        assert post(ready.url, generate(5))[0] == 200
+        info = httpx.get(ready.url + "/server_info", timeout=DEADLINE, trust_env=False).json()
+        assert (info["dp_size"], len(info["internal_states"])) == (2, 2)
+        # One request on each.
+        body = generate(HANG_TOKEN, stream=True)
+        with (
+            httpx.stream("POST", ready.url + "/generate", json=body, timeout=DEADLINE, trust_env=False) as one,
+            httpx.stream("POST", ready.url + "/generate", json=body, timeout=DEADLINE, trust_env=False) as other,
+        ):
+            second.kill()
+            for stream in (one, other):
+                assert b"of data parallel rank 1 was killed by signal 9" in stream.read()
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 1
+        assert not first.is_running()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import msgspec
+
 from splitserve.messages import SchedulerState, TransferStats
 from splitserve.metrics.worker import WorkerMetrics
 
@@ -14,6 +16,8 @@ NAMES = (
     "kv_cache_usage_perc",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "prefix_cache_host_hits",
+    "prefix_host_bytes",
     "kv_transfer_latency_seconds",
     "kv_transfer_exposed_seconds",
     "kv_transfer_bytes",
@@ -25,6 +29,9 @@ NAMES = (
     "num_decode_transfer_queue_reqs",
     "num_grammar_queue_reqs",
     "num_transfer_failed_reqs_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
 )
 STATE = SchedulerState(
     num_running_reqs=3,
@@ -46,7 +53,7 @@ def sample(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
 
 def test_every_name_that_people_chart_is_there() -> None:
     metrics = WorkerMetrics("m")
-    metrics.state = STATE
+    metrics.states = [STATE]
     text = metrics.render().decode()
     for name in NAMES:
         assert f"# HELP splitserve:{name}" in text
@@ -58,11 +65,18 @@ def test_nothing_of_the_scheduler_is_shown_before_its_first_snapshot() -> None:
 
 def test_the_schedulers_numbers_are_those_of_the_last_snapshot() -> None:
     metrics = WorkerMetrics("m")
-    metrics.state = STATE
-    assert sample(metrics, "num_requests_running") == 3
-    assert sample(metrics, "kv_cache_usage_perc") == 0.3
-    assert sample(metrics, "prefix_cache_queries_total") == 40
-    assert sample(metrics, "num_transfer_failed_reqs_total") == 2
+    metrics.states = [STATE]
+    assert sample(metrics, "num_requests_running", dp_rank="0") == 3
+    assert sample(metrics, "kv_cache_usage_perc", dp_rank="0") == 0.3
+    assert sample(metrics, "prefix_cache_queries_total", dp_rank="0") == 40
+    assert sample(metrics, "num_transfer_failed_reqs_total", dp_rank="0") == 2
+
+
+def test_each_rank_has_its_own_numbers() -> None:
+    metrics = WorkerMetrics("m")
+    metrics.states = [STATE, msgspec.structs.replace(STATE, num_running_reqs=7, prefix_cache_queries=50)]
+    assert [sample(metrics, "num_requests_running", dp_rank=rank) for rank in "01"] == [3, 7]
+    assert [sample(metrics, "prefix_cache_queries_total", dp_rank=rank) for rank in "01"] == [40, 50]
 
 
 def test_tokens_that_come_together_share_their_gap() -> None:

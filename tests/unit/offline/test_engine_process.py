@@ -20,7 +20,7 @@ import tokenizers
 import splitserve
 from splitserve import BatchError, Engine
 from splitserve.errors import ModelLoadError, WorkerUnavailableError
-from splitserve.offline import backends
+from splitserve.launch import scheduler_link
 from splitserve.testing.fake_scheduler import CRASH, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
 
 pytestmark = pytest.mark.process
@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def choose(name: str) -> None:
         command = (sys.executable, "-m", "splitserve.testing.fake_scheduler", name)
-        monkeypatch.setattr(backends, "SCHEDULER_COMMAND", command)
+        monkeypatch.setattr(scheduler_link, "SCHEDULER_COMMAND", command)
 
     choose(READY)
     return choose
@@ -212,10 +212,10 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(model, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, splitserve\n"
-        "from splitserve.offline import backends\n"
-        "backends.SCHEDULER_COMMAND = (sys.executable, '-m', 'splitserve.testing.fake_scheduler', 'ready')\n"
+        "from splitserve.launch import scheduler_link\n"
+        "scheduler_link.SCHEDULER_COMMAND = (sys.executable, '-m', 'splitserve.testing.fake_scheduler', 'ready')\n"
         f"engine = splitserve.Engine({model!r})\n"
-        "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pid)\n"
+        "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pids[0])\n"
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, done.stderr) == (0, "")

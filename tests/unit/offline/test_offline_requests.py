@@ -92,6 +92,8 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
     config = worker_config("m", "tcp", {"dtype": "float32", "page_size": 8, "max_running_requests": 3})
     assert (config.model.dtype, config.cache.page_size, config.scheduler.max_running_requests) == ("float32", 8, 3)
     check_worker(config)
+    guessing = worker_config("m", "tcp", {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 6})
+    assert (guessing.speculative.algorithm, guessing.speculative.num_draft_tokens) == ("ngram", 6)
     names = EngineOptions.__annotations__
     flags = [arg.partition("=")[0] for arg in worker_args(dict.fromkeys(names, 1))]
     known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output

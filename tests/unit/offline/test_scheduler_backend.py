@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitserve.config import WorkerConfig
-from splitserve.offline import backends
+from splitserve.launch import scheduler_link
 from splitserve.offline.backends import SchedulerBackend
 
 
@@ -33,7 +33,7 @@ async def test_a_process_whose_start_was_interrupted_is_waited_for_and_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     process = SlowStart()
-    monkeypatch.setattr(backends, "SchedulerProcess", process)
+    monkeypatch.setattr(scheduler_link, "SchedulerProcess", process)
     backend = SchedulerBackend(WorkerConfig(), tmp_path, None, load_timeout=10.0)
     opening = asyncio.create_task(backend.open())
     await process.starting.wait()

@@ -16,6 +16,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.server.tokenizer import Tokenizer
 
 from .server_fakes import EchoScheduler, write_tokenizer_folder
@@ -79,7 +80,7 @@ async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokeni
         )
         app = build_app(
             config=config,
-            scheduler=client,
+            scheduler=SchedulerGroup([client], is_prefill=mode == "prefill", output_timeout=DEADLINE),
             tokenizer=tokenizer,
             model_path="/models/tiny",
             bootstrap_port=bootstrap_port,

@@ -21,6 +21,7 @@ from splitserve.messages import (
     GenerateRequest,
     SchedulerReady,
     SchedulerState,
+    SpeculationStats,
     StateReply,
     StateRequest,
     StepOutputs,
@@ -90,6 +91,7 @@ class EchoScheduler:
         self.fail_with: FinishReason | None = None
         self.fail_after = 0
         self.ends_after_one = False
+        self.speculation: SpeculationStats | None = None
         self.answers_calls = True
         self.received: list[GenerateRequest] = []
         self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
@@ -189,4 +191,5 @@ class EchoScheduler:
             transfer=TransferStats(num_bytes=2 * 10**9, seconds=0.5, exposed_seconds=0.1)
             if self.ends_after_one
             else None,
+            speculation=self.speculation if request.finish else None,
         )

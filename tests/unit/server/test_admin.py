@@ -11,6 +11,7 @@ from splitserve.errors import EngineError
 from splitserve.server import admin
 from splitserve.server.app import build_app
 from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.server.tokenizer import Tokenizer
 
 from .conftest import DEADLINE, StartWorker, Worker
@@ -20,7 +21,7 @@ from .server_fakes import EchoScheduler
 async def test_a_worker_is_healthy_once_its_scheduler_is_ready(
     client: SchedulerClient, scheduler: EchoScheduler, tokenizer: Tokenizer
 ) -> None:
-    app = build_app(config=WorkerConfig(), scheduler=client, tokenizer=tokenizer, model_path="/m")
+    app = build_app(config=WorkerConfig(), scheduler=SchedulerGroup([client]), tokenizer=tokenizer, model_path="/m")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker") as http:
         for path in ("/health", "/health_generate", "/server_info", "/model_info", "/get_load"):
             response = await http.get(path)
@@ -34,9 +35,9 @@ async def test_a_worker_is_healthy_once_its_scheduler_is_ready(
 
 
 async def test_a_dead_scheduler_makes_the_worker_unhealthy_with_the_reason(worker: Worker) -> None:
-    client = worker.front.scheduler
-    assert isinstance(client, SchedulerClient)
-    client.fail_all(EngineError("the scheduler process ended with code -9"))
+    group = worker.front.scheduler
+    assert isinstance(group, SchedulerGroup)
+    group.fail_all(EngineError("the scheduler process ended with code -9"))
     response = await worker.http.get("/health")
     assert response.status_code == 503
     assert "code -9" in response.json()["error"]["message"]
@@ -101,7 +102,7 @@ async def test_an_abort_ends_all_samples_of_a_request(live_worker: Worker, abort
     call = asyncio.create_task(live_worker.http.post("/generate", json=body))
     async with asyncio.timeout(DEADLINE):
         while len(live_worker.scheduler.received) < 2:
-            await live_worker.front.scheduler.state()
+            await live_worker.front.scheduler.states()
     reply = await live_worker.http.post("/abort_request", json=abort)
     assert reply.json() == {"success": True, "num_aborted": 2}
     response = await asyncio.wait_for(call, DEADLINE)
@@ -139,13 +140,13 @@ async def test_metrics_show_latencies_and_the_schedulers_queues(worker: Worker) 
     assert 'splitserve:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
     assert 'splitserve:request_queue_time_seconds_sum{model_name="tiny"} 0.25' in text
     assert 'splitserve:generation_tokens_total{model_name="tiny"} 4.0' in text
-    assert 'splitserve:num_requests_waiting{model_name="tiny"} 1.0' in text
+    assert 'splitserve:num_requests_waiting{dp_rank="0",model_name="tiny"} 1.0' in text
 
 
 async def test_metrics_fall_back_to_the_last_snapshot(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     await worker.http.get("/metrics")
-    state = worker.front.scheduler.state
-    monkeypatch.setattr(worker.front.scheduler, "state", lambda timeout: state(0.01))
+    states = worker.front.scheduler.states
+    monkeypatch.setattr(worker.front.scheduler, "states", lambda timeout: states(0.01))
     worker.scheduler.answers_calls = False
     response = await worker.http.get("/metrics")
     assert "splitserve:num_requests_waiting" in response.text

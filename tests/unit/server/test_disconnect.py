@@ -44,7 +44,7 @@ async def test_leaving_before_the_first_token_aborts(
         async with asyncio.timeout(DEADLINE):
             # Each answer comes after what the scheduler took before it.
             while not live_worker.scheduler.received:
-                await live_worker.front.scheduler.state()
+                await live_worker.front.scheduler.states()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
     await aborted(live_worker)

@@ -14,14 +14,18 @@ from splitserve.server.schemas import BootstrapFields
 SPEC = PromptSpec([1, 2], SamplingParams(seed=5))
 
 
-def infos(mode: str = "decode", num_prompts: int = 2, n: int = 2, **fields: Any) -> list[Any]:
+def infos(
+    mode: str = "decode", num_prompts: int = 2, n: int = 2, data_parallel_rank: Any = None, **fields: Any
+) -> list[Any]:
+    given = {"bootstrap_host": "h", **{f"bootstrap_{k}": v for k, v in fields.items()}}
     return bootstrap_infos(
-        BootstrapFields(**{"bootstrap_host": "h", **{f"bootstrap_{k}": v for k, v in fields.items()}}),
+        BootstrapFields(**given, data_parallel_rank=data_parallel_rank),
         mode=DisaggregationMode(mode),
         num_prompts=num_prompts,
         n=n,
         own_host="own",
         own_port=8998,
+        own_dp_size=2,
     )
 
 
@@ -106,3 +110,16 @@ def test_a_worker_of_a_pair_needs_a_room(mode: str) -> None:
 def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
         infos(**fields)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_both_sides_find_the_same_rank_by_the_room_or_by_the_request(mode: str) -> None:
+    assert [info.prefill_rank(2) for info in infos(mode, room=[4, 5, 6, 7])] == [0, 1, 0, 1]
+    assert [info.prefill_rank(2) for info in infos(mode, room=[4, 5, 6, 7], data_parallel_rank=1)] == [1] * 4
+    assert [info.prefill_rank(2) for info in infos(mode, room=[4, 5], data_parallel_rank=[0, None])] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("rank", [2, -1, "1", True])
+def test_a_rank_that_prefill_does_not_have_is_refused(rank: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"must be in \[0, 2\)"):
+        infos("prefill", room=4, data_parallel_rank=rank)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from splitserve.core.request import FinishReason, FinishType, RoomKey
+from splitserve.messages import SpeculationStats
 
 from .conftest import StartWorker, Worker
 
@@ -44,6 +45,13 @@ async def test_a_text_is_answered_with_text_ids_and_meta_info(worker: Worker) ->
     assert meta["e2e_latency"] >= 0
     assert meta["timeline"]["running"] == 0.25
     assert "kv_transfer" not in meta
+
+
+async def test_an_answer_says_what_speculation_did_for_it(worker: Worker) -> None:
+    worker.scheduler.speculation = SpeculationStats(num_verify_steps=4, num_proposed_tokens=16, num_accepted_tokens=6)
+    meta = (await generate(worker, text="a"))["meta_info"]
+    assert (meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (4, 16, 6)
+    assert (meta["spec_accept_rate"], meta["spec_accept_length"]) == (0.375, 2.5)
 
 
 async def test_input_ids_are_taken_as_they_are(worker: Worker) -> None:
@@ -170,7 +178,7 @@ async def test_a_failure_in_the_midst_of_a_stream_is_a_frame_with_the_error(live
         assert json.loads((await anext(lines)).removeprefix("data: "))["text"] == "a"
         worker.scheduler.fail_with = failure(500, "engine_error")
         worker.scheduler.fail_after, worker.scheduler.hold_after = 1, None
-        await worker.front.scheduler.state()
+        await worker.front.scheduler.states()
         rest = [line async for line in lines if line]
     assert json.loads(rest[0].removeprefix("data: "))["error"]["code"] == "engine_error"
     assert rest[1:] == ["data: [DONE]"]
@@ -181,7 +189,7 @@ async def test_a_failed_sample_fails_the_request_and_aborts_the_others(worker: W
     worker.scheduler.fail_with = failure(500, "engine_error")
     worker.scheduler.fail_after = 2
     await generate(worker, 500, text=["ab", "cd"])
-    await worker.front.scheduler.state()
+    await worker.front.scheduler.states()
     assert worker.scheduler.num_running == 0
     assert worker.front.requests.num_open_samples == 0
 

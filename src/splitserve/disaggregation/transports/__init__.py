@@ -24,6 +24,8 @@ class TransferBackend(enum.StrEnum):
     TCP = "tcp"
     # One host: straight into the peer's memory.
     SHM = "shm"
+    # One host, KV pools on GPUs: straight into the peer's.
+    CUDA_IPC = "cuda_ipc"
     # torch.distributed between CPUs, and between GPUs.
     GLOO = "gloo"
     NCCL = "nccl"
@@ -37,11 +39,22 @@ def _nothing_missing() -> str | None:
 
 
 def _missing_for_nccl() -> str | None:
+    return _missing_of_cuda("CUDA and NCCL")
+
+
+def _missing_for_cuda_ipc() -> str | None:
+    if lack := _missing_of_cuda("CUDA"):
+        return lack
+    has_triton = importlib.util.find_spec("triton") is not None
+    return None if has_triton else "the Python package 'triton', which comes with torch's builds for CUDA"
+
+
+def _missing_of_cuda(built_with: str) -> str | None:
     """Seen without importing torch, which takes seconds; what cannot be seen so, the factory finds."""
     torch = importlib.util.find_spec("torch")
     folder = Path(torch.origin).parent / "lib" if torch and torch.origin else None
     if folder is None or not (folder / "libtorch_cuda.so").exists():
-        return "a torch that is built with CUDA and NCCL: install one, see https://pytorch.org/get-started"
+        return f"a torch that is built with {built_with}: install one, see https://pytorch.org/get-started"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -67,8 +80,10 @@ class _Entry:
     hint: str = ""
     # Names it takes in TransportOptions.extra.
     options: frozenset[str] = frozenset()
-    # Registered memory must lie where other processes can map it: shareable arenas.
+    # Registered memory of the CPU must lie where other processes can map it: shareable arenas.
     shareable: bool = False
+    # Moves KV pools that lie on GPUs. Others read and write by the CPU's hand.
+    moves_gpu_memory: bool = False
     # What else is missing, and what to do.
     lacks: Callable[[], str | None] = _nothing_missing
 
@@ -78,9 +93,20 @@ _ENTRIES = {
     TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
     TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
     TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", shareable=True),
+    TransferBackend.CUDA_IPC: _Entry(
+        f"{_HERE}.cuda_ipc",
+        "cuda_ipc_transport",
+        shareable=True,
+        moves_gpu_memory=True,
+        lacks=_missing_for_cuda_ipc,
+    ),
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
     TransferBackend.NCCL: _Entry(
-        f"{_HERE}.process_group", "nccl_transport", options=frozenset({"device"}), lacks=_missing_for_nccl
+        f"{_HERE}.process_group",
+        "nccl_transport",
+        options=frozenset({"device"}),
+        moves_gpu_memory=True,
+        lacks=_missing_for_nccl,
     ),
     TransferBackend.MOONCAKE: _Entry(
         f"{_HERE}.mooncake",
@@ -114,6 +140,16 @@ def missing(backend: str) -> str | None:
 def needs_shareable_memory(backend: str) -> bool:
     """Whether memory for this backend must come from `Arena(..., shareable=True)`."""
     return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].shareable
+
+
+def needs_shareable_pool(backend: str) -> bool:
+    """Whether the KV pool must come from there, too."""
+    return needs_shareable_memory(backend) and not moves_gpu_memory(backend)
+
+
+def moves_gpu_memory(backend: str) -> bool:
+    """Whether it can hand over a KV pool that lies on a GPU; it then takes no other."""
+    return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].moves_gpu_memory
 
 
 def check_options(backend: str, given: Mapping[str, str]) -> None:

@@ -21,20 +21,14 @@ import msgspec
 
 from splitserve._native import ScatterCopy
 from splitserve.core.arena import Arena
-from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
-from splitserve.disaggregation.transports.local_files import (
-    FileRef,
-    OtherFileError,
-    boot_id,
-    file_ref,
-    open_file,
-)
+from splitserve.disaggregation.transports.local_files import FileRef, file_ref
 from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.same_host import Host, check_host, open_memory, region_in, this_host
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
@@ -52,15 +46,8 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(ShmBackend(), options)
 
 
-class _Host(msgspec.Struct, frozen=True):
-    """A running kernel. Host names may repeat, boot ids do not."""
-
-    name: str
-    boot_id: str
-
-
 class _Welcome(msgspec.Struct, frozen=True):
-    host: _Host
+    host: Host
     pid: int
     gate: FileRef
     # The receiver's regions in order: (file, offset in it, length).
@@ -101,7 +88,7 @@ class ShmIncoming:
 
     def welcome(self) -> bytes:
         regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
-        return msgspec.msgpack.encode(_Welcome(_this_host(), os.getpid(), file_ref(self._gate.fd), regions))
+        return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
 
     def serve(self, sock: socket.socket) -> None:
         sockets.wait_until_closed(sock)
@@ -117,14 +104,16 @@ class ShmOutgoing:
     """Holds mappings of the receiver's files, and with them their memory, until it is closed."""
 
     def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome) -> None:
-        _check_host(welcome.host)
+        check_host(welcome.host, this_host(), "shm")
         self._socket = sock
         self._ours = ours
         self._interrupted = False
         # Many regions lie in one file: a pool is one.
-        self._arenas = {f: Arena.attach(_open(welcome.pid, f)) for f in {file for file, _, _ in welcome.regions}}
-        self._theirs = Memory([_region(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
-        fd = _open(welcome.pid, welcome.gate)
+        self._arenas = {
+            f: Arena.attach(open_memory(welcome.pid, f, "shm")) for f in {file for file, _, _ in welcome.regions}
+        }
+        self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
+        fd = open_memory(welcome.pid, welcome.gate, "shm")
         try:
             self._key = GateKey(fd)
         finally:
@@ -158,33 +147,3 @@ class ShmOutgoing:
         self._key.close()
         self._theirs = Memory()
         self._arenas.clear()
-
-
-def _this_host() -> _Host:
-    return _Host(socket.gethostname(), boot_id())
-
-
-def _check_host(theirs: _Host) -> None:
-    ours = _this_host()
-    if theirs.boot_id != ours.boot_id:
-        raise ProtocolError(
-            f"the receiver is on host {theirs.name!r} ({theirs.boot_id}), this worker on {ours.name!r} "
-            f"({ours.boot_id}): 'shm' works inside one host, between hosts start both workers with 'tcp'"
-        )
-
-
-def _open(pid: int, file: FileRef) -> int:
-    """A descriptor of our own. Raises ProtocolError where the kernel does not let us, or it is another file."""
-    remedy = "'shm' needs both workers under one user and in one process namespace; otherwise start them with 'tcp'"
-    try:
-        return open_file(pid, file)
-    except OtherFileError as error:
-        raise ProtocolError(f"{error}. {remedy}") from error
-    except OSError as error:
-        raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
-
-
-def _region(arena: Arena, offset: int, length: int) -> Region:
-    if offset < 0 or length < 0 or offset + length > arena.num_bytes:
-        raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
-    return arena.region(offset, length)

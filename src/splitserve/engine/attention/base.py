@@ -17,7 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from splitserve.core.layout import KVComponent
+
 IntArray = npt.NDArray[np.int64]
+
+
+class PagedKV(Protocol):
+    """The part of a pool that one model's layers live in."""
+
+    device: torch.device
+    # By layer: [num_pages, page_size, num_kv_heads, head_dim].
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
+    components: tuple[KVComponent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +86,21 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: PagedBatch) -> StepAttention:
         """Work out what all layers of a step share. The result is valid for this step only."""
+        ...
+
+
+class FixedDecode(StepAttention, Protocol):
+    """StepAttention for any number of steps, each of as many requests with one new token. Its tensors stay where they
+    are, so what is recorded of one step (a CUDA graph) computes the next one when that has been filled in."""
+
+    def fill(self, batch: PagedBatch) -> None:
+        """The next step. Before the first `forward`, and between two."""
+        ...
+
+
+class ReplayableBackend(AttentionBackend, Protocol):
+    """An AttentionBackend whose decode steps can be recorded."""
+
+    def fixed_decode(self, num_requests: int, max_pages: int) -> FixedDecode:
+        """For steps of `num_requests`, none with more than `max_pages` pages."""
         ...

@@ -1,60 +1,71 @@
-"""Paged attention with the kernel of `_native/attention.c` for requests with one new token; CPUs, bfloat16.
+"""Paged attention with the kernel of `_native/attention.c` for requests with few new tokens; CPUs, bfloat16.
 
-Requests with several new tokens go the way of `torch_sdpa.py`.
+Requests with many new tokens go the way of `torch_sdpa.py`.
 
-Each request's visible keys are cut into parts of the same length for all, so its result depends on nothing but itself.
+Each token's visible keys are cut into parts of the same length for all, so its result depends on nothing but itself: a
+token that was guessed gets what it would have got in a step of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, first_visible
 from splitserve.engine.native.library import MAX_GROUP, MAX_HEAD_SIZE, AttentionArgs, Library, StoreArgs
-from splitserve.engine.pool import KVPool
 
 # Keys in one unit of work: long enough that joining the parts costs nothing.
 _PART_KEYS = 512
+# New tokens of a request for which reading its keys once a token costs less than gathering them.
+_FEW_TOKENS = 16
 # Keys, summed over query heads, below which waking a second thread takes longer than the work.
 _MIN_KEYS_TO_SHARE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """The requests with one new token, for layers of one window. The arrays that AttentionArgs points to."""
+    """The tokens of requests with few, for layers of one window. The arrays that AttentionArgs points to.
+
+    Each token is a request to the kernel.
+    """
 
     tokens: IntArray
     pages: IntArray
     units: IntArray
     firsts: IntArray
-    # Visible keys of all requests.
+    # Visible keys of all tokens.
     num_keys: int
 
     @classmethod
     def of(cls, batch: PagedBatch, members: IntArray, window: int | None) -> _Singles:
-        ends = batch.starts[members] + 1
-        begins = first_visible(batch.starts[members], window)
-        pages = np.zeros((len(members), max((len(batch.pages[r]) for r in members.tolist()), default=0)), np.int64)
-        for i, r in enumerate(members.tolist()):
+        lengths = batch.lengths[members]
+        owners = np.repeat(members, lengths)
+        # Of each token in its request.
+        places = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = batch.starts[owners] + places
+        ends = positions + 1
+        begins = first_visible(positions, window)
+        pages = np.zeros((len(owners), max((len(batch.pages[r]) for r in members.tolist()), default=0)), np.int64)
+        for i, r in enumerate(owners.tolist()):
             pages[i, : len(batch.pages[r])] = batch.pages[r]
         counts = -(-(ends - begins) // _PART_KEYS)
         firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        requests = np.repeat(np.arange(len(members)), counts)
+        requests = np.repeat(np.arange(len(owners)), counts)
         part_begins = begins[requests] + (np.arange(firsts[-1]) - firsts[requests]) * _PART_KEYS
         part_ends = np.minimum(part_begins + _PART_KEYS, ends[requests])
         units = np.ascontiguousarray(np.stack([requests, part_begins, part_ends], axis=1))
-        return cls(batch.offsets[members], pages, units, firsts, int((ends - begins).sum()))
+        return cls(batch.offsets[owners] + places, pages, units, firsts, int((ends - begins).sum()))
 
 
 class NativeBackend(TorchSdpaBackend):
     """AttentionBackend over one pool of bfloat16 in the memory of the CPU. Not for two threads at a time."""
 
-    def __init__(self, pool: KVPool, library: Library, *, widen: bool = False) -> None:
+    def __init__(self, pool: PagedKV, library: Library, *, widen: bool = False) -> None:
         super().__init__(pool, widen=widen)
         self.library = library
 
@@ -64,6 +75,8 @@ class NativeBackend(TorchSdpaBackend):
 
 class NativeStep(TorchSdpaStep):
     """StepAttention."""
+
+    longest_single = _FEW_TOKENS
 
     def __init__(self, backend: NativeBackend, batch: PagedBatch) -> None:
         super().__init__(backend, batch)
@@ -78,6 +91,29 @@ class NativeStep(TorchSdpaStep):
             num_rows=len(self._slots),
             num_zeroed=0 if self._tails is None else len(self._tails),
         )
+
+    @property
+    def has_only_singles(self) -> bool:
+        """Whether each request has one new token."""
+        return bool((self._batch.lengths == 1).all())
+
+    @property
+    def pool(self) -> PagedKV:
+        return self._pool
+
+    @property
+    def store_args(self) -> StoreArgs:
+        """For all layers; which states and which part of the pool is left out."""
+        return self._store_args
+
+    def single_args(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> AttentionArgs:
+        """For all layers of one kind; what differs from layer to layer is left out.
+
+        query_shape: [tokens, num_kv_heads, query heads a KV head, head_size].
+        """
+        if params.window not in self._singles:
+            self._plan(params.window)
+        return self._args.get(params) or self._new_args(params, self._singles[params.window], query_shape, value_size)
 
     def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
         if new.stride(2) != 1 or new.stride(1) != new.shape[2]:
@@ -100,15 +136,14 @@ class NativeStep(TorchSdpaStep):
         group, head_size = query.shape[2:]
         if query.stride()[1:] != (group * head_size, head_size, 1):
             query = query.contiguous()
-        args = self._args.get(params) or self._new_args(params, singles, query.shape, out.shape[-1])
+        args = self.single_args(params, query.shape, out.shape[-1])
         args.queries, args.query_stride = query.data_ptr(), query.stride(0)
         args.keys, args.values, args.outputs = keys.data_ptr(), values.data_ptr(), out.data_ptr()
         self._library.decode_attention(ctypes.byref(args))
 
     def _new_args(
-        self, params: AttentionParams, singles: _Singles, query_shape: torch.Size, value_size: int
+        self, params: AttentionParams, singles: _Singles, query_shape: Sequence[int], value_size: int
     ) -> AttentionArgs:
-        """For all layers of one kind; what differs from layer to layer is left out."""
         _, num_kv_heads, group, head_size = query_shape
         partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2))
         self._partials.append(partials)
@@ -134,7 +169,7 @@ class NativeStep(TorchSdpaStep):
         return args
 
 
-def is_supported(pool: KVPool, num_heads: int, library: Library) -> bool:
+def is_supported(pool: PagedKV, num_heads: int, library: Library) -> bool:
     """Whether the kernel knows heads like those of this pool, `num_heads` of them in a query."""
     if pool.device.type != "cpu":
         return False
@@ -143,5 +178,5 @@ def is_supported(pool: KVPool, num_heads: int, library: Library) -> bool:
         and c.head_dim <= MAX_HEAD_SIZE
         and c.head_dim % library.lanes == 0
         and num_heads // c.num_heads <= MAX_GROUP
-        for c in pool.layout.components
+        for c in pool.components
     )

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch
-from splitserve.engine.pool import KVPool
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
+from splitserve.engine.upload import to_device
 
 # Query rows a block: small enough that little of a block's keys is masked, large enough to keep the kernel busy.
 _BLOCK = 256
@@ -74,7 +74,7 @@ class _Work:
 class TorchSdpaBackend:
     """AttentionBackend over one pool."""
 
-    def __init__(self, pool: KVPool, *, widen: bool = False) -> None:
+    def __init__(self, pool: PagedKV, *, widen: bool = False) -> None:
         """`widen`: compute in float32 whatever the pool's dtype, where the device has no speed for that."""
         self.pool = pool
         self.compute_dtype = torch.float32 if widen else next(iter(pool.keys.values())).dtype
@@ -103,12 +103,15 @@ class TorchSdpaBackend:
 class TorchSdpaStep:
     """StepAttention. What depends on a layer's window is worked out when the first such layer asks, then shared."""
 
+    # Requests with no more new tokens than so many are computed token by token, by `_attend_singles`.
+    longest_single = 1
+
     def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
         self._backend = backend
         self._pool = backend.pool
         self._dtype = backend.compute_dtype
         self._batch = batch
-        self._slots = self._to_device(_new_slots(batch))
+        self._slots = self._to_device(new_slots(batch))
         tails = _begun_tails(batch)
         self._tails = self._to_device(tails) if len(tails) else None
         self._work: dict[int | None, _Work] = {}
@@ -171,9 +174,10 @@ class TorchSdpaStep:
 
     def _plan(self, window: int | None) -> _Work:
         batch = self._batch
-        groups = self._groups(np.flatnonzero(batch.lengths == 1), window)
+        is_single = batch.lengths <= self.longest_single
+        groups = self._groups(np.flatnonzero(is_single), window)
         offsets = batch.offsets
-        segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(batch.lengths > 1).tolist())
+        segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(~is_single).tolist())
         longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
         mask = self._backend.causal_mask(window, longest) if segments else None
         work = _Work(groups, segments, mask)
@@ -218,10 +222,10 @@ class TorchSdpaStep:
         return _Segment(where, tuple(blocks))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device, non_blocking=True)
+        return to_device(array, self._pool.device)
 
 
-def _new_slots(batch: PagedBatch) -> IntArray:
+def new_slots(batch: PagedBatch) -> IntArray:
     """Slot (page x page_size + place in it) of every new token. [T]"""
     size = batch.page_size
     slots = []

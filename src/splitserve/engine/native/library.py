@@ -17,19 +17,20 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# By what torch calls the CPU's capability, best first.
+# By what torch calls the CPU's capability, best first. With VNNI products of whole numbers are added up at once.
 _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
+_VNNI_BUILD = "avx512vnni"
 # Limits of attention.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
-# Rows whose activations linear.c converts at a time: what its scratch memory must hold.
+# Rows whose activations linear.c and w8a8.c convert at a time: what its scratch memory must hold.
 CHUNK_ROWS = 480
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_uint64
 
 
 class LinearArgs(ctypes.Structure):
-    """struct linear of linear.c."""
+    """struct linear of linear.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch", "expanded")),
@@ -82,11 +83,27 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class CallArgs(ctypes.Structure):
+    """struct call of program.c."""
+
+    _fields_ = (("share", _POINTER), ("args", _POINTER))
+
+
+class ProgramArgs(ctypes.Structure):
+    """struct program of program.c."""
+
+    _fields_ = (("calls", _POINTER), ("num_calls", _SIZE), ("num_threads", ctypes.c_int32))
+
+
 @functools.cache
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
-    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
-    return "amx_bf16" in flags or "avx512_bf16" in flags
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(_cpu_flags())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    return frozenset(next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split())
 
 
 class Library:
@@ -103,8 +120,17 @@ class Library:
         self.linear = _function(functions.linear, LinearArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
         self.rotate = _function(functions.rotate, RotateArgs)
-        self.store_tokens = _function(functions.store_tokens, StoreArgs)
+        self.store_tokens = _function(functions.store_tokens_share, StoreArgs)
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
+        self.run_program = _function(functions.run_program, ProgramArgs)
+        # Where the function begins that a program calls with such arguments.
+        self.shares: dict[type[ctypes.Structure], int] = {
+            LinearArgs: _address(functions.linear_share),
+            NormArgs: _address(functions.rms_norm_share),
+            RotateArgs: _address(functions.rotate_share),
+            StoreArgs: _address(functions.store_tokens_share),
+            AttentionArgs: _address(functions.decode_attention_share),
+        }
 
 
 def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
@@ -113,10 +139,14 @@ def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) 
     return function
 
 
+def _address(function: ctypes._NamedFuncPointer) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 @functools.cache
 def find_library() -> Library | None:
     """The build for this CPU; None where none was built, or none can be loaded."""
-    for name in _BUILDS.get(torch.backends.cpu.get_cpu_capability(), ("any",)):
+    for name in _builds():
         spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
         if spec is None or spec.origin is None:
             continue
@@ -125,6 +155,12 @@ def find_library() -> Library | None:
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded, torch's are used: %s", spec.origin, error)
     return None
+
+
+def _builds() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    builds = _BUILDS.get(capability, ("any",))
+    return (_VNNI_BUILD, *builds) if capability == "AVX512" and "avx512_vnni" in _cpu_flags() else builds
 
 
 def _offer_openmp() -> None:

@@ -1,8 +1,8 @@
 """Linear layers over weights packed once for linear.c.
 
 A packed layer takes bfloat16 rows [..., num_inputs] and gives bfloat16 rows [..., num_outputs]. Sums are float32, so it
-is a little more exact than torch's. int8 weights have one scale for each output and are of weights only: activations
-stay bfloat16.
+is a little more exact than torch's. int8 weights have one scale for each output. With INT8 activations stay bfloat16;
+with W8A8 each row of them becomes int8 too, by a scale of its own, and is multiplied in whole numbers (w8a8.c).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _MAX_ROWS = 12
 
 
 class Kind(enum.IntEnum):
-    """What a weight is stored as; enum kind of linear.c."""
+    """What a weight is stored as, and what activations are multiplied as; enum kind of linear.h."""
 
     BF16 = 0
     INT8 = 1
+    W8A8 = 2
 
     @property
     def vectors(self) -> int:
-        """Vectors of outputs in a panel: the weights in a 32-bit word."""
+        """Vectors of outputs in a panel."""
         return 4 if self is Kind.INT8 else 2
 
 
@@ -34,7 +35,7 @@ class Scratch:
     """Memory for one call at a time, shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(1)
 
     def address(self, num_floats: int) -> int:
         if self._memory.numel() < num_floats:
@@ -61,9 +62,9 @@ class PackedLinear(torch.nn.Module):
         self._plain = weight if kind is Kind.BF16 and has_fast_bfloat16() else None
         self._plain_bias = bias
         scales = None
-        if kind is Kind.INT8:
+        if kind is not Kind.BF16:
             weight, scales = quantize(weight)
-        self._panels = _pack(weight, kind, library.lanes)
+        self._panels = _pack_inputs(weight, library.lanes) if kind is Kind.W8A8 else _pack(weight, kind, library.lanes)
         padded = self._panels.shape[0] * kind.vectors * library.lanes
         self._bias = _pad(bias, padded)
         self._scales = _pad(scales, padded)
@@ -91,15 +92,38 @@ class PackedLinear(torch.nn.Module):
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
-        args = self._args
+        self._fill(self._args, rows, out, self._scratch)
+        self._library.linear(ctypes.byref(self._args))
+        return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows up to which these kernels compute; None: any number."""
+        return None if self._plain is None else _MAX_ROWS
+
+    def scratch_floats(self, num_rows: int) -> int:
+        """What a call needs."""
+        return self._rows_floats(num_rows) + self._expanded_floats * torch.get_num_threads()
+
+    def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
+        """For a call later on; they hold as long as the tensors and the scratch memory stay where they are."""
+        args = LinearArgs.from_buffer_copy(self._args)
+        self._fill(args, rows, out, scratch)
+        return args
+
+    def _fill(self, args: LinearArgs, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
         args.inputs, args.outputs = rows.data_ptr(), out.data_ptr()
         args.input_stride, args.num_rows = rows.stride(0), len(rows)
-        args.num_threads = num_threads = torch.get_num_threads()
-        rows_floats = CHUNK_ROWS * self.in_features
-        args.scratch = self._scratch.address(rows_floats + self._expanded_floats * num_threads)
-        args.expanded = args.scratch + 4 * rows_floats
-        self._library.linear(ctypes.byref(args))
-        return out.view(*x.shape[:-1], self.out_features)
+        args.num_threads = torch.get_num_threads()
+        args.scratch = scratch.address(self.scratch_floats(len(rows)))
+        args.expanded = args.scratch + 4 * self._rows_floats(len(rows))
+
+    def _rows_floats(self, num_rows: int) -> int:
+        """What struct linear says of `scratch`."""
+        num_rows = min(num_rows, CHUNK_ROWS)
+        if self._args.kind == Kind.W8A8:
+            return CHUNK_ROWS + num_rows * 2 * -(-self.in_features // 4)
+        return num_rows * self.in_features
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
@@ -145,13 +169,23 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
-    """[panels, num_inputs, lanes, vectors] of what a 32-bit word holds from its lowest bits on."""
+    """For BF16 and INT8: [panels, num_inputs, lanes, vectors] of what a 32-bit word holds from its lowest bits on."""
     num_outputs, num_inputs = weight.shape
     dtype = torch.int8 if kind is Kind.INT8 else torch.bfloat16
     panels = -(-num_outputs // (kind.vectors * lanes))
     padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=dtype)
     padded[:num_outputs] = weight
     return padded.view(panels, kind.vectors, lanes, num_inputs).permute(0, 3, 2, 1).contiguous()
+
+
+def _pack_inputs(weight: torch.Tensor, lanes: int) -> torch.Tensor:
+    """For W8A8: [panels, words, vectors, lanes, inputs of a word], int8."""
+    num_outputs, num_inputs = weight.shape
+    vectors = Kind.W8A8.vectors
+    panels, words = -(-num_outputs // (vectors * lanes)), -(-num_inputs // 4)
+    padded = torch.zeros(panels * vectors * lanes, words * 4, dtype=torch.int8)
+    padded[:num_outputs, :num_inputs] = weight
+    return padded.view(panels, vectors, lanes, words, 4).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def _pad(values: torch.Tensor | None, size: int) -> torch.Tensor | None:

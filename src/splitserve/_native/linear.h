@@ -1,0 +1,82 @@
+/* What linear layers of all kinds share: their arguments, and what becomes of a sum. */
+#ifndef SPLITSERVE_LINEAR_H
+#define SPLITSERVE_LINEAR_H
+
+#include "vectors.h"
+
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* Vectors of sums that fit the registers, beside weights and an activation. */
+#if VECTOR_BYTES == 64
+#define SUMS 24
+#else
+#define SUMS 12
+#endif
+/* Activations that stay in the cache of a core while panels pass by, in 32-bit words. */
+#define BLOCK_WORDS (48 * 1024)
+/* Rows whose activations are converted at a time. */
+#define CHUNK_ROWS 480
+
+enum kind { BF16 = 0, INT8 = 1, W8A8 = 2 };
+enum epilogue { PLAIN = 0, SILU_MUL = 1 };
+
+/* ctypes knows this structure too: splitserve/engine/native/library.py. */
+struct linear {
+    const bf16 *inputs;      /* [num_rows, num_inputs], rows `input_stride` apart */
+    const uint32_t *panels;
+    const float *bias;       /* of each output, padded to whole panels; or NULL */
+    const float *scales;     /* INT8, W8A8: of each output, padded to whole panels */
+    bf16 *outputs;           /* [num_rows, num_outputs] */
+    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows */
+    uint32_t *expanded;      /* INT8: num_threads x 2 x num_inputs x LANES */
+    uint64_t input_stride, num_rows, num_inputs;
+    uint64_t num_outputs;    /* SILU_MUL: half of the weights' outputs, which alternate vector by vector: gate, up */
+    uint64_t num_panels;
+    int32_t kind, epilogue, num_threads;
+};
+
+/* The sums of one row over one panel, `nv` vectors of outputs, become outputs. */
+INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel, const vfloat *sums)
+{
+    vfloat values[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < nv; v++) {
+        uint64_t first = (panel * nv + v) * LANES;
+        values[v] = l->scales ? sums[v] * load(l->scales + first) : sums[v];
+        if (l->bias)
+            values[v] += load(l->bias + first);
+    }
+    int num_values = nv;
+    if (l->epilogue == SILU_MUL) {
+        num_values = nv / 2;
+        for (int v = 0; v < num_values; v++)
+            values[v] = values[2 * v] / (1.0f + exp_of(-values[2 * v])) * values[2 * v + 1];
+    }
+    for (int v = 0; v < num_values; v++) {
+        uint64_t first = (panel * num_values + v) * LANES;
+        if (first >= l->num_outputs)
+            break;
+        bf16 *to = l->outputs + row * l->num_outputs + first;
+        if (first + LANES <= l->num_outputs)
+            store_bf16(to, values[v]);
+        else
+            store_bf16_first(to, values[v], l->num_outputs - first);
+    }
+}
+
+/* Rows of a tile: as many as fit, and all tiles about alike: eight rows go better as four and four than as six and two. */
+INLINE int alike_rows(const struct linear *l, int most)
+{
+    if (l->num_rows >= 8 * (uint64_t)most)
+        return most;
+    const int rows = (int)l->num_rows, tiles = (rows + most - 1) / most;
+    return (rows + tiles - 1) / tiles;
+}
+
+/* The share of a thread, by all threads of a team (program.c); l->num_threads of them are used. */
+void linear_share(const struct linear *l);
+/* The same for W8A8. */
+void w8a8_share(const struct linear *l);
+
+#endif

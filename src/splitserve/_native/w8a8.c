@@ -1,0 +1,183 @@
+/* Linear layers in whole numbers: int8 weights, and activations that become int8 row by row.
+ *
+ * 1. A row is quantized by itself: its largest magnitude becomes 127.
+ * 2. Products are summed in 32 bits, without rounding up to 133,000 inputs, so their order does not matter.
+ * 3. A sum times its row's scale times its output's is the result.
+ *
+ * A panel holds the weights of two vectors of outputs in 32-bit words: a word has four inputs of one output, the first in
+ * its lowest bits, zeros past the last. CPUs multiply pairs of 16-bit numbers and add the two products in one
+ * instruction; so a vector of words is spread into the pairs of inputs 0, 2 and 1, 3, and activations lie in such pairs.
+ */
+#include "linear.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+/* GCC puts off sums of whole numbers until it has many products, and spills those. A sum that is wanted now it makes now. */
+#if defined(__AVX512F__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#elif defined(__SSE2__) && (defined(__AVX2__) || VECTOR_BYTES == 16)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+
+typedef int16_t vshort __attribute__((vector_size(VECTOR_BYTES)));
+
+/* Vectors of outputs in a panel. */
+#define VECTORS 2
+/* Rows whose sums fit the registers. */
+#define TILE_ROWS (SUMS / VECTORS)
+
+/* Of each lane: its sum, and the products of both halves of w and a. */
+INLINE vint add_pairs(vint sums, vint w, vint a)
+{
+#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+    return (vint)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, (__m512i)a);
+#else
+#if VECTOR_BYTES == 64 && defined(__AVX512BW__)
+    sums += (vint)_mm512_madd_epi16((__m512i)w, (__m512i)a);
+#elif VECTOR_BYTES == 32 && defined(__AVX2__)
+    sums += (vint)_mm256_madd_epi16((__m256i)w, (__m256i)a);
+#elif VECTOR_BYTES == 16 && defined(__SSE2__)
+    sums += (vint)_mm_madd_epi16((__m128i)w, (__m128i)a);
+#else
+    sums += (w << 16 >> 16) * (a << 16 >> 16) + (w >> 16) * (a >> 16);
+#endif
+    IN_REGISTER(sums);
+    return sums;
+#endif
+}
+
+INLINE uint64_t num_words(const struct linear *l)
+{
+    return (l->num_inputs + 3) / 4;
+}
+
+/* The largest magnitude; NaN where there is one: without their sign, bfloat16 are in the order of their bits. */
+static float largest(const bf16 *row, uint64_t n)
+{
+    int16_t most = 0;
+    for (uint64_t k = 0; k < n; k++) {
+        const int16_t magnitude = (int16_t)(row[k] & 0x7fff);
+        most = magnitude > most ? magnitude : most;
+    }
+    return from_bf16((bf16)most);
+}
+
+/* Inputs that are rounded at a time. */
+#define PART 64
+
+/* Rows of a tile as pairs of 16-bit numbers, word after word, and in a word row after row. */
+static void quantize_tile(const struct linear *l, uint64_t first, int rows, int32_t *to, float *scales)
+{
+    for (int r = 0; r < rows; r++) {
+        const bf16 *from = l->inputs + (first + r) * l->input_stride;
+        const float most = largest(from, l->num_inputs);
+        /* A row of nothing stays so, and one with numbers that are none gets a scale that is none. */
+        const float factor = most >= 1e-30f && most < __builtin_inff() ? 127.0f / most : 0.0f;
+        scales[r] = most / 127.0f;
+        for (uint64_t k = 0; k < l->num_inputs; k += PART) {
+            const uint64_t n = MIN(PART, l->num_inputs - k);
+            int32_t whole[PART] = {0};
+            for (uint64_t i = 0; i < n; i++)
+                whole[i] = __builtin_irintf(from_bf16(from[k + i]) * factor);
+            for (uint64_t i = 0; i < n; i += 4)
+                for (uint64_t odd = 0; odd < 2; odd++)
+                    to[((k + i) / 2 + odd) * rows + r] = (whole[i + odd] & 0xffff) | whole[i + odd + 2] << 16;
+        }
+    }
+}
+
+/* `rows` rows against one panel; a number known to the compiler. */
+INLINE void tile(const struct linear *l, int rows, uint64_t row, uint64_t panel, const int32_t *a, const float *scales)
+{
+    const uint32_t *w = l->panels + panel * num_words(l) * VECTORS * LANES;
+    vint sums[SUMS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * VECTORS; i++)
+        sums[i] = (vint){0};
+    for (uint64_t k = 0; k < num_words(l); k++) {
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            vint weights[VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                vshort words;
+                memcpy(&words, w + (k * VECTORS + v) * LANES, sizeof words);
+                weights[v] = (vint)(odd ? words >> 8 : words << 8 >> 8);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                const vint activations = a[(k * 2 + odd) * rows + r] - (vint){0};
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; v++)
+                    sums[r * VECTORS + v] = add_pairs(sums[r * VECTORS + v], weights[v], activations);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        vfloat values[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++)
+            values[v] = __builtin_convertvector(sums[r * VECTORS + v], vfloat) * scales[r];
+        finish(l, VECTORS, row + r, panel, values);
+    }
+}
+
+#define TILE(rows) \
+    case rows: \
+        tile(l, rows, row, panel, a, scales); \
+        break
+
+static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t panel, const int32_t *a,
+                    const float *scales)
+{
+    switch (rows) {
+        TILE(1);
+        TILE(2);
+        TILE(3);
+        TILE(4);
+        TILE(5);
+        TILE(6);
+#if TILE_ROWS > 6
+        TILE(7);
+        TILE(8);
+        TILE(9);
+        TILE(10);
+        TILE(11);
+        TILE(12);
+#endif
+    }
+}
+
+/* A chunk's rows against panels [begin, end), in blocks of rows that stay in the cache. */
+static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint64_t begin, uint64_t end,
+                     const int32_t *pairs, const float *scales)
+{
+    const int step = alike_rows(l, TILE_ROWS);
+    const int row_words = (int)num_words(l) * 2, block = MAX(step, BLOCK_WORDS / row_words / step * step);
+    for (int top = 0; top < num_rows; top += block)
+        for (uint64_t panel = begin; panel < end; panel++)
+            for (int r = top; r < MIN(num_rows, top + block); r += step)
+                tile_of(l, MIN(step, num_rows - r), chunk + r, panel, pairs + (size_t)r * row_words, scales + r);
+}
+
+void w8a8_share(const struct linear *l)
+{
+    const uint64_t threads = (uint64_t)l->num_threads;
+    float *scales = l->scratch;
+    int32_t *pairs = (int32_t *)(l->scratch + CHUNK_ROWS);
+    const int step = alike_rows(l, TILE_ROWS);
+    for (uint64_t chunk = 0; chunk < l->num_rows; chunk += CHUNK_ROWS) {
+        const int rows = (int)MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r += step)
+            quantize_tile(l, chunk + r, MIN(step, rows - r), pairs + r * num_words(l) * 2, scales + r);
+#pragma omp for schedule(static)
+        for (uint64_t t = 0; t < threads; t++)
+            multiply(l, chunk, rows, t * l->num_panels / threads, (t + 1) * l->num_panels / threads, pairs, scales);
+    }
+}

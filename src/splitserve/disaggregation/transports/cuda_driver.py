@@ -1,0 +1,77 @@
+"""Memory of a GPU that other processes of the host may map: the functions of CUDA's driver that torch does not have.
+
+A handle names a whole allocation, as the driver knows it; torch cuts its tensors out of these, so a region is a handle
+and an offset. A process may not open its own handles.
+
+The driver counts how often a process has opened a handle, and answers with the same address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from splitserve.errors import SplitserveError
+
+# Bytes of a handle.
+HANDLE_BYTES = 64
+# Reach memory of another GPU directly, where the hardware can.
+_LAZY_PEER_ACCESS = 1
+
+
+class CudaError(SplitserveError):
+    """The driver refused: what, with its name for the cause."""
+
+    reason = "cuda_error"
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """For one device, by its number in this process. Raises CudaError; OSError where there is no driver."""
+
+    def __init__(self, device: int) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+        self._call("cuInit", 0)
+        number = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(number), device)
+        # The one that torch uses, too. Held until the process ends.
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Where the allocation that holds `address` begins, and its bytes."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._in_context("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value, size.value
+
+    def export(self, base: int) -> bytes:
+        """The handle of the allocation that begins there."""
+        handle = _Handle()
+        self._in_context("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Where another process's allocation begins for this device. End it with `close`."""
+        base = ctypes.c_uint64()
+        named = _Handle.from_buffer_copy(handle)
+        self._in_context("cuIpcOpenMemHandle_v2", ctypes.byref(base), named, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return base.value
+
+    def close(self, base: int) -> None:
+        self._in_context("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+
+    def _in_context(self, function: str, *args: object) -> None:
+        """The driver's context belongs to a thread."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call(function, *args)
+
+    def _call(self, function: str, *args: object) -> None:
+        if code := getattr(self._library, function)(*args):
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            raise CudaError(f"{function}: {(name.value or b'unknown').decode()} ({code})")

@@ -1,0 +1,264 @@
+"""KV pages between processes with GPUs of one host: the sender maps the receiver's pool and copies into it by itself.
+
+1. The receiver's welcome names its host, its process, a gate (`cuda_gate.py`) and its regions: those on a GPU by a
+   handle of the driver, those of the CPU (the metadata rows) by the anonymous files they lie in, as with `shm`.
+2. The sender maps each allocation and each file once.
+3. A write is copied in bounded parts by the sender's GPU, on a stream of the connection's own. Each part is inside the
+   gate until the GPU has finished it. When the last has been, the write is DONE.
+4. A drain closes the gate: the next part is refused, and the fence stands when the part under way is over.
+
+Who is killed inside a part loses the gate's lock, and its GPU work ends with its process: the gate waits for both. The
+connection carries nothing after the welcome. Knows nothing of pages; what a GPU is, and how it
+copies, it is given (`Gpu`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve._native import ScatterCopy
+from splitserve.core.arena import Arena
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
+from splitserve.disaggregation.transports.cuda_parts import parts
+from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.local_files import FileRef, file_ref
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.same_host import Host, check_host, open_memory, region_in, this_host
+from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.errors import ConfigError
+
+NAME = "cuda_ipc"
+NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"
+# Copied in one go inside the gate: a fraction of a millisecond of a GPU's time, so that waiting for it costs little.
+PART_BYTES = 256 << 20
+# The same of the CPU's.
+HOST_PART_BYTES = 8 << 20
+
+
+class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
+    """A part of an allocation on a GPU."""
+
+    # The driver's name for the allocation.
+    handle: bytes
+    # Bytes of the allocation.
+    allocation: int
+    offset: int
+    length: int
+    # In the process that says it.
+    address: int
+
+
+class HostRegion(msgspec.Struct, frozen=True, tag="host"):
+    """A part of an anonymous file."""
+
+    file: FileRef
+    offset: int
+    length: int
+
+
+class Gpu(Protocol):
+    def describe(self, region: Region) -> DeviceRegion | None:
+        """None for memory of the CPU. Raises ConfigError for memory that cannot be shared."""
+        ...
+
+    def open(self, handle: bytes, pid: int) -> int:
+        """Where the allocation of process `pid` begins for us. Raises OSError, SplitserveError."""
+        ...
+
+    def close(self, address: int) -> None:
+        """End what `open` began."""
+        ...
+
+    def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
+        """Return when all of it is copied."""
+        ...
+
+
+def cuda_ipc_transport(options: TransportOptions) -> SessionTransport:
+    """Raises ConfigError where there is no GPU."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the transfer backend {NAME!r} needs Linux, this is {sys.platform}: choose 'tcp'")
+    from splitserve.disaggregation.transports.cuda_gpu import CudaGpu
+
+    return SessionTransport(CudaIpcBackend(CudaGpu()), options)
+
+
+class _Welcome(msgspec.Struct, frozen=True):
+    host: Host
+    pid: int
+    gate: FileRef
+    # The receiver's, in order.
+    regions: list[DeviceRegion | HostRegion]
+
+
+class CudaIpcBackend:
+    # Whatever a write's size, the GPU may have other work first.
+    brief_bytes = 0
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.memory = Memory()
+        # What peers are told of each region.
+        self.described: list[DeviceRegion | HostRegion] = []
+
+    def register(self, memory: Memory) -> None:
+        described = [self._describe(region) for region in memory.regions]
+        if not any(isinstance(region, DeviceRegion) for region in described):
+            raise ConfigError(NEEDS_GPU)
+        self.memory, self.described = memory, described
+
+    def _describe(self, region: Region) -> DeviceRegion | HostRegion:
+        described = self.gpu.describe(region)
+        if described is not None:
+            return described
+        if region.fd < 0:
+            raise ConfigError(
+                f"the transfer backend {NAME!r} needs memory of the CPU that other processes can map, and a region was "
+                "registered that is private: allocate it as Arena(..., shareable=True)"
+            )
+        return HostRegion(file_ref(region.fd), region.fd_offset, region.length)
+
+    def receive(self) -> CudaIpcIncoming:
+        return CudaIpcIncoming(self.described)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> CudaIpcOutgoing:
+        try:
+            told = msgspec.msgpack.decode(welcome, type=_Welcome)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
+        return CudaIpcOutgoing(sock, self, told)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CudaIpcIncoming:
+    def __init__(self, described: list[DeviceRegion | HostRegion]) -> None:
+        self._described = described
+        self._gate = DeviceGate()
+
+    def welcome(self) -> bytes:
+        return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
+
+    def serve(self, sock: socket.socket) -> None:
+        sockets.wait_until_closed(sock)
+
+    def revoke(self) -> None:
+        self._gate.close_for_good()
+
+    def is_fenced(self) -> bool:
+        return self._gate.is_closed()
+
+
+class _Mappings:
+    """A receiver's memory in our address space, each allocation and each file once."""
+
+    def __init__(self, gpu: Gpu, welcome: _Welcome) -> None:
+        self._gpu = gpu
+        self._pid = welcome.pid
+        self._allocations: dict[bytes, int] = {}
+        self._arenas: dict[FileRef, Arena] = {}
+        try:
+            self.memory = Memory([self._map(region) for region in welcome.regions])
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, region: DeviceRegion | HostRegion) -> Region:
+        if isinstance(region, HostRegion):
+            if region.file not in self._arenas:
+                self._arenas[region.file] = Arena.attach(open_memory(self._pid, region.file, NAME))
+            return region_in(self._arenas[region.file], region.offset, region.length)
+        if min(region.offset, region.length) < 0 or region.offset + region.length > region.allocation:
+            end = region.offset + region.length
+            raise ProtocolError(f"a region of [{region.offset}, {end}) in an allocation of {region.allocation} bytes")
+        if self._pid == os.getpid():
+            # A process may not map what is its own, and need not.
+            return Region(region.address, region.length)
+        if region.handle not in self._allocations:
+            self._allocations[region.handle] = self._gpu.open(region.handle, self._pid)
+        return Region(self._allocations[region.handle] + region.offset, region.length)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.memory = Memory()
+        self._arenas.clear()
+        while self._allocations:
+            self._gpu.close(self._allocations.popitem()[1])
+
+
+class CudaIpcOutgoing:
+    """Holds mappings of the receiver's memory until it is closed."""
+
+    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, welcome: _Welcome) -> None:
+        check_host(welcome.host, this_host(), NAME)
+        self._socket = sock
+        self._backend = backend
+        self._interrupted = False
+        self._ours_on_device = _on_device(backend.described)
+        self._theirs_on_device = _on_device(welcome.regions)
+        self._mappings = _Mappings(backend.gpu, welcome)
+        try:
+            fd = open_memory(welcome.pid, welcome.gate, NAME)
+        except BaseException:
+            self._mappings.close()
+            raise
+        try:
+            self._key = DeviceKey(fd)
+        finally:
+            os.close(fd)
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        if error := self._mappings.memory.target_error(copies):
+            raise WriteRefused(error)
+        from_device = self._ours_on_device[copies["src_region"]]
+        if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
+            raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
+        self._write_device(copies[from_device], deadline)
+        self._write_host(copies[~from_device], deadline)
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def close(self) -> None:
+        self._key.close()
+        self._mappings.close()
+
+    def _write_device(self, copies: Copies, deadline: Deadline) -> None:
+        targets, sources = self._mappings.memory.targets(copies), self._backend.memory.sources(copies)
+        for part in parts(targets, sources, copies["length"], PART_BYTES):
+            self._check(deadline)
+            with self._key.held():
+                self._backend.gpu.copy(*part)
+
+    def _write_host(self, copies: Copies, deadline: Deadline) -> None:
+        copy = ScatterCopy(copies, self._backend.memory.bases, self._mappings.memory.bases)
+        while not copy.is_complete:
+            self._check(deadline)
+            with self._key.held():
+                copy.advance(HOST_PART_BYTES)
+
+    def _check(self, deadline: Deadline) -> None:
+        deadline.remaining()
+        if self._interrupted:
+            raise WriteRefused("interrupted")
+
+
+def _on_device(regions: list[DeviceRegion | HostRegion]) -> NDArray[np.bool_]:
+    return np.array([isinstance(region, DeviceRegion) for region in regions], dtype=bool)

@@ -1,0 +1,53 @@
+"""Which attention backend serves a model on its device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from splitserve.engine.attention import flashinfer
+from splitserve.engine.attention.base import AttentionBackend, PagedKV
+from splitserve.engine.attention.native import NativeBackend, is_supported
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.loader import LoadedModel
+from splitserve.engine.native.library import has_fast_bfloat16
+from splitserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_HINT = "pip install 'splitserve[cuda]'"
+
+
+def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> AttentionBackend:
+    """`name`: one of ATTENTION_BACKENDS. Raises ConfigError where the one named cannot be had."""
+    if name == "flashinfer" and pool.device.type != "cuda":
+        raise ConfigError(f"--attention-backend flashinfer is for GPUs, and this pool is on {pool.device}: use auto")
+    if name != "torch" and pool.device.type == "cuda":
+        library, problem = find_flashinfer()
+        problem = problem or flashinfer.problem_with(pool)
+        if problem is None:
+            return flashinfer.FlashInferBackend(pool, library)
+        if name == "flashinfer":
+            raise ConfigError(f"--attention-backend flashinfer cannot serve {loaded.name}: {problem}. Use auto.")
+        logger.warning("attention is torch's, and decode steps are not replayed as CUDA graphs: %s", problem)
+    # Without instructions for bfloat16 torch goes through it number by number.
+    widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
+    num_heads = loaded.model.config.get_text_config().num_attention_heads
+    if name == "auto" and loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
+        return NativeBackend(pool, loaded.kernels, widen=widen)
+    return TorchSdpaBackend(pool, widen=widen)
+
+
+def find_flashinfer() -> tuple[Any, str | None]:
+    """The library, and why it cannot be had where it cannot."""
+    try:
+        # Only now: it is for GPUs, and looks for one.
+        import flashinfer as library
+    except ModuleNotFoundError as error:
+        return None, f"the Python package {error.name!r} is missing: {_HINT}"
+    except Exception as error:
+        # What it finds wrong with a CUDA installation has no common class.
+        return None, f"FlashInfer does not load ({type(error).__name__}: {error}): {_HINT}"
+    return library, None

@@ -1,0 +1,249 @@
+"""Paged attention with FlashInfer's kernels: GPUs, 16-bit pools.
+
+1. `page_lists` says where a step's tokens lie as the library wants it: pages of all requests in one list, where each
+   request's begin, and how full its last page is.
+2. A step of one new token a request goes to the library's decode kernels, any other to its prefill kernels, which take
+   both kinds at once.
+3. Layers that ask for the same share a wrapper of the library, planned when a step reaches the first of them.
+4. `FlashInferFixedDecode` keeps one set of arrays for good, so that a CUDA graph finds the next step's there.
+
+Nothing is read past a request's last token, so nothing has to be zeroed there. The library compiles its kernels on
+first use, which takes minutes unless its package of compiled ones is installed. Multi-head latent attention: not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.engine.attention.base import AttentionParams, PagedBatch, PagedKV
+from splitserve.engine.attention.torch_sdpa import new_slots
+from splitserve.engine.upload import to_device
+
+# What the library recommends for the partial results of long contexts. All wrappers share it: they run in turn.
+_WORKSPACE_BYTES = 128 << 20
+# Key, value and query sizes for which its kernels are made.
+_HEAD_SIZES = frozenset({64, 128, 256})
+_DTYPES = frozenset({"bfloat16", "float16"})
+# Query heads a KV head from which its decode pays on tensor cores; there any number goes, without them a few do.
+_TENSOR_CORE_GROUP = 3
+
+# Parts of it have no types.
+_cuda: Any = torch.cuda
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """A step as the library's page table. R requests."""
+
+    # Request r's new tokens are [query_begins[r], query_begins[r + 1]) of the step. [R + 1]
+    query_begins: Int32Array
+    # Its pages are pages[page_begins[r]:page_begins[r + 1]]. [R + 1]
+    page_begins: Int32Array
+    pages: Int32Array
+    # Tokens in each request's last page, in [1, page_size]. [R]
+    last_page_tokens: Int32Array
+
+
+def page_lists(batch: PagedBatch) -> PageLists:
+    counts = np.array([len(pages) for pages in batch.pages], np.int64)
+    return PageLists(
+        query_begins=batch.offsets.astype(np.int32),
+        page_begins=np.concatenate((np.zeros(1, np.int64), np.cumsum(counts))).astype(np.int32),
+        pages=np.concatenate(batch.pages).astype(np.int32),
+        last_page_tokens=((batch.starts + batch.lengths - 1) % batch.page_size + 1).astype(np.int32),
+    )
+
+
+def problem_with(pool: PagedKV) -> str | None:
+    """Why the kernels cannot serve such a pool; None where they can."""
+    for component in pool.components:
+        if component.dtype not in _DTYPES:
+            return f"its kernels are for {' and '.join(sorted(_DTYPES))}, and the KV pool is {component.dtype}"
+        if component.head_dim not in _HEAD_SIZES:
+            sizes = ", ".join(map(str, sorted(_HEAD_SIZES)))
+            return f"its kernels are for heads of {sizes}, and the model's have {component.head_dim}"
+    if any(pool.keys[layer].shape != pool.values[layer].shape for layer in pool.keys):
+        return "its kernels want keys and values of one size"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a wrapper is planned for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    params: AttentionParams
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, params: AttentionParams) -> _Kind:
+        return cls(query.shape[1], key.shape[1], query.shape[2], params)
+
+    @property
+    def wants_tensor_cores(self) -> bool:
+        return self.num_heads // self.num_kv_heads >= _TENSOR_CORE_GROUP
+
+    def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """As `plan` of either wrapper takes them by name. The library's window leaves out the token itself."""
+        window, softcap = self.params.window, self.params.softcap
+        return {
+            "sm_scale": self.params.scaling,
+            "window_left": -1 if window is None else window - 1,
+            "logits_soft_cap": softcap,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }
+
+
+class FlashInferBackend:
+    """ReplayableBackend over one pool. `library` is the module. Not for two threads at a time."""
+
+    def __init__(self, pool: PagedKV, library: Any) -> None:
+        self.pool = pool
+        self.library = library
+        self.dtype = next(iter(pool.keys.values())).dtype
+        self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._decoding: dict[_Kind, _Planner] = {}
+        self._prefilling: dict[_Kind, _Planner] = {}
+
+    def plan(self, batch: PagedBatch) -> FlashInferStep:
+        return FlashInferStep(self, batch)
+
+    def fixed_decode(self, num_requests: int, max_pages: int) -> FlashInferFixedDecode:
+        return FlashInferFixedDecode(self, num_requests, max_pages)
+
+    def prefill_planner(self, kind: _Kind) -> _Planner:
+        if kind not in self._prefilling:
+            wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+            self._prefilling[kind] = _Planner(self, wrapper, kind, is_decode=False)
+        return self._prefilling[kind]
+
+    def decode_planner(self, kind: _Kind) -> _Planner:
+        if kind not in self._decoding:
+            wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, "NHD", use_tensor_cores=kind.wants_tensor_cores
+            )
+            self._decoding[kind] = _Planner(self, wrapper, kind, is_decode=True)
+        return self._decoding[kind]
+
+    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.pool.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+        self.pool.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+
+
+class _Planner:
+    """One wrapper of the library, planned again for each step."""
+
+    def __init__(self, backend: FlashInferBackend, wrapper: Any, kind: _Kind, *, is_decode: bool) -> None:
+        self.wrapper = wrapper
+        self._kind = kind
+        self._is_decode = is_decode
+        self._options = kind.options(backend.dtype)
+        # The library plans in page-locked memory of its own and has the device copy it from there: the plan before this
+        # must have been copied. None on a CPU.
+        self._copied = _cuda.Event() if backend.pool.device.type == "cuda" else None
+
+    def plan(self, lists: PageLists, pages: torch.Tensor, page_size: int) -> None:
+        """`pages`: those of `lists`, on the device. The short arrays are read by the host, too."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        kind, options = self._kind, self._options
+        begins, last = torch.from_numpy(lists.page_begins), torch.from_numpy(lists.last_page_tokens)
+        sizes = (kind.num_heads, kind.num_kv_heads, kind.head_size, page_size)
+        if self._is_decode:
+            self.wrapper.plan(begins, pages, last, *sizes, **options)
+        else:
+            queries = torch.from_numpy(lists.query_begins)
+            self.wrapper.plan(queries, begins, pages, last, *sizes, causal=True, **options)
+        if self._copied is not None:
+            self._copied.record()
+
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.wrapper.run(query.contiguous(), (keys, values))
+        return out
+
+
+class FlashInferStep:
+    """StepAttention."""
+
+    def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
+        self._backend = backend
+        self._lists = page_lists(batch)
+        self._page_size = batch.page_size
+        self._pages = to_device(self._lists.pages, backend.pool.device)
+        self._slots = to_device(new_slots(batch), backend.pool.device)
+        self._is_decode = bool((batch.lengths == 1).all())
+        self._planned: dict[_Kind, _Planner] = {}
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        backend = self._backend
+        backend.store(layer, self._slots, key, value)
+        kind = _Kind.of(query, key, params)
+        planner = self._planned.get(kind) or self._plan(kind)
+        return planner.run(query, backend.pool.keys[layer], backend.pool.values[layer])
+
+    def _plan(self, kind: _Kind) -> _Planner:
+        planner = self._backend.decode_planner(kind) if self._is_decode else self._backend.prefill_planner(kind)
+        planner.plan(self._lists, self._pages, self._page_size)
+        self._planned[kind] = planner
+        return planner
+
+
+class FlashInferFixedDecode:
+    """FixedDecode. Wrappers are made by the first `forward`, which must come before any recording."""
+
+    def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
+        self._backend = backend
+        self._size = num_requests
+        device = backend.pool.device
+        self._slots = torch.zeros(num_requests, dtype=torch.int64, device=device)
+        # The library copies a step's arrays into these.
+        self._buffers = {
+            "paged_kv_indptr_buffer": torch.zeros(num_requests + 1, dtype=torch.int32, device=device),
+            "paged_kv_indices_buffer": torch.zeros(num_requests * max_pages, dtype=torch.int32, device=device),
+            "paged_kv_last_page_len_buffer": torch.zeros(num_requests, dtype=torch.int32, device=device),
+        }
+        self._planners: dict[_Kind, _Planner] = {}
+        self._step: tuple[PageLists, torch.Tensor, int] | None = None
+
+    def fill(self, batch: PagedBatch) -> None:
+        device = self._backend.pool.device
+        lists = page_lists(batch)
+        self._slots.copy_(to_device(new_slots(batch), device))
+        self._step = (lists, to_device(lists.pages, device), batch.page_size)
+        for planner in self._planners.values():
+            planner.plan(*self._step)
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        backend = self._backend
+        backend.store(layer, self._slots, key, value)
+        kind = _Kind.of(query, key, params)
+        planner = self._planners.get(kind) or self._new_planner(kind)
+        return planner.run(query, backend.pool.keys[layer], backend.pool.values[layer])
+
+    def _new_planner(self, kind: _Kind) -> _Planner:
+        assert self._step is not None
+        backend = self._backend
+        wrapper = backend.library.BatchDecodeWithPagedKVCacheWrapper(
+            backend.workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=kind.wants_tensor_cores,
+            **self._buffers,
+        )
+        planner = _Planner(backend, wrapper, kind, is_decode=True)
+        planner.plan(*self._step)
+        self._planners[kind] = planner
+        return planner

@@ -1,0 +1,162 @@
+"""All layers of a decoder in one call of C, for steps in which each request has one new token.
+
+Such a step is some ten short kernels a layer. To wake threads for each, from Python, takes longer than a second thread
+saves; so they are woken once (`program.c`).
+
+1. The first step writes down the calls of all layers, with buffers of its own between them. A larger one does so again.
+2. Each step puts in what is its own: hidden states, positions, the slots of its tokens, the plan of its attention.
+3. One call runs them in order.
+
+Steps with prompts in them, or with more rows than our kernels are for, go layer by layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from splitserve.engine.attention.base import StepAttention
+from splitserve.engine.attention.native import NativeStep
+from splitserve.engine.native.fused import FusedLayer
+from splitserve.engine.native.library import (
+    AttentionArgs,
+    CallArgs,
+    Library,
+    LinearArgs,
+    NormArgs,
+    ProgramArgs,
+    RotateArgs,
+    StoreArgs,
+)
+from splitserve.engine.native.weights import Scratch
+
+
+class DecoderStack(torch.nn.Module):
+    """In the place of a decoder's layers, which all have the same sizes. Not for two threads at a time."""
+
+    def __init__(self, layers: Sequence[FusedLayer], library: Library) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self._fused = tuple(layers)
+        self._library = library
+        self._max_rows = layers[0].qkv_proj.max_rows
+        self._program: _Program | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step_attention: StepAttention,
+        **plain: Any,
+    ) -> torch.Tensor:
+        """hidden_states [1, T, hidden_size] are overwritten."""
+        num_rows = hidden_states.shape[1]
+        fits = self._max_rows is None or num_rows <= self._max_rows
+        if fits and isinstance(step_attention, NativeStep) and step_attention.has_only_singles:
+            if self._program is None or not self._program.fits(num_rows):
+                self._program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
+            return self._program.run(hidden_states, *position_embeddings, step_attention)
+        for layer in self._fused:
+            hidden_states = layer(
+                hidden_states, position_embeddings=position_embeddings, step_attention=step_attention, **plain
+            )
+        return hidden_states
+
+
+class _Program:
+    """The calls of all layers. Owns the memory that their arguments point to, but for what a step brings."""
+
+    def __init__(self, layers: Sequence[FusedLayer], library: Library, max_rows: int) -> None:
+        self._layers = layers
+        self._library = library
+        self._max_rows, self._num_threads = max_rows, torch.get_num_threads()
+        first = layers[0]
+        # What is added to the residual by the next norm, or at the end.
+        self._residual, self._added = (self._rows(first.qkv_proj.in_features) for _ in range(2))
+        self._normed = self._rows(first.qkv_proj.in_features)
+        self._cos, self._sin = (self._rows(first.head_dim) for _ in range(2))
+        self._states = self._rows(first.qkv_proj.out_features)
+        self._attended = self._rows(first.o_proj.in_features)
+        self._gated = self._rows(first.down_proj.in_features)
+        self._scratch = _scratch_for(first, max_rows)
+        # Two of a layer: keys, values.
+        self._stores = (StoreArgs * (2 * len(layers)))()
+        self._attentions = (AttentionArgs * len(layers))()
+        self._args = [args for i in range(len(layers)) for args in self._layer_args(i)]
+        self._sized = [args for args in self._args if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
+        self._num_rows = max_rows
+        self._calls = (CallArgs * len(self._args))(
+            *(CallArgs(share=library.shares[type(args)], args=ctypes.addressof(args)) for args in self._args)
+        )
+        self._program = ProgramArgs(
+            calls=ctypes.addressof(self._calls), num_calls=len(self._calls), num_threads=self._num_threads
+        )
+
+    def fits(self, num_rows: int) -> bool:
+        return num_rows <= self._max_rows and torch.get_num_threads() == self._num_threads
+
+    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: NativeStep) -> torch.Tensor:
+        """Hidden states behind the last layer, [1, T, hidden_size]."""
+        num_rows = hidden.shape[1]
+        if num_rows != self._num_rows:
+            self._num_rows = num_rows
+            for args in self._sized:
+                args.num_rows = num_rows
+        for ours, of_step in ((self._residual, hidden), (self._cos, cos), (self._sin, sin)):
+            ours[:num_rows] = of_step[0]
+        self._put_attention(step)
+        self._library.run_program(ctypes.byref(self._program))
+        return (self._residual[:num_rows] + self._added[:num_rows])[None]
+
+    def _rows(self, size: int) -> torch.Tensor:
+        return torch.empty(self._max_rows, size, dtype=torch.bfloat16)
+
+    def _layer_args(self, i: int) -> tuple[ctypes.Structure, ...]:
+        """The arguments of a layer's calls, in order."""
+        layer, scratch = self._layers[i], self._scratch
+        residual, added, normed = self._residual, self._added, self._normed
+        return (
+            layer.norm.args(added, residual, normed) if i else layer.norm.args(residual, None, normed),
+            layer.qkv_proj.args(normed, self._states, scratch),
+            layer.rotate_args(self._states, self._cos, self._sin),
+            self._stores[2 * i],
+            self._stores[2 * i + 1],
+            self._attentions[i],
+            layer.o_proj.args(self._attended, added, scratch),
+            layer.middle_norm.args(added, residual, normed),
+            layer.gate_up_proj.args(normed, self._gated, scratch),
+            layer.down_proj.args(self._gated, added, scratch),
+        )
+
+    def _put_attention(self, step: NativeStep) -> None:
+        """Where new keys and values go, and what queries are to read, layer by layer."""
+        first = self._layers[0]
+        num_kv_heads, group, head_dim = first.num_kv_heads, first.num_heads // first.num_kv_heads, first.head_dim
+        shape = (self._num_rows, num_kv_heads, group, head_dim)
+        queries, stride = self._states.data_ptr(), self._states.stride(0)
+        keys = queries + num_kv_heads * group * head_dim * self._states.itemsize
+        values = keys + num_kv_heads * head_dim * self._states.itemsize
+        for i, layer in enumerate(self._layers):
+            pools = (step.pool.keys[layer.index].data_ptr(), step.pool.values[layer.index].data_ptr())
+            for j, states in enumerate((keys, values)):
+                # Assigning copies.
+                self._stores[2 * i + j] = step.store_args
+                store = self._stores[2 * i + j]
+                store.states, store.pool, store.stride, store.size = states, pools[j], stride, num_kv_heads * head_dim
+            self._attentions[i] = step.single_args(layer.params, shape, head_dim)
+            attention = self._attentions[i]
+            attention.queries, attention.query_stride = queries, stride
+            attention.keys, attention.values = pools
+            attention.outputs = self._attended.data_ptr()
+
+
+def _scratch_for(layer: FusedLayer, max_rows: int) -> Scratch:
+    """Large enough for each linear layer, so that it never moves."""
+    scratch = Scratch()
+    linears = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+    scratch.address(max(linear.scratch_floats(max_rows) for linear in linears))
+    return scratch

@@ -1,0 +1,116 @@
+"""All schedulers of one worker, as its routes know them: one a data parallel rank, each a SchedulerClient.
+
+1. Each sample of a request goes to one rank: on a prefill worker to the one that its room says, for there the decode
+   side looks for it; else to the one with the fewest tokens outstanding.
+2. The outputs of all samples come through one stream, whatever ranks they are on.
+3. Whatever concerns the worker concerns every rank: flushing, snapshots, aborts. One that fails, fails the worker.
+
+No collective joins the ranks, so an idle one has nothing to take part in. It knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from splitserve.errors import SplitserveError
+from splitserve.messages import GenerateRequest, SchedulerReady, SchedulerState
+from splitserve.server.output_stream import OutputStream
+from splitserve.server.scheduler_client import SchedulerClient
+
+
+class SchedulerPort(Protocol):
+    """The schedulers as the routes know them. SchedulerGroup is one; so is a test's fake."""
+
+    @property
+    def info(self) -> SchedulerReady | None:
+        """What the schedulers said of themselves; None until all are ready."""
+        ...
+
+    @property
+    def failure(self) -> SplitserveError | None:
+        """Why a scheduler is gone; None while none is."""
+        ...
+
+    def submit(self, *requests: GenerateRequest, dp_rank: int | None = None) -> OutputStream: ...
+
+    def abort(self, rid: str, message: str = "aborted") -> None: ...
+
+    async def flush_cache(self, timeout: float = 10.0) -> int: ...
+
+    async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
+        """Snapshots, by rank."""
+        ...
+
+
+class SchedulerGroup:
+    """`ranks`: started clients, by data parallel rank. They stay their owner's, who closes them.
+
+    `output_timeout`: seconds a stream waits for its next output before it gives the request up.
+    """
+
+    def __init__(
+        self, ranks: Sequence[SchedulerClient], *, is_prefill: bool = False, output_timeout: float = 900.0
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._is_prefill = is_prefill
+        self._output_timeout = output_timeout
+
+    @property
+    def info(self) -> SchedulerReady | None:
+        """The limits are those of the rank with the least room, `pages_total` is the sum."""
+        infos = [rank.info for rank in self._ranks if rank.info is not None]
+        if len(infos) < len(self._ranks):
+            return None
+        least = min(infos, key=lambda info: info.max_total_tokens_per_request)
+        return msgspec.structs.replace(least, pages_total=sum(info.pages_total for info in infos))
+
+    @property
+    def failure(self) -> SplitserveError | None:
+        return next((rank.failure for rank in self._ranks if rank.failure is not None), None)
+
+    async def ready(self, timeout: float) -> None:
+        """Wait for all. Raises what the first that fails raises: see SchedulerClient."""
+        await asyncio.gather(*(rank.ready(timeout) for rank in self._ranks))
+
+    def submit(self, *requests: GenerateRequest, dp_rank: int | None = None) -> OutputStream:
+        """Send the samples of one client request, all to `dp_rank` where it is given. Raises WorkerUnavailableError."""
+        stream = OutputStream([r.rid for r in requests], self._give_up, self._output_timeout)
+        try:
+            for request in requests:
+                rank = self._ranks[dp_rank] if dp_rank is not None else self._rank_for(request)
+                rank.submit(request, into=stream)
+        except SplitserveError:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, rid: str, message: str = "aborted") -> None:
+        """End a request; its stream gets the final message. An unknown rid is none of our business."""
+        for rank in self._ranks:
+            rank.abort(rid, message)
+
+    async def flush_cache(self, timeout: float = 10.0) -> int:
+        """Drop the unused prefix caches. Returns the pages freed."""
+        return sum(await asyncio.gather(*(rank.flush_cache(timeout) for rank in self._ranks)))
+
+    async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
+        """Snapshots, by rank. Raises DeadlineExceededError, WorkerUnavailableError."""
+        return await asyncio.gather(*(rank.state(timeout) for rank in self._ranks))
+
+    def fail_all(self, error: SplitserveError) -> None:
+        """End everything that is open with `error`, on every rank."""
+        for rank in self._ranks:
+            rank.fail_all(error)
+
+    def _rank_for(self, request: GenerateRequest) -> SchedulerClient:
+        if self._is_prefill and request.bootstrap is not None:
+            return self._ranks[request.bootstrap.prefill_rank(len(self._ranks))]
+        return min(self._ranks, key=lambda rank: rank.num_tokens_outstanding)
+
+    def _give_up(self, rids: list[str]) -> None:
+        for rank in self._ranks:
+            rank.give_up(rids)

@@ -1,0 +1,138 @@
+"""The engine on a GPU: attention by FlashInfer and torch, recorded decode steps, against the same model on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from splitserve.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu
+from splitserve.bench.gpu_model import Shape, random_model
+from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
+from splitserve.core.sampling import SamplingParams
+from splitserve.engine.attention.base import AttentionParams, PagedBatch
+from splitserve.engine.attention.flashinfer import FlashInferBackend
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.build import BuiltEngine, engine_over
+from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.probe import LayerShape
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is missing: pip install 'splitserve[cuda]'"
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+SHAPE = Shape(
+    "tiny",
+    {
+        "vocab_size": 300,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    },
+)
+CACHE = CacheConfig(page_size=16, max_total_tokens=1024)
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("num_heads", [2, 6, 16])
+def test_flashinfer_equals_torch_over_prompts_and_decodes(
+    dtype: str, window: int | None, softcap: float | None, num_heads: int
+) -> None:
+    import flashinfer
+
+    device = torch.device("cuda:0")
+    layout = layout_for([LayerShape(0, 2, 128, 128, window)], dtype, page_size=16, num_pages=64)
+    pools = [KVPool(layout, device) for _ in range(2)]
+    backends = (FlashInferBackend(pools[0], flashinfer), TorchSdpaBackend(pools[1]))
+    rng = np.random.default_rng(0)
+    pages = rng.permutation(64).reshape(4, 16)
+    starts = np.zeros(4, np.int64)
+    for lengths in ([100, 1, 17, 33], [1, 60, 1, 2], [1, 1, 1, 1], [1, 1, 1, 1]):
+        new = np.array(lengths)
+        used = tuple(pages[r, : -(-(int(starts[r]) + n) // 16)] for r, n in enumerate(lengths))
+        batch = PagedBatch(starts.copy(), new, used, 16)
+        kind = {"dtype": getattr(torch, dtype), "device": device}
+        q, k, v = (torch.randn(int(new.sum()), heads, 128, **kind) for heads in (num_heads, 2, 2))
+        found, expected = (b.plan(batch).forward(0, q, k, v, AttentionParams(0.09, window, softcap)) for b in backends)
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+        starts += new
+
+
+def engine_with(dtype: torch.dtype, attention: str, graphs: int) -> BuiltEngine:
+    torch.manual_seed(0)
+    # On the CPU first, so that all have the same weights.
+    loaded = random_model(SHAPE, torch.device("cpu"), dtype)
+    device = torch.device("cuda:0")
+    loaded.model.to(device)
+    return engine_over(
+        replace(loaded, device=device), ModelConfig(attention_backend=attention, cuda_graph_max_batch=graphs), CACHE
+    )
+
+
+def tokens_of(built: BuiltEngine, num_new: int = 20) -> list[list[int]]:
+    """Greedy tokens of three prompts, decoded together; the second stops half-way."""
+    table = np.arange(64, dtype=np.int32).reshape(4, 16)
+    runner = built.runner(table)
+    prompts = [list(range(1, 40)), [7], list(range(100, 117))]
+    outputs: list[list[int]] = [[], [], []]
+    for i in range(num_new):
+        steps = []
+        for row, prompt in enumerate(prompts):
+            known = prompt + outputs[row]
+            start = 0 if i == 0 else len(known) - 1
+            if not (row == 1 and i > num_new // 2):
+                steps.append(
+                    RequestStep(str(row), row, known[start:], start, SampleSpec(GREEDY, len(known), known, ()))
+                )
+        results = runner.execute(StepPlan(tuple(steps))).requests
+        for step, result in zip(steps, results, strict=True):
+            assert result.token_id is not None
+            outputs[step.row].append(result.token_id)
+    return outputs
+
+
+def test_a_gpu_draws_the_tokens_of_the_cpu_in_float32() -> None:
+    torch.manual_seed(0)
+    on_cpu = engine_over(random_model(SHAPE, torch.device("cpu"), torch.float32), ModelConfig(threads=1), CACHE)
+    assert tokens_of(engine_with(torch.float32, "auto", 0)) == tokens_of(on_cpu)
+
+
+@needs_flashinfer
+def test_replayed_decode_steps_draw_the_tokens_of_plain_ones() -> None:
+    plain = engine_with(torch.float16, "flashinfer", 0)
+    recorded = engine_with(torch.float16, "flashinfer", 4)
+    assert recorded.runner(np.zeros((1, 16), np.int32)).graphs is not None
+    assert tokens_of(recorded) == tokens_of(plain)
+
+
+def test_the_pool_lies_on_the_gpu_with_a_padding_page_behind_its_regions() -> None:
+    built = engine_with(torch.float16, "torch", 0)
+    assert built.pool.padding_page == built.layout.num_pages
+    assert all(tensor.is_cuda for tensor in built.pool.keys.values())
+    saved = built.pool.save([1, 2])
+    built.pool.restore(saved, 0, [3, 4])
+    assert all(torch.equal(t[3], t[1]) for t in built.pool.keys.values())
+
+
+def test_the_bench_runs_whole_on_small_sizes() -> None:
+    from rich.console import Console
+
+    sizes = GpuSizes(shape=SHAPE, batch=4, context=64, prompt_tokens=128, num_bytes=8 << 20, matrix_size=512, repeats=3)
+    options = GpuBenchOptions("bench gpu", "auto", 4, append_to=None, as_json=True)
+    report = measure_gpu(options, sizes, torch.device("cuda:0"), "cuda_ipc", Console(quiet=True))
+    assert len(report.figures) == 3

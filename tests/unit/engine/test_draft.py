@@ -1,0 +1,117 @@
+"""A draft model beside the served one: one pool, one page table, and guesses that the same model would make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
+from splitserve.core.sampling import SamplingParams
+from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.errors import ConfigError
+from splitserve.testing.tiny_models import TinyKind
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def build(tiny_folder: Callable[[TinyKind], Path]) -> Callable[[str], BuiltEngine]:
+    def make(draft: str) -> BuiltEngine:
+        model = ModelConfig(model=str(tiny_folder("llama")), device="cpu", threads=1)
+        return build_engine(model, CacheConfig(page_size=8, max_total_tokens=64), draft_model=draft)
+
+    return make
+
+
+@pytest.fixture
+def changed(tiny_folder: Callable[[TinyKind], Path], tmp_path: Path) -> Callable[..., str]:
+    """The folder of a random model whose config differs."""
+
+    def make(**changes: Any) -> str:
+        config = AutoConfig.from_pretrained(tiny_folder("llama"))
+        config.update(changes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return make
+
+
+def step(tokens: list[int], start: int, params: SamplingParams, output: list[int], proposals: list[int]) -> RequestStep:
+    spec = SampleSpec(params, start + len(tokens), PROMPT, output, proposals=proposals)
+    return RequestStep("r", 0, [*tokens, *proposals], start, spec)
+
+
+def test_the_layers_of_both_are_components_of_the_same_pages(
+    build: Callable[[str], BuiltEngine], tiny_folder: Callable[[TinyKind], Path]
+) -> None:
+    engine = build(str(tiny_folder("qwen3")))
+    names = [(c.name, c.layer) for c in engine.layout.components]
+    own = [(name, layer) for layer in range(3) for name in ("k", "v")]
+    assert names == own + [(f"draft_{name}", layer) for name, layer in own]
+    assert [r.length for r in engine.regions] == [8 * c.page_bytes(8) for c in engine.layout.components]
+    assert engine.draft_fingerprint not in ("", engine.fingerprint)
+    draft = engine.pool.draft_token_to_kv_pool
+    draft.keys[1].copy_(torch.randn(draft.keys[1].shape))
+    before = draft.keys[1][3].clone()
+    copy = engine.pool.save([3])
+    assert sum(part.nbytes for part in copy) == engine.pool.bytes_per_page == engine.layout.bytes_per_page
+    draft.keys[1].zero_()
+    engine.pool.restore(copy, 0, [6])
+    assert torch.equal(draft.keys[1][6], before)
+    assert not engine.pool.keys[1].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_model_as_its_own_draft_guesses_all_that_is_drawn(
+    temperature: float, build: Callable[[str], BuiltEngine], tiny_folder: Callable[[TinyKind], Path]
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, repetition_penalty=1.3, min_new_tokens=20)
+    runner = build(str(tiny_folder("llama"))).drafting_runner(np.arange(8, dtype=np.int32).reshape(1, 8))
+    first = runner.execute(StepPlan((step(PROMPT, 0, params, [], []),))).requests[0]
+    output = [first.token_id]
+    for num_guesses in (3, 0, 4):
+        decode = step(output[-1:], len(PROMPT) + len(output) - 1, params, list(output), [])
+        [guesses] = runner.propose([decode], [num_guesses])
+        decode = step(output[-1:], decode.start, params, list(output), guesses)
+        result = runner.execute(StepPlan((decode,))).requests[0]
+        assert result.num_accepted == len(guesses) == num_guesses
+        output += [*guesses, result.token_id]
+    plain = build(str(tiny_folder("llama"))).runner(np.arange(8, dtype=np.int32).reshape(1, 8))
+    expected = [plain.execute(StepPlan((step(PROMPT, 0, params, [], []),))).requests[0].token_id]
+    while len(expected) < len(output):
+        decode = step(expected[-1:], len(PROMPT) + len(expected) - 1, params, list(expected), [])
+        expected.append(plain.execute(StepPlan((decode,))).requests[0].token_id)
+    assert output == expected
+
+
+def test_guesses_count_up_to_the_first_that_is_wrong(
+    build: Callable[[str], BuiltEngine], tiny_folder: Callable[[TinyKind], Path]
+) -> None:
+    params = SamplingParams(temperature=0.0, min_new_tokens=20)
+    runner = build(str(tiny_folder("llama"))).drafting_runner(np.arange(8, dtype=np.int32).reshape(1, 8))
+    first = runner.execute(StepPlan((step(PROMPT, 0, params, [], []),))).requests[0].token_id
+    [guesses] = runner.propose([step([first], 5, params, [first], [])], [4])
+    wrong = [*guesses[:2], (guesses[2] + 1) % 250, guesses[3]]
+    result = runner.execute(StepPlan((step([first], 5, params, [first], wrong),))).requests[0]
+    assert (result.num_accepted, result.token_id) == (2, guesses[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"vocab_size": 300}, "vocabulary of 300 tokens.* one of 261"),
+        ({"max_position_embeddings": 512}, r"context_length is 4096: for model .* \[1, 512\]"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(
+    changes: dict[str, int], told: str, build: Callable[[str], BuiltEngine], changed: Callable[..., str]
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build(changed(**changes))

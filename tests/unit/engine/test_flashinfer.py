@@ -1,0 +1,133 @@
+"""What FlashInfer is told of a step, which pools it can serve, and who is chosen where it cannot be had."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.engine.attention import choose
+from splitserve.engine.attention.base import AttentionParams, PagedBatch
+from splitserve.engine.attention.flashinfer import FlashInferBackend, page_lists, problem_with
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
+from splitserve.engine.loader import LoadedModel
+from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.probe import LayerShape
+from splitserve.errors import ConfigError
+from splitserve.testing import fake_flashinfer
+
+CPU = torch.device("cpu")
+
+
+def pool_of(dtype: str = "bfloat16", k_dim: int = 64, v_dim: int = 64) -> KVPool:
+    return KVPool(layout_for([LayerShape(0, 2, k_dim, v_dim, None)], dtype, page_size=4, num_pages=8), CPU)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> PagedBatch:
+    page_size = draw(st.integers(1, 17))
+    spans = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=6))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32))).permutation(1000).tolist()
+    pages = []
+    for start, length in spans:
+        pages.append(np.array([numbers.pop() for _ in range(-(-(start + length) // page_size))]))
+    starts, lengths = (np.array(column) for column in zip(*spans, strict=True))
+    return PagedBatch(starts, lengths, tuple(pages), page_size)
+
+
+@given(batch=batches())
+def test_page_lists_lead_to_every_token_of_every_request(batch: PagedBatch) -> None:
+    lists = page_lists(batch)
+    found = []
+    for r, length in enumerate(batch.lengths.tolist()):
+        pages = lists.pages[lists.page_begins[r] : lists.page_begins[r + 1]]
+        num_tokens = (len(pages) - 1) * batch.page_size + int(lists.last_page_tokens[r])
+        assert num_tokens == batch.starts[r] + length
+        slots = (pages[:, None] * batch.page_size + np.arange(batch.page_size)).reshape(-1)[:num_tokens]
+        assert lists.query_begins[r + 1] - lists.query_begins[r] == length
+        # New tokens are a request's last.
+        found.append(slots[num_tokens - length :])
+    assert np.array_equal(np.concatenate(found), new_slots(batch))
+    assert (lists.last_page_tokens >= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        (pool_of(), None),
+        (pool_of("float16", 128, 128), None),
+        (pool_of("float32"), "float32"),
+        (pool_of(k_dim=80, v_dim=80), "heads of 64, 128, 256, and the model's have 80"),
+        (pool_of(k_dim=128, v_dim=64), "of one size"),
+    ],
+)
+def test_a_pool_that_the_kernels_cannot_serve_is_named(pool: KVPool, says: str | None) -> None:
+    problem = problem_with(pool)
+    assert (problem is None) if says is None else (problem is not None and says in problem)
+
+
+def test_layers_that_ask_for_the_same_are_planned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[int] = []
+    plan = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper.plan
+
+    def count(self: Any, *args: Any, **options: Any) -> None:
+        plans.append(options["window_left"])
+        plan(self, *args, **options)
+
+    monkeypatch.setattr(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper, "plan", count)
+    pool = pool_of()
+    step = FlashInferBackend(pool, fake_flashinfer).plan(PagedBatch(np.array([0]), np.array([1]), (np.array([3]),), 4))
+    for window in (None, 5, None, 5):
+        states = (torch.randn(1, heads, 64).bfloat16() for heads in (4, 2, 2))
+        step.forward(0, *states, AttentionParams(0.1, window))
+    # The library's window leaves out the token itself.
+    assert plans == [-1, 4]
+
+
+class _Loaded:
+    """What `choose_attention` looks at."""
+
+    name = "tiny"
+    dtype = torch.float32
+    kernels = None
+
+    class model:
+        class config:
+            @staticmethod
+            def get_text_config() -> Any:
+                return type("Text", (), {"num_attention_heads": 4})
+
+
+class _OnGpu:
+    """A pool's face without its memory."""
+
+    device = torch.device("cuda:0")
+    layout = pool_of().layout
+
+
+LOADED = cast(LoadedModel, _Loaded())
+
+
+def test_flashinfer_by_name_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is for GPUs"):
+        choose.choose_attention("flashinfer", LOADED, pool_of())
+
+
+def test_on_a_cpu_it_is_never_asked_for() -> None:
+    assert isinstance(choose.choose_attention("auto", LOADED, pool_of()), TorchSdpaBackend)
+    assert isinstance(choose.choose_attention("torch", LOADED, pool_of()), TorchSdpaBackend)
+
+
+def test_flashinfer_by_name_that_is_absent_names_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    library, problem = choose.find_flashinfer()
+    assert library is None
+    assert problem is not None
+    assert "pip install 'splitserve[cuda]'" in problem
+    with pytest.raises(ConfigError, match=r"splitserve\[cuda\]"):
+        choose.choose_attention("flashinfer", LOADED, cast(KVPool, _OnGpu()))

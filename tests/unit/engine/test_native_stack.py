@@ -1,0 +1,156 @@
+"""All layers in one call of C against the same layers one by one: equal to the last bit, whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from splitserve.engine.attention import bridge
+from splitserve.engine.attention.base import PagedBatch
+from splitserve.engine.attention.native import NativeBackend
+from splitserve.engine.native.layers import use_kernels
+from splitserve.engine.native.library import find_library
+from splitserve.engine.native.stack import DecoderStack
+from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.probe import probe
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SHAPE, attention_bias=True),
+    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=16),
+    "qwen3": transformers.Qwen3Config(**SHAPE),
+}
+PAGE_SIZE, NUM_REQUESTS, PAGES_EACH = 4, 9, 12
+
+
+class World:
+    """A model with kernels over a pool, in which each request has a prompt already."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        bridge.register()
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            CONFIGS[name], dtype=torch.bfloat16, attn_implementation=bridge.ATTENTION_NAME
+        ).eval()
+        shapes = probe(self.model, name)
+        library = find_library()
+        assert library is not None
+        use_kernels(self.model, shapes, library)
+        (stack,) = self.model.base_model.layers
+        assert isinstance(stack, DecoderStack)
+        self.stack = stack
+        layout = layout_for(shapes, "bfloat16", page_size=PAGE_SIZE, num_pages=NUM_REQUESTS * PAGES_EACH)
+        self.backend = NativeBackend(KVPool(layout, torch.device("cpu")), library, widen=True)
+        self.lengths = [3 + 4 * i for i in range(NUM_REQUESTS)]
+        self.step(range(NUM_REQUESTS), [0] * NUM_REQUESTS, self.lengths)
+
+    def step(self, requests: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of tokens that follow from their request and position."""
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        pages = tuple(r * PAGES_EACH + np.arange(-(-end // PAGE_SIZE)) for r, end in zip(requests, ends, strict=True))
+        batch = PagedBatch(np.array(starts), np.array(lengths), pages, PAGE_SIZE)
+        owners = np.repeat(np.array(requests), batch.lengths)
+        with torch.inference_mode():
+            out = self.model.base_model(
+                input_ids=torch.from_numpy((7 * owners + 3 * batch.positions) % 101)[None],
+                position_ids=torch.from_numpy(batch.positions)[None],
+                use_cache=False,
+                step_attention=self.backend.plan(batch),
+            )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def decode(self, requests: Sequence[int]) -> torch.Tensor:
+        return self.step(requests, [self.lengths[r] for r in requests], [1] * len(requests))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many calls each program had that was run."""
+    library = find_library()
+    assert library is not None
+    run, counts = library.run_program, []
+
+    def counting(program: Any) -> None:
+        counts.append(program._obj.num_calls)
+        run(program)
+
+    monkeypatch.setattr(library, "run_program", counting)
+    return counts
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_of_single_tokens_is_one_call_and_equals_its_layers_one_by_one(
+    name: str, threads: int, programs: list[int]
+) -> None:
+    world = World(name)
+    # Growing, shrinking, and in another order: memory and arguments of the step before are used again.
+    batches = [(0,), (3, 1), tuple(range(NUM_REQUESTS)), (8, 2, 5), (4,)]
+    found = [world.decode(batch) for batch in batches]
+    assert programs == [10 * SHAPE["num_hidden_layers"]] * len(batches)
+    world.model.base_model.layers = world.stack.layers
+    for batch, states in zip(batches, found, strict=True):
+        assert torch.equal(states, world.decode(batch))
+    assert len(programs) == len(batches)
+
+
+def test_what_a_request_gets_does_not_depend_on_its_company(threads: int) -> None:
+    world = World("llama")
+    together = world.decode(range(NUM_REQUESTS))
+    for request in range(NUM_REQUESTS):
+        assert torch.equal(world.decode([request])[0], together[request])
+
+
+def test_new_keys_and_values_lie_where_the_layers_one_by_one_put_them() -> None:
+    world = World("qwen3")
+    pools = [*world.backend.pool.keys.values(), *world.backend.pool.values.values()]
+    prompts_only = [pool.clone() for pool in pools]
+    world.decode((0, 6))
+    found = [pool.clone() for pool in pools]
+    for pool, before in zip(pools, prompts_only, strict=True):
+        pool.copy_(before)
+    world.model.base_model.layers = world.stack.layers
+    world.decode((0, 6))
+    assert not any(torch.equal(pool, before) for pool, before in zip(pools, prompts_only, strict=True))
+    assert all(torch.equal(pool, states) for pool, states in zip(pools, found, strict=True))
+
+
+def test_steps_with_a_prompt_in_them_go_layer_by_layer(programs: list[int]) -> None:
+    world = World("llama")
+    mixed = world.step((0, 1), (world.lengths[0], 0), (1, 5))
+    assert not programs
+    assert torch.equal(mixed[0], world.decode((0,))[0])
+    assert len(programs) == 1
+
+
+def test_another_number_of_threads_is_followed(programs: list[int]) -> None:
+    world = World("llama")
+    before = world.decode((1, 2))
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(before, world.decode((1, 2)))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(before, world.decode((1, 2)))

@@ -1,0 +1,131 @@
+"""Two schedulers behind one front end: who gets which sample, and what concerns both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.core.sampling import SamplingParams
+from splitserve.errors import EngineError, WorkerUnavailableError
+from splitserve.messages import GenerateRequest
+from splitserve.server.output_stream import OutputStream
+from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_group import SchedulerGroup
+
+from .server_fakes import READY, EchoScheduler
+
+DEADLINE = 10.0
+
+
+@dataclass
+class Two:
+    clients: list[SchedulerClient]
+    schedulers: list[EchoScheduler]
+
+    def group(self, *, is_prefill: bool = False) -> SchedulerGroup:
+        return SchedulerGroup(self.clients, is_prefill=is_prefill, output_timeout=DEADLINE)
+
+    def received(self) -> list[list[str]]:
+        """Ids by rank."""
+        return [[r.rid for r in scheduler.received] for scheduler in self.schedulers]
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Two]:
+    async with AsyncExitStack() as closing:
+        two = Two([], [])
+        for _ in range(2):
+            client = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", output_timeout=DEADLINE)
+            closing.push_async_callback(client.close)
+            await client.start()
+            scheduler = EchoScheduler(client.to_scheduler, client.from_scheduler)
+            closing.push_async_callback(scheduler.close)
+            await scheduler.start()
+            two.clients.append(client)
+            two.schedulers.append(scheduler)
+        await two.group().ready(DEADLINE)
+        yield two
+
+
+def request(rid: str, num_tokens: int = 3, num_prompt_tokens: int = 3, room: int | None = None) -> GenerateRequest:
+    bootstrap = None if room is None else BootstrapInfo("h", 1, RoomKey(room))
+    params = SamplingParams(max_new_tokens=num_tokens)
+    return GenerateRequest(rid=rid, prompt_ids=[1] * num_prompt_tokens, params=params, bootstrap=bootstrap)
+
+
+async def finish(stream: OutputStream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_samples_go_where_the_fewest_tokens_are_outstanding(two: Two) -> None:
+    for scheduler in two.schedulers:
+        scheduler.hold_after = 0
+    group = two.group()
+    # Rank 0 has 100, rank 1 then 10, 75 and 120, rank 0 125.
+    for rid, num_tokens in (("a", 90), ("b", 5), ("c", 55), ("d", 35), ("e", 15)):
+        group.submit(request(rid, num_tokens, num_prompt_tokens=10 if num_tokens > 5 else 5))
+    await group.states()
+    assert two.received() == [["a", "e"], ["b", "c", "d"]]
+
+
+async def test_what_has_ended_or_was_given_up_counts_no_longer(two: Two) -> None:
+    group = two.group()
+    await finish(group.submit(request("a", 50)))
+    two.schedulers[0].hold_after = 0
+    group.submit(request("b", 60)).close()
+    assert [client.num_tokens_outstanding for client in two.clients] == [0, 0]
+    await finish(group.submit(request("c"), dp_rank=1))
+    assert two.received() == [["a", "b"], ["c"]]
+
+
+async def test_one_stream_carries_the_samples_of_all_ranks(two: Two) -> None:
+    stream = two.group().submit(request("a"), request("b"))
+    finished = [output.rid async for output in stream if output.finish is not None]
+    assert sorted(finished) == ["a", "b"]
+    assert two.received() == [["a"], ["b"]]
+
+
+async def test_on_prefill_the_room_says_which_rank(two: Two) -> None:
+    group = two.group(is_prefill=True)
+    await finish(group.submit(*(request(f"r{room}", room=room) for room in (1, 3, 4, 5))))
+    assert two.received() == [["r4"], ["r1", "r3", "r5"]]
+
+
+async def test_an_abort_reaches_the_rank_of_the_request(two: Two) -> None:
+    for scheduler in two.schedulers:
+        scheduler.hold_after = 0
+    group = two.group()
+    group.submit(request("a"))
+    stream = group.submit(request("b"))
+    group.abort("b")
+    abort = await asyncio.wait_for(two.schedulers[1].aborts.get(), DEADLINE)
+    assert abort.rid == "b"
+    await finish(stream)
+    assert two.schedulers[0].aborts.empty()
+
+
+async def test_flushing_and_snapshots_concern_every_rank(two: Two) -> None:
+    group = two.group()
+    assert await group.flush_cache() == 2 * 7
+    two.schedulers[1].hold_after = 0
+    group.submit(request("a"), dp_rank=1)
+    assert [state.num_running_reqs for state in await group.states()] == [0, 1]
+    assert group.info is not None
+    assert group.info.pages_total == 2 * READY.pages_total
+
+
+async def test_a_rank_that_fails_makes_the_worker_unavailable(two: Two) -> None:
+    group = two.group()
+    two.clients[1].fail_all(EngineError("gone"))
+    assert group.failure is not None
+    assert group.info is None
+    with pytest.raises(WorkerUnavailableError, match="gone"):
+        group.submit(request("a"), request("b"))
+    # What the other rank had got already is taken back.
+    assert two.clients[0].num_tokens_outstanding == 0
