@@ -29,7 +29,6 @@ LAYERS = {
     "events": 3,
     # What events say, and what is made of them, is pure data.
     "events.schema": 2,
-    "events.hashes": 2,
     "events.index": 2,
     "metrics": 3,
     "scheduler": 4,

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
-import msgspec
 import zmq
 
+from splitserve.config import KVEventsConfig
 from splitserve.errors import ConfigError
 from splitserve.events.schema import EventBatch, KVEvent, encode
 
@@ -32,34 +32,11 @@ _SHUTDOWN_SECONDS = 2.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
-class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value of `--kv-events-config`, a JSON object."""
-
-    publisher: str = "null"
-    # The data-parallel rank is added to the port of each. An empty replay endpoint: no replay.
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str = ""
-    topic: str = ""
-    # Batches kept for replay, messages queued by ZMQ for a slow subscriber, batches that wait for our thread.
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    # Events as arrays, the form of before 2026.
-    as_arrays: bool = False
-
-    @classmethod
-    def from_cli(cls, text: str) -> KVEventsConfig:
-        """Raises ConfigError."""
-        try:
-            config = msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"--kv-events-config {text!r}: {error}") from error
-        if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
-            raise ConfigError(f"--kv-events-config {text!r}: buffer_steps, hwm and max_queue_size must be at least 1")
-        return config
-
-
 class EventPublisher(Protocol):
+    # Where it is bound, with the ports that were chosen; empty: nowhere, no replay.
+    endpoint: str
+    replay_endpoint: str
+
     def publish(self, events: Sequence[KVEvent]) -> None:
         """What changed, in its order. Never waits."""
         ...
@@ -75,6 +52,7 @@ class EventPublisher(Protocol):
 
 
 class NullEventPublisher:
+    endpoint = replay_endpoint = ""
     next_sequence = 0
 
     def publish(self, events: Sequence[KVEvent]) -> None:
@@ -100,10 +78,12 @@ class ZmqEventPublisher:
         max_queue_size: int = 100_000,
         topic: str = "",
         as_arrays: bool = False,
+        replay_topic: bool = True,
     ) -> None:
         self._dp_rank = attn_dp_rank
         self._topic = topic.encode()
         self._as_arrays = as_arrays
+        self._replay_topic = replay_topic
         self._sequence = 0
         self._queue: queue.Queue[tuple[int, EventBatch]] = queue.Queue(max_queue_size)
         # (number, payload), the oldest first.
@@ -114,6 +94,9 @@ class ZmqEventPublisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.SNDHWM, hwm)
         self._replay = self._context.socket(zmq.ROUTER) if replay_endpoint else None
+        if self._replay is not None:
+            # A ROUTER drops what a client has no room for: there must be room for a whole replay.
+            self._replay.setsockopt(zmq.SNDHWM, max(hwm, buffer_steps + 1))
         try:
             self.endpoint = self._bind(self._pub, endpoint)
             self.replay_endpoint = self._bind(self._replay, replay_endpoint) if self._replay is not None else ""
@@ -151,7 +134,8 @@ class ZmqEventPublisher:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"KV events: cannot listen at {address}: {error}. Choose another endpoint") from error
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        # ZMQ writes out the wildcard that it was given.
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").replace("//0.0.0.0:", "//*:")
 
     def _run(self) -> None:
         try:
@@ -180,10 +164,11 @@ class ZmqEventPublisher:
                 logger.warning("KV events: a replay was asked for by %d bytes instead of 8", len(frames[-1]))
                 continue
             start = int.from_bytes(frames[-1], "big")
+            topic, no_topic = ((self._topic,), (b"",)) if self._replay_topic else ((), ())
             for number, payload in self._sent:
                 if number >= start:
-                    self._reply(*envelope, self._topic, number.to_bytes(8, "big"), payload)
-            self._reply(*envelope, b"", END_OF_REPLAY, b"")
+                    self._reply(*envelope, *topic, number.to_bytes(8, "big"), payload)
+            self._reply(*envelope, *no_topic, END_OF_REPLAY, b"")
 
     def _reply(self, *frames: bytes) -> None:
         assert self._replay is not None
@@ -203,6 +188,21 @@ def offset_endpoint_port(endpoint: str, data_parallel_rank: int) -> str:
     return f"{endpoint}_dp{data_parallel_rank}" if data_parallel_rank else endpoint
 
 
+def check_config(config: KVEventsConfig, dp_size: int) -> None:
+    """Whether `dp_size` ranks can publish so, as far as that shows without a socket. Raises ConfigError."""
+    EventPublisherFactory.check(config.publisher)
+    taken = [offset_endpoint_port(config.endpoint, rank) for rank in range(dp_size)]
+    if config.replay_endpoint:
+        taken += [offset_endpoint_port(config.replay_endpoint, rank) for rank in range(dp_size)]
+    fixed = [address for address in taken if not address.endswith(":*")]
+    twice = sorted({address for address in fixed if fixed.count(address) > 1})
+    if twice:
+        raise ConfigError(
+            f"--kv-events-config: {twice[0]} would be used twice: each of the {dp_size} data parallel ranks has a port "
+            "of its own, counted up from that of endpoint and of replay_endpoint: put these further apart"
+        )
+
+
 class EventPublisherFactory:
     """Publishers by the name in the configuration."""
 
@@ -216,13 +216,16 @@ class EventPublisherFactory:
         cls._makers[name] = make
 
     @classmethod
+    def check(cls, name: str) -> None:
+        """Raises ConfigError for a name that no publisher has."""
+        if name not in cls._makers:
+            raise ConfigError(f"--kv-events-config: there is no publisher {name!r}, only {', '.join(cls._makers)}")
+
+    @classmethod
     def create(cls, config: KVEventsConfig, attn_dp_rank: int = 0) -> EventPublisher:
         """Raises ConfigError."""
-        make = cls._makers.get(config.publisher)
-        if make is None:
-            names = ", ".join(cls._makers)
-            raise ConfigError(f"--kv-events-config: there is no publisher {config.publisher!r}, only {names}")
-        return make(config, attn_dp_rank)
+        cls.check(config.publisher)
+        return cls._makers[config.publisher](config, attn_dp_rank)
 
 
 def _zmq(config: KVEventsConfig, rank: int) -> EventPublisher:
@@ -235,6 +238,7 @@ def _zmq(config: KVEventsConfig, rank: int) -> EventPublisher:
         config.max_queue_size,
         config.topic,
         config.as_arrays,
+        config.replay_topic,
     )
 
 

@@ -8,7 +8,7 @@ A block is a whole page of tokens; its hash, a signed 64-bit number, stands for 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -61,6 +61,52 @@ class EventBatch(msgspec.Struct, frozen=True):
     @classmethod
     def now(cls, events: Sequence[KVEvent], dp_rank: int) -> EventBatch:
         return cls(time.time(), list(events), dp_rank)
+
+
+class IndexSnapshot(msgspec.Struct, frozen=True):
+    """All that a worker held before batch `next_sequence`: what makes an empty index equal to its own."""
+
+    next_sequence: int
+    # When it was taken, by the clock that stamps the batches.
+    ts: float
+    events: list[KVEvent]
+
+
+def joined(events: Iterable[KVEvent]) -> list[KVEvent]:
+    """The same in fewer events: blocks that follow one another, and removals beside each other, become one."""
+    result: list[KVEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        match last, event:
+            case BlockStored(), BlockStored() if _continues(last, event):
+                last.block_hashes.extend(event.block_hashes)
+                last.token_ids.extend(event.token_ids)
+            case BlockRemoved(), BlockRemoved() if last.medium == event.medium:
+                last.block_hashes.extend(event.block_hashes)
+            case _:
+                result.append(_copy(event))
+    return result
+
+
+def _continues(last: BlockStored, event: BlockStored) -> bool:
+    return last.block_hashes[-1:] == [event.parent_block_hash] and (last.block_size, last.lora_id, last.medium) == (
+        event.block_size,
+        event.lora_id,
+        event.medium,
+    )
+
+
+def _copy(event: KVEvent) -> KVEvent:
+    """With lists of its own, which may grow."""
+    match event:
+        case BlockStored():
+            return msgspec.structs.replace(
+                event, block_hashes=list(event.block_hashes), token_ids=list(event.token_ids)
+            )
+        case BlockRemoved():
+            return msgspec.structs.replace(event, block_hashes=list(event.block_hashes))
+        case _:
+            return event
 
 
 def encode(batch: EventBatch, *, as_arrays: bool = False) -> bytes:

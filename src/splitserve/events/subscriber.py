@@ -4,6 +4,7 @@
 2. Batches are applied in the order of their numbers; one that came before is dropped.
 3. A missing number: ask the replay socket. What it no longer has: load the index again.
 4. A number that went back in a batch that is new: the worker started again; load the index.
+5. Nothing comes for some time: ask the replay socket too, for what was lost last shows in no later number.
 
 Works with every publisher of the public format; where there is no index to load, it begins empty and loses what it
 missed. Who uses the index, and for what, is not known here.
@@ -14,33 +15,25 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 
 import zmq
 import zmq.asyncio
 
 from splitserve.events.index import BlockIndex
 from splitserve.events.publisher import END_OF_REPLAY
-from splitserve.events.schema import EventBatch, EventFormatError, KVEvent, decode
+from splitserve.events.schema import EventBatch, EventFormatError, IndexSnapshot, decode
 
 logger = logging.getLogger(__name__)
 
 # Seconds without another message after which a replay has ended badly, and between tries to load an index.
 _REPLAY_TIMEOUT = 2.0
 _RETRY_SECONDS = 1.0
+# Seconds without a message after which it asks whether there was one.
+QUIET_SECONDS = 5.0
 # Messages that may wait here while a gap is healed.
 _RECEIVE_HWM = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSnapshot:
-    """All that a worker held before batch `next_sequence`."""
-
-    next_sequence: int
-    # When it was taken, by the clock that stamps the batches.
-    ts: float
-    events: Sequence[KVEvent]
 
 
 # Raises OSError where the worker cannot be asked.
@@ -81,7 +74,12 @@ class KVEventSubscriber:
     """`index` is what the worker holds, as far as it is known. `replay_endpoint`: empty where there is none."""
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str = "", topic: str = "", load_index: LoadIndex | None = None
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        topic: str = "",
+        load_index: LoadIndex | None = None,
+        quiet_seconds: float = QUIET_SECONDS,
     ) -> None:
         self.index = BlockIndex()
         self.num_replays = 0
@@ -90,6 +88,7 @@ class KVEventSubscriber:
         self._replay_endpoint = replay_endpoint
         self._topic = topic.encode()
         self._load_index = load_index
+        self._quiet_seconds = quiet_seconds
         self._sequencer = Sequencer()
 
     @property
@@ -107,17 +106,18 @@ class KVEventSubscriber:
             await self._load()
             while True:
                 try:
-                    number, batch = _parse(await socket.recv_multipart())
+                    if await socket.poll(int(self._quiet_seconds * 1000)):
+                        await self._take(context, *_parse(await socket.recv_multipart()))
+                    else:
+                        await self._ask_for_news(context)
                 except EventFormatError as error:
                     logger.warning("KV events of %s: %s", self._endpoint, error)
-                    continue
-                await self._take(context, number, batch)
 
     async def _take(self, context: zmq.asyncio.Context, number: int, batch: EventBatch) -> None:
         verdict = self._sequencer.judge(number, batch.ts)
         if verdict is Verdict.GAP:
-            await self._replay(context)
-            verdict = self._sequencer.judge(number, batch.ts)
+            has_restarted = not await self._replay(context)
+            verdict = Verdict.RESTART if has_restarted else self._sequencer.judge(number, batch.ts)
         if verdict in (Verdict.GAP, Verdict.RESTART):
             if await self._load():
                 verdict = self._sequencer.judge(number, batch.ts)
@@ -134,14 +134,28 @@ class KVEventSubscriber:
             self.index.apply(event)
         self._sequencer.advance(number, batch.ts)
 
-    async def _replay(self, context: zmq.asyncio.Context) -> None:
-        """Apply what the publisher still has from the expected number on."""
-        if not self._replay_endpoint:
+    async def _ask_for_news(self, context: zmq.asyncio.Context) -> None:
+        if await self._replay(context) or await self._load():
             return
+        # Of the new publisher all is news.
+        self.index.replace(())
+        self._sequencer.begin_at(0, 0.0)
+
+    async def _replay(self, context: zmq.asyncio.Context) -> bool:
+        """Apply what the publisher still has from the expected number on. False: it is not the publisher it was."""
+        if not self._replay_endpoint:
+            return True
         self.num_replays += 1
-        async for number, batch in _replayed(context, self._replay_endpoint, self._sequencer.expected):
-            if self._sequencer.judge(number, batch.ts) is Verdict.NEXT:
-                self._apply(number, batch)
+        # The one before is known, and shows whether the numbers are still those of the same publisher.
+        start = max(0, self._sequencer.expected - 1)
+        async with aclosing(_replayed(context, self._replay_endpoint, start)) as batches:
+            async for number, batch in batches:
+                verdict = self._sequencer.judge(number, batch.ts)
+                if verdict is Verdict.RESTART:
+                    return False
+                if verdict is Verdict.NEXT:
+                    self._apply(number, batch)
+        return True
 
     async def _load(self) -> bool:
         """Take the worker's whole index; tried until the worker answers. False where there is none to load."""
@@ -160,17 +174,18 @@ class KVEventSubscriber:
         return True
 
 
-async def _replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> AsyncIterator[tuple[int, EventBatch]]:
+async def _replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> AsyncGenerator[tuple[int, EventBatch]]:
     """What a replay socket answers, until its end or until it falls silent."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         socket.connect(endpoint)
         await socket.send_multipart((b"", start.to_bytes(8, "big")))
         while True:
             try:
                 frames = await asyncio.wait_for(socket.recv_multipart(), _REPLAY_TIMEOUT)
             except TimeoutError:
-                logger.warning("KV events: the replay at %s fell silent", endpoint)
+                logger.info("KV events: the replay at %s fell silent", endpoint)
                 return
             if frames[-2] == END_OF_REPLAY:
                 return

@@ -3,20 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.events.hashes import block_hash
+from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.prefix import split_pages
 from splitserve.events.index import BlockIndex
-from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored
+from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, joined
 
 SIZE = 2
 
 
 def chain(tokens):
     """Hashes of the whole blocks of `tokens`."""
-    names, parent = [], None
-    for i in range(0, len(tokens) - SIZE + 1, SIZE):
-        parent = block_hash(parent, tokens[i : i + SIZE])
-        names.append(parent)
-    return names
+    return [block_hash(name) for name in page_names(split_pages(tokens, SIZE))]
 
 
 def stored(tokens, medium="GPU"):
@@ -90,6 +87,6 @@ def test_it_is_what_a_plain_set_of_prefixes_says(steps, prompt):
         expected += SIZE
     assert index.match(prompt, SIZE) == expected
     copy = BlockIndex()
-    copy.replace(list(index.as_events()))
+    copy.replace(joined(index.as_events()))
     assert copy.blocks() == index.blocks()
     assert copy.match(prompt, SIZE) == expected

@@ -8,17 +8,17 @@ import time
 import pytest
 import zmq
 
+from splitserve.config import KVEventsConfig
 from splitserve.errors import ConfigError
 from splitserve.events.index import BlockIndex
 from splitserve.events.publisher import (
     EventPublisherFactory,
-    KVEventsConfig,
     NullEventPublisher,
     ZmqEventPublisher,
     offset_endpoint_port,
 )
-from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode
-from splitserve.events.subscriber import IndexSnapshot, KVEventSubscriber, Sequencer, Verdict
+from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, IndexSnapshot, decode
+from splitserve.events.subscriber import KVEventSubscriber, Sequencer, Verdict
 
 DEADLINE = 20.0
 ANY = "tcp://127.0.0.1:0"
