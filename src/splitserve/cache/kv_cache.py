@@ -247,7 +247,7 @@ class PagedKVCache:
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
-        # Pages aside replaced pages of the prefix cache, which were locked at once: they are free when the step has ended.
+        # Pages aside gave way to pages of the prefix cache, locked at once; they are free when the step has ended.
         left = self.num_grantable_pages + len(self._pages_aside)
         if owed != self._owed or left < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {left} left")

@@ -11,7 +11,7 @@ from splitserve.events.schema import GPU
 
 
 class ToldPrefixCache:
-    """See `PrefixCache` for the contract. Pages lie on the engine's device: events call it GPU, also where it is none."""
+    """See `PrefixCache` for the contract. Pages lie on the engine's device: GPU to events, also where it is none."""
 
     def __init__(self, cache: PrefixCache, record: BlockRecord) -> None:
         self._cache = cache
