@@ -1,9 +1,10 @@
 """Publishers of KV events, chosen by name.
 
-1. The scheduler calls `publish` with what changed in a step; that never waits and never fails.
+1. The scheduler calls `publish` with what changed in a turn; that never waits and never fails.
 2. `ZmqEventPublisher` numbers the batch and leaves it to its thread, which sends it to all subscribers and keeps it.
 3. A subscriber that missed some asks the replay socket for all from a number on.
 4. Where that is too long ago, or a queue ran over, numbers are missing: the subscriber asks the worker for its index.
+   After lost batches comes an empty one, so that the gap shows also where nothing changes any more.
 
 Batches are ordered by their number, from 0 on. A subscriber may get one twice, by replay.
 """
@@ -38,7 +39,7 @@ class EventPublisher(Protocol):
     replay_endpoint: str
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """What changed, in its order. Never waits."""
+        """What changed, in its order; often nothing. Never waits."""
         ...
 
     @property
@@ -88,7 +89,9 @@ class ZmqEventPublisher:
         self._queue: queue.Queue[tuple[int, EventBatch]] = queue.Queue(max_queue_size)
         # (number, payload), the oldest first.
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        # The last batch was lost, and no later one has told of it.
         self._has_overrun = False
+        self._has_warned = False
         self._is_over = threading.Event()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -111,17 +114,18 @@ class ZmqEventPublisher:
         return self._sequence
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        if not events:
+        if not events and not (self._has_overrun and not self._queue.full()):
             return
         batch = (self._sequence, EventBatch.now(events, self._dp_rank))
         # Also of a batch that is lost: who misses the number asks for all.
         self._sequence += 1
         try:
             self._queue.put_nowait(batch)
+            self._has_overrun = False
         except queue.Full:
-            if not self._has_overrun:
+            if not self._has_warned:
                 logger.warning("KV events: the queue is full, batches are lost; subscribers must ask for the index")
-            self._has_overrun = True
+            self._has_overrun = self._has_warned = True
 
     def shutdown(self) -> None:
         self._is_over.set()

@@ -19,9 +19,9 @@ class KVEventFeed:
         self._publisher = publisher or NullEventPublisher()
 
     def publish(self) -> None:
-        """Tell what has changed since the last call, in one batch. Never waits."""
-        if self._record is not None and (news := self._record.take_news()):
-            self._publisher.publish(news)
+        """Tell what has changed since the last call, in one batch; once a turn. Never waits."""
+        if self._record is not None:
+            self._publisher.publish(self._record.take_news())
 
     def snapshot(self) -> bytes:
         """The whole index as JSON of an IndexSnapshot: an index that takes it goes on with the next batch."""

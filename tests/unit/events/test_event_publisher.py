@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import re
 import struct
+import threading
 import time
 
 import pytest
@@ -80,9 +82,12 @@ async def until(is_true, nudge=lambda: None):
 
 
 async def agree(subscriber, worker):
-    """Until the subscriber holds what the worker holds. A further event shows it what it missed."""
+    """Until the subscriber holds what the worker holds. A further event shows it what it missed.
+
+    Meanwhile the worker takes turns in which nothing changes.
+    """
     worker.tell(block(-1))
-    await until(lambda: subscriber.index.blocks() == worker.held.blocks())
+    await until(lambda: subscriber.index.blocks() == worker.held.blocks(), nudge=worker.tell)
 
 
 def test_three_frames_with_the_number_in_network_order(publisher):
@@ -127,6 +132,72 @@ def test_a_replay_brings_what_is_kept_from_a_number_on_and_ends(publisher, kind)
                 answers.append(socket.recv_multipart())
     assert [decode(payload).events for *_, payload in answers[:-1]] == [[block(3)], [block(4)]]
     assert answers[-1] == [b"", struct.pack(">q", -1), b""]
+
+
+def test_a_whole_buffer_is_replayed_to_a_client_that_is_slow_to_read(publisher):
+    events = publisher(buffer_steps=5000)
+    for i in range(5000):
+        events.publish([block(i)])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE * 1000))
+        # Of what ZMQ holds for it here: far less than the answer.
+        socket.setsockopt(zmq.RCVHWM, 10)
+        socket.connect(events.replay_endpoint)
+        # The thread answers when all before is sent.
+        wait_until_sent(events)
+        socket.send((0).to_bytes(8, "big"))
+        numbers = []
+        while (frames := socket.recv_multipart())[-2] != struct.pack(">q", -1):
+            numbers.append(int.from_bytes(frames[-2], "big"))
+    assert numbers == list(range(5000))
+
+
+def wait_until_sent(publisher):
+    limit = time.monotonic() + DEADLINE
+    while len(publisher._sent) < publisher.next_sequence:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_that_batches_were_lost_shows_as_soon_as_there_is_room(publisher, monkeypatch):
+    events = publisher(max_queue_size=1)
+    go_on = threading.Event()
+    monkeypatch.setattr(events, "_answer_replays", lambda: go_on.wait(DEADLINE))
+    for i in range(5):
+        events.publish([block(i)])
+    lost = events.next_sequence
+    events.publish([])
+    # There is no room to say it, and no second number for it.
+    assert lost == events.next_sequence == 5
+    go_on.set()
+    limit = time.monotonic() + DEADLINE
+    while events.next_sequence == lost:
+        assert time.monotonic() < limit
+        events.publish([])
+        time.sleep(0.01)
+    events.publish([])
+    assert events.next_sequence == lost + 1
+    while events._sent[-1][0] != lost:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert decode(events._sent[-1][1]).events == []
+    assert len(events._sent) < lost
+
+
+def test_by_option_a_replay_is_without_the_topic(publisher):
+    events = publisher(topic="kv", replay_topic=False)
+    events.publish([block(0)])
+    wait_until_sent(events)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE * 1000))
+        socket.connect(events.replay_endpoint)
+        socket.send_multipart((b"", (0).to_bytes(8, "big")))
+        empty, number, payload = socket.recv_multipart()
+        assert (empty, number) == (b"", struct.pack(">Q", 0))
+        assert decode(payload).events == [block(0)]
+        assert socket.recv_multipart() == [b"", struct.pack(">q", -1), b""]
 
 
 async def test_a_subscriber_holds_what_the_worker_holds(publisher):
@@ -207,6 +278,33 @@ async def test_a_worker_that_started_again_is_loaded_anew(publisher):
         assert set(subscriber.index.blocks()) == {100}
 
 
+async def test_numbers_of_another_publisher_are_not_taken_for_what_was_missed(publisher):
+    old, new = Worker(publisher()), Worker(publisher())
+    old.tell(block(1))
+    old.tell(block(2))
+    subscriber = KVEventSubscriber(old.publisher.endpoint, new.publisher.replay_endpoint)
+    await subscriber._take(None, 0, EventBatch.now([block(1)], 0))
+    await subscriber._take(None, 1, EventBatch.now([block(2)], 0))
+    # The worker started again, and has told more than before by now.
+    for i in range(10, 15):
+        new.tell(block(i))
+    await until(lambda: len(new.publisher._sent) == 5)
+    await subscriber._ask_for_news(zmq.asyncio.Context.instance())
+    await subscriber._ask_for_news(zmq.asyncio.Context.instance())
+    assert set(subscriber.index.blocks()) == {10, 11, 12, 13, 14}
+
+
+async def test_what_was_lost_last_is_asked_for_when_nothing_comes(publisher, monkeypatch):
+    worker = Worker(publisher())
+    async with following(worker, quiet_seconds=0.05) as subscriber:
+        await agree(subscriber, worker)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.publisher, "_pub", type("Pub", (), {"send_multipart": staticmethod(lambda f: None)})())
+            worker.tell(block(7))
+            await until(lambda: len(worker.publisher._sent) == worker.publisher.next_sequence)
+        await until(lambda: subscriber.index.blocks() == worker.held.blocks())
+
+
 async def test_without_an_index_to_load_a_gap_empties_what_is_known(publisher, monkeypatch):
     worker = Worker(publisher())
     subscriber = KVEventSubscriber(worker.publisher.endpoint)
@@ -232,6 +330,9 @@ def test_each_rank_has_a_port_of_its_own():
     assert offset_endpoint_port("tcp://[::1]:5557", 1) == "tcp://[::1]:5558"
     assert offset_endpoint_port("inproc://cache", 2) == "inproc://cache_dp2"
     assert offset_endpoint_port("tcp://127.0.0.1:0", 2) == "tcp://127.0.0.1:*"
+    one = ZmqEventPublisher(0, "tcp://*:0")
+    one.shutdown()
+    assert re.fullmatch(r"tcp://\*:\d+", one.endpoint)
     with pytest.raises(ConfigError, match="no port"):
         offset_endpoint_port("tcp://somewhere", 0)
 
