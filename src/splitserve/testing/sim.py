@@ -221,15 +221,20 @@ class SimWorker:
 
     def check(self) -> None:
         self.scheduler.check_invariants()
-        media = list(self.record.blocks().values())
-        assert sum(GPU in held for held in media) == self.cache.prefix.num_pages
-        assert sum(CPU_PINNED in held for held in media) == (self.cache.host.num_pages if self.cache.host else 0)
+
+    def check_what_was_told(self) -> None:
+        """The KV events were those of the caches."""
+        held = self.record.blocks()
+        assert sum(GPU in media for media in held.values()) == self.cache.prefix.num_pages
+        num_host_pages = self.cache.host.num_pages if self.cache.host else 0
+        assert sum(CPU_PINNED in media for media in held.values()) == num_host_pages
         if isinstance(self._told, IndexingPublisher):
             self._feed.publish()
-            assert self._told.index.blocks() == self.record.blocks(), "what was told is not what is held"
+            assert self._told.index.blocks() == held
 
     def check_nothing_is_held(self) -> None:
         self.check()
+        self.check_what_was_told()
         state = self.scheduler.state()
         assert self.role.is_idle()
         assert state.pages_free + state.pages_cached == state.pages_total
