@@ -1,6 +1,7 @@
 """A real worker that tells of its cache: a subscriber that only knows its URL ends with the worker's own index."""
 
 import asyncio
+import time
 
 import aiohttp
 import pytest
@@ -14,7 +15,9 @@ from splitserve.testing.tiny_models import make_tiny_model
 pytestmark = pytest.mark.process
 
 DEADLINE = 60.0
-EVENTS = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv@w"}'
+EVENTS = (
+    '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv@w"}'
+)
 PROMPTS = [[(i * 37 + j * 11) % 250 for j in range(40 + 9 * i)] for i in range(4)]
 
 
@@ -35,9 +38,10 @@ async def held_by(session, url):
 
 async def agreed(subscriber, session, url, *, is_empty):
     """The index that both have, as soon as they do."""
-    async with asyncio.timeout(DEADLINE):
-        while (held := await held_by(session, url)) != subscriber.index.blocks() or (not held) != is_empty:
-            await asyncio.sleep(0.05)
+    limit = time.monotonic() + DEADLINE
+    while (held := await held_by(session, url)) != subscriber.index.blocks() or (not held) != is_empty:
+        assert time.monotonic() < limit, f"{len(held)} blocks are held, {len(subscriber.index)} are known"
+        await asyncio.sleep(0.05)
     return held
 
 

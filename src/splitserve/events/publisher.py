@@ -137,7 +137,9 @@ class ZmqEventPublisher:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise ConfigError(f"KV events: cannot listen at {address}: {error}. Choose another endpoint") from error
+            raise ConfigError(
+                f"KV events: cannot listen at {address}: {error}. Choose another endpoint, or port 0"
+            ) from error
         # ZMQ writes out the wildcard that it was given.
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").replace("//0.0.0.0:", "//*:")
 
