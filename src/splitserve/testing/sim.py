@@ -20,7 +20,7 @@ from splitserve.cache.host_memory import HostCopies, HostMemory
 from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
@@ -140,7 +140,8 @@ class SimWorker:
         # How late steps end, in the overlapped loop; None: the normal loop.
         late_steps: random.Random | None = None,
         inbox: ListInbox | None = None,
-        # Of KV events; None: one that `check` looks at.
+        # Whether it records KV events, and their publisher; None: one that is compared with what is held at the end.
+        tells: bool = True,
         publisher: EventPublisher | None = None,
     ) -> None:
         self.clock = clock
@@ -151,12 +152,14 @@ class SimWorker:
             else DecodeReqToTokenPool(max_running, self.longest, page_size, pre_alloc_size)
         )
         self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
-        self.record = BlockRecord(page_size)
-        cache_of_prefixes = ToldPrefixCache(RadixCache(page_size) if prefix else NoPrefixCache(), self.record)
+        self._record = BlockRecord(page_size) if tells else None
+        cache_of_prefixes: PrefixCache = RadixCache(page_size) if prefix else NoPrefixCache()
+        if self._record is not None:
+            cache_of_prefixes = ToldPrefixCache(cache_of_prefixes, self._record)
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
         host = None
         if prefix_host_memory:
-            host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size, self.record)
+            host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size, self._record)
         self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host)
         self.inbox = inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
@@ -182,7 +185,7 @@ class SimWorker:
         bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
         grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
         self._told = publisher or IndexingPublisher()
-        self._feed = KVEventFeed(self.record, self._told)
+        self._feed = KVEventFeed(self._record, self._told)
         self.scheduler = Scheduler(
             self.role, self.running, self.cache, self.inbox, outbox, clock, limits, grammars, self._feed
         )
@@ -224,7 +227,9 @@ class SimWorker:
 
     def check_what_was_told(self) -> None:
         """The KV events were those of the caches."""
-        held = self.record.blocks()
+        if self._record is None:
+            return
+        held = self._record.blocks()
         assert sum(GPU in media for media in held.values()) == self.cache.prefix.num_pages
         num_host_pages = self.cache.host.num_pages if self.cache.host else 0
         assert sum(CPU_PINNED in media for media in held.values()) == num_host_pages
