@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
@@ -150,6 +151,36 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_metadata_slots: int = 512
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the prefix caches hold, told to the world: the value of `--kv-events-config`, a JSON object."""
+
+    # "null": nothing is told; "zmq"; `events/publisher.py`.
+    publisher: str = "null"
+    # The data parallel rank is added to the port of each; port 0: any free one. An empty replay endpoint: no replay.
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str = ""
+    topic: str = ""
+    # Batches kept for replay, messages queued by ZMQ for a slow subscriber, batches that wait for our thread.
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    # Events as arrays, the form of before 2026.
+    as_arrays: bool = False
+    # Replayed batches come as [topic, number, payload]; else as [number, payload].
+    replay_topic: bool = True
+
+    @classmethod
+    def from_cli(cls, text: str) -> KVEventsConfig:
+        """Raises ConfigError."""
+        try:
+            config = msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"--kv-events-config {text!r}: {error}") from error
+        if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
+            raise ConfigError(f"--kv-events-config {text!r}: buffer_steps, hwm and max_queue_size must be at least 1")
+        return config
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     # 0: any free port.
@@ -169,6 +200,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig = SpeculativeConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     server: ServerConfig = ServerConfig()
+    kv_events: KVEventsConfig = KVEventsConfig()
     # Schedulers behind its one front end, each with the whole model, a pool and the other limits here for itself.
     dp_size: int = 1
 

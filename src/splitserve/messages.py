@@ -1,7 +1,8 @@
 """What a worker's front end and its scheduler say to each other. Tagged msgspec structs, msgpack on the wire.
 
-Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest.
-Scheduler -> front end: SchedulerReady or SchedulerFailed once, then StepOutputs, FlushCacheReply, StateReply.
+Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest, KVIndexRequest.
+Scheduler -> front end: SchedulerReady or SchedulerFailed once, then StepOutputs, FlushCacheReply, StateReply,
+KVIndexReply.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class FlushCacheRequest(Message, frozen=True):
 
 class StateRequest(Message, frozen=True):
     """Ask for a snapshot."""
+
+    call_id: int
+
+
+class KVIndexRequest(Message, frozen=True):
+    """Ask for all blocks that the caches hold."""
 
     call_id: int
 
@@ -163,6 +170,12 @@ class StateReply(Message, frozen=True):
     state: SchedulerState
 
 
+class KVIndexReply(Message, frozen=True):
+    call_id: int
+    # JSON of an events.schema.IndexSnapshot: the front end only passes it on.
+    snapshot: bytes
+
+
 class SchedulerReady(Message, frozen=True):
     """The model is loaded, the pool is there, and the scheduler takes requests."""
 
@@ -176,6 +189,9 @@ class SchedulerReady(Message, frozen=True):
     device: str
     num_parameters: int
     load_seconds: float
+    # Where KV events are published and replayed, as bound; one of each rank. Empty strings: nowhere.
+    kv_events_endpoints: list[str] = []
+    kv_replay_endpoints: list[str] = []
 
 
 class SchedulerFailed(Message, frozen=True):
@@ -184,8 +200,8 @@ class SchedulerFailed(Message, frozen=True):
     message: str
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest
-FromScheduler = StepOutputs | FlushCacheReply | StateReply | SchedulerReady | SchedulerFailed
+ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest
+FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | SchedulerReady | SchedulerFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)

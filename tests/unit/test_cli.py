@@ -57,6 +57,18 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["serve", "--retraction-host-memory", "plenty"], "--retraction-host-memory"),
         (["serve", "--prefix-host-memory", "4X"], "--prefix-host-memory"),
         (["serve", "--request-timeout", "-1"], "--request-timeout"),
+        (["serve", "--kv-events-config", "zmq"], "--kv-events-config"),
+        (["serve", "--kv-events-config", '{"publisher": "pigeon"}'], "there is no publisher 'pigeon', only null, zmq"),
+        (["serve", "--kv-events-config", '{"port": 5557}'], "--kv-events-config"),
+        (["serve", "--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://here"}'], "has no port"),
+        (
+            [
+                "serve",
+                "--dp-size=2",
+                '--kv-events-config={"publisher":"zmq","endpoint":"tcp://*:7000","replay_endpoint":"tcp://*:7001"}',
+            ],
+            "tcp://*:7001 would be used twice",
+        ),
         (["serve", "--router", "nowhere"], "not a worker's URL"),
         (["router", "--policy", "fastest"], "--policy"),
         (["router", "--prefill", "http://h:1", "99999"], "--prefill"),

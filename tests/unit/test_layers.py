@@ -26,6 +26,10 @@ LAYERS = {
     "disaggregation.control": 3,
     "disaggregation.waker": 3,
     "engine": 3,
+    "events": 3,
+    # What events say, and what is made of them, is pure data.
+    "events.schema": 2,
+    "events.index": 2,
     "metrics": 3,
     "scheduler": 4,
     "server": 5,

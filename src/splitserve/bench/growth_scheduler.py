@@ -107,6 +107,7 @@ def _world(num_pages: int, num_waiting: int, max_running: int) -> ColocatedWorld
         # Those that came earlier waited, too.
         max_queued=num_waiting + num_pages,
         make_engine=InstantEngine,
+        tells=False,
     )
 
 

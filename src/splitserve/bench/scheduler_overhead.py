@@ -81,6 +81,7 @@ class Worker(ColocatedWorld):
             max_running=num_running,
             num_reserved_decode_tokens=num_tokens,
             make_engine=SleepingEngine,
+            tells=False,
             inbox=inbox,
         )
         params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0)

@@ -7,31 +7,22 @@ The life of a page in here:
    the run stays, so that the next eviction of those pages costs nothing.
 3. It goes when its run is the least recently used, or with `clear`.
 
-A page is named by a digest of all tokens up to its end, since its KV depends on all of them. The tier knows nothing of
+A page goes by its name (`page_names.py`), since its KV depends on all tokens up to its end. The tier knows nothing of
 requests, nor which pages the prefix cache holds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
-from struct import pack
 
+from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.host_memory import HostCopy, HostMemory
-from splitserve.cache.prefix import Evicted, PageKey, split_pages
-
-PageName = bytes
-
-
-def page_names(keys: Iterable[PageKey]) -> Iterator[PageName]:
-    """The name of each page of a prompt. 128 bits of a cryptographic hash: nobody finds two prompts with one name."""
-    name = b""
-    for key in keys:
-        name = blake2b(name + pack(f"{len(key)}q", *key), digest_size=16).digest()
-        yield name
+from splitserve.cache.page_names import PageName, page_names
+from splitserve.cache.prefix import Evicted, split_pages
+from splitserve.events.schema import CPU_PINNED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +38,12 @@ Place = tuple[Run, int]
 
 
 class HostTier:
-    def __init__(self, memory: HostMemory, page_size: int) -> None:
+    """`record`: where pages that come and go are noted; None: nobody wants to know."""
+
+    def __init__(self, memory: HostMemory, page_size: int, record: BlockRecord | None = None) -> None:
         self._memory = memory
         self._page_size = page_size
+        self._record = record
         # Least recently used first.
         self._runs: OrderedDict[Run, None] = OrderedDict()
         self._places: dict[PageName, Place] = {}
@@ -64,19 +58,23 @@ class HostTier:
 
     def keep(self, evicted: Evicted) -> None:
         """Copy what is not here yet; where the bound holds no more, its first pages, for those behind need them."""
-        names = list(page_names(evicted.keys))[-len(evicted.pages) :]
-        known = [self._places[name] for name in names if name in self._places]
-        self._touch(known)
-        new = [(name, page) for name, page in zip(names, evicted.pages, strict=True) if name not in self._places]
-        new = new[: self._memory.num_pages_at_most]
+        names = list(page_names(evicted.keys))
+        first = len(names) - len(evicted.pages)
+        self._touch([self._places[name] for name in names[first:] if name in self._places])
+        # Where they stand in the path.
+        new = [i for i in range(first, len(names)) if names[i] not in self._places][: self._memory.num_pages_at_most]
         while not self._memory.has_room(len(new)):
             self._drop(next(iter(self._runs)))
-        copy = self._memory.save([page for _, page in new])
+        copy = self._memory.save([evicted.pages[i - first] for i in new])
         if copy is None:
             return
-        run = Run([name for name, _ in new], copy)
+        run = Run([names[i] for i in new], copy)
         self._runs[run] = None
         self._places |= {name: (run, i) for i, name in enumerate(run.names)}
+        if self._record is not None:
+            for i in new:
+                behind = names[i - 1] if i else b""
+                self._record.stored(names[i : i + 1], behind, evicted.keys[i : i + 1], CPU_PINNED)
 
     def find(self, tokens: Sequence[int], first: int) -> list[Place]:
         """Of the prompt's whole pages those from number `first` on, as far as they are here without a gap."""
@@ -119,4 +117,6 @@ class HostTier:
         del self._runs[run]
         for name in run.names:
             del self._places[name]
+        if self._record is not None:
+            self._record.removed(run.names, CPU_PINNED)
         self._memory.drop(run.copy)

@@ -87,6 +87,13 @@ MaxMatchOption = Annotated[int, typer.Option(help="ngram: last tokens that are l
 DraftModelOption = Annotated[
     str | None, typer.Option(metavar="MODEL", help="draft: a smaller model with the same vocabulary; also on prefill.")
 ]
+KVEventsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='Publish what is cached, e.g. {"publisher": "zmq", "endpoint": "tcp://*:5557"}: docs/events.md.',
+    ),
+]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
 AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]

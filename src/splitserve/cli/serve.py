@@ -19,6 +19,7 @@ from splitserve.cli.options import (
     HostMemoryOption,
     HostOption,
     KernelsOption,
+    KVEventsOption,
     LogLevelOption,
     MaxMatchOption,
     ModelArgument,
@@ -39,6 +40,7 @@ from splitserve.config import (
     TRANSFER_DTYPES,
     CacheConfig,
     DisaggregationConfig,
+    KVEventsConfig,
     ModelConfig,
     SchedulePolicy,
     SchedulerConfig,
@@ -125,6 +127,7 @@ def serve(
     speculative_num_draft_tokens: NumDraftTokensOption = 4,
     speculative_ngram_max_match: MaxMatchOption = 8,
     speculative_draft_model: DraftModelOption = None,
+    kv_events_config: KVEventsOption = None,
     bootstrap_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its other side.")] = 300.0,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds a KV hand-over may take.")] = 300.0,
     grammar_timeout: Annotated[float, typer.Option(help="Seconds a request waits for its compiled grammar.")] = 60.0,
@@ -204,6 +207,7 @@ def serve(
             router_url=None if router is None else parse_url(router),
             log_level=log_level,
         ),
+        kv_events=KVEventsConfig() if kv_events_config is None else KVEventsConfig.from_cli(kv_events_config),
         dp_size=dp_size,
     )
     check_worker(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.host_memory import HostMemory
 from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
@@ -12,6 +13,7 @@ from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
+from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, SpeculativeConfig, WorkerConfig
 from splitserve.core.batch import Engine
@@ -20,10 +22,12 @@ from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.grammar import XGrammarCompiler
+from splitserve.events.publisher import EventPublisher
 from splitserve.launch.hand_over import open_hand_over
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
+from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.outbox import Outbox
@@ -44,13 +48,18 @@ def assemble_scheduler(
     pipe: FrontEndPipe,
     bootstrap_url: str | None,
     closing: ExitStack,
+    publisher: EventPublisher,
     *,
     dp_rank: int = 0,
 ) -> Loop:
-    """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`."""
+    """Build the scheduler of `config`'s role over a loaded engine. What it opens is closed by `closing`.
+
+    `publisher`: of KV events. It stays its owner's.
+    """
     clock = SystemClock()
     mode = config.disaggregation.mode
-    cache = _cache(config, engine)
+    record = None if config.kv_events.publisher == "null" else BlockRecord(config.cache.page_size)
+    cache = _cache(config, engine, record)
     outbox = Outbox(pipe.send, clock)
     runner, speculation = _runner(config.speculative, engine, cache)
     running = _running_set(config, engine, cache, speculation)
@@ -67,7 +76,8 @@ def assemble_scheduler(
         default_timeout=config.scheduler.request_timeout,
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
-    scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars)
+    feed = KVEventFeed(record, publisher)
+    scheduler = Scheduler(role, running, cache, pipe, outbox, clock, limits, grammars, feed)
     # A guess goes on from tokens that are known: with speculation no step can be planned beside the one before it.
     if speculation is not None or not config.scheduler.overlap_schedule:
         return NormalLoop(scheduler, runner)
@@ -128,7 +138,7 @@ def _to_the_end(request: Request) -> int:
     return request.num_tokens_at_most
 
 
-def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
+def _cache(config: WorkerConfig, engine: BuiltEngine, record: BlockRecord | None) -> PagedKVCache:
     page_size, longest = config.cache.page_size, engine.max_total_tokens_per_request
     max_running, mode = config.scheduler.max_running_requests, config.disaggregation.mode
     rows = (
@@ -138,9 +148,11 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
     )
     has_prefixes = _has_prefixes(config, engine)
     prefix: PrefixCache = RadixCache(page_size) if has_prefixes else NoPrefixCache()
+    if record is not None:
+        prefix = ToldPrefixCache(prefix, record)
     host = None
     if has_prefixes and config.cache.prefix_host_memory and mode is not DisaggregationMode.DECODE:
-        host = HostTier(HostMemory(engine.pool, config.cache.prefix_host_memory), page_size)
+        host = HostTier(HostMemory(engine.pool, config.cache.prefix_host_memory), page_size, record)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
     return PagedKVCache(pages, rows, prefix, page_size, engine.shared, host)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, WorkerConfig
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
+from splitserve.events.publisher import check_config
 from splitserve.scheduler.ngram import MIN_MATCH
 from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
@@ -77,6 +78,7 @@ def check_worker(config: WorkerConfig) -> None:
     for option, ok, rule in checks:
         if not ok:
             raise ConfigError(f"{option} {rule}")
+    check_config(config.kv_events, config.dp_size)
 
 
 def named_values(words: Sequence[str], option: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.loader import parse_cpus
 from splitserve.errors import SplitserveError
+from splitserve.events.publisher import EventPublisher, EventPublisherFactory
 from splitserve.launch.assembly import assemble_scheduler
 from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.local import num_cores
@@ -48,6 +49,9 @@ def main() -> int:
     with ExitStack() as closing:
         closing.callback(pipe.close)
         try:
+            # First: a port that is taken shows before the model is loaded.
+            publisher = EventPublisherFactory.create(start.config.kv_events, start.dp_rank)
+            closing.callback(publisher.shutdown)
             model, cache = share_of_rank(start)
             engine = build_engine(
                 model,
@@ -56,7 +60,9 @@ def main() -> int:
                 shareable_pool=_needs_shareable_pool(start.config),
             )
             closing.callback(engine.close)
-            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, dp_rank=start.dp_rank)
+            loop = assemble_scheduler(
+                start.config, engine, pipe, start.bootstrap_url, closing, publisher, dp_rank=start.dp_rank
+            )
         except SplitserveError as error:
             pipe.send(SchedulerFailed(message=error.message))
             return 1
@@ -65,7 +71,7 @@ def main() -> int:
             pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
             return 1
         closing.enter_context(set_up_interpreter())
-        pipe.send(_ready(engine))
+        pipe.send(_ready(engine, publisher))
         loop.run(stopping.is_set)
     return 0
 
@@ -110,7 +116,7 @@ def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:
     os._exit(1)
 
 
-def _ready(engine: BuiltEngine) -> SchedulerReady:
+def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
     return SchedulerReady(
         max_total_tokens_per_request=engine.max_total_tokens_per_request,
         vocab_size=engine.loaded.vocab_size,
@@ -121,6 +127,8 @@ def _ready(engine: BuiltEngine) -> SchedulerReady:
         device=str(engine.loaded.device),
         num_parameters=engine.loaded.num_parameters,
         load_seconds=engine.loaded.load_seconds,
+        kv_events_endpoints=[publisher.endpoint],
+        kv_replay_endpoints=[publisher.replay_endpoint],
     )
 
 

@@ -2,7 +2,8 @@
 
 A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns *what* they mean for a request:
 
-    receive   messages from the front end, compiled grammars, deadlines, progress of the role's queues
+    receive   messages from the front end, compiled grammars, deadlines, progress of the role's queues; what has
+              changed in the caches since the last turn is published
     plan      the next step, from the running set
     commit    the engine's result, into requests and out to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
@@ -34,6 +35,8 @@ from splitserve.messages import (
     FlushCacheReply,
     FlushCacheRequest,
     GenerateRequest,
+    KVIndexReply,
+    KVIndexRequest,
     SchedulerState,
     StateReply,
     StateRequest,
@@ -41,6 +44,7 @@ from splitserve.messages import (
 )
 from splitserve.scheduler.deadlines import Deadlines
 from splitserve.scheduler.grammar_queue import GrammarQueue
+from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.running import Batch, RunningSet, still_open
@@ -85,6 +89,7 @@ class Scheduler:
         clock: Clock,
         limits: Limits,
         grammars: GrammarQueue,
+        kv_events: KVEventFeed,
     ) -> None:
         self.role = role
         self.grammars = grammars
@@ -94,6 +99,7 @@ class Scheduler:
         self._outbox = outbox
         self._clock = clock
         self._limits = limits
+        self._kv_events = kv_events
         self._deadlines = Deadlines()
         self._num_accepted = 0
         self._num_steps = 0
@@ -109,6 +115,7 @@ class Scheduler:
             self._expire(request)
         self.role.advance()
         self._outbox.flush()
+        self._kv_events.publish()
 
     def plan(self, under_way: Batch | None = None) -> Batch | None:
         return self._set.plan(self._clock.now(), under_way)
@@ -202,6 +209,8 @@ class Scheduler:
                 self._outbox.reply(FlushCacheReply(call_id=message.call_id, num_pages_freed=self._cache.flush()))
             case StateRequest():
                 self._outbox.reply(StateReply(call_id=message.call_id, state=self.state()))
+            case KVIndexRequest():
+                self._outbox.reply(KVIndexReply(call_id=message.call_id, snapshot=self._kv_events.snapshot()))
 
     def _accept(self, message: GenerateRequest) -> None:
         now = self._clock.now()

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import logging
 import os
+import re
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -69,6 +71,11 @@ def admin_routes(front: FrontEnd) -> APIRouter:
     async def flush_cache() -> Response:
         return json_response({"success": True, "num_pages_freed": await front.scheduler.flush_cache()})
 
+    @router.get("/kv_index")
+    async def kv_index(dp_rank: str = "0") -> Response:
+        rank = _kv_rank(front, dp_rank)
+        return Response(await front.scheduler.kv_index(rank), media_type="application/json")
+
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         body = validation.parse(AbortBody, validation.parse_json(await request.body()))
@@ -128,8 +135,49 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "pid": os.getpid(),
         "scheduler_pids": front.scheduler_pids,
         "internal_states": msgspec.to_builtins(await front.states()),
-        "kv_events": None,
+        "kv_events": _describe_kv_events(front),
     }
+
+
+def _describe_kv_events(front: FrontEnd) -> dict[str, Any] | None:
+    """In the form that routers read. `publishers` is ours: it stands where chosen ports do not follow one another."""
+    config, info = front.config.kv_events, front.info
+    if config.publisher == "null":
+        return None
+    endpoints, replays = info.kv_events_endpoints, info.kv_replay_endpoints
+    host, port = _base_of(endpoints)
+    return {
+        "publisher": config.publisher,
+        "endpoint_host": host,
+        "endpoint_port_base": port,
+        "topic": config.topic,
+        "block_size": info.page_size,
+        "dp_size": front.config.dp_size,
+        "replay_endpoint_port_base": _base_of(replays)[1],
+        "publishers": [
+            {"dp_rank": rank, "endpoint": endpoint, "replay_endpoint": replay}
+            for rank, (endpoint, replay) in enumerate(zip(endpoints, replays, strict=True))
+        ],
+    }
+
+
+def _base_of(endpoints: Sequence[str]) -> tuple[str | None, int | None]:
+    """Host, and the port that the ranks are counted up from; None where there is no such thing."""
+    matches = [re.fullmatch(r"tcp://(.+):(\d+)", endpoint) for endpoint in endpoints]
+    places = [(match[1], int(match[2])) for match in matches if match is not None]
+    host, port = places[0] if places else (None, None)
+    is_counted = port is not None and places == [(host, port + rank) for rank in range(len(endpoints))]
+    return host, port if is_counted else None
+
+
+def _kv_rank(front: FrontEnd, dp_rank: str) -> int:
+    """Raises InvalidRequestError where there is no such index."""
+    if front.config.kv_events.publisher == "null":
+        raise InvalidRequestError("this worker keeps no index of its blocks: start it with --kv-events-config")
+    dp_size = front.config.dp_size
+    if not (dp_rank.isdecimal() and int(dp_rank) < dp_size):
+        raise InvalidRequestError(f"dp_rank {dp_rank!r}: this worker has the ranks 0 to {dp_size - 1}", param="dp_rank")
+    return int(dp_rank)
 
 
 def _load(rank: int, state: SchedulerState) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from splitserve.messages import (
     FlushCacheReply,
     FlushCacheRequest,
     GenerateRequest,
+    KVIndexReply,
+    KVIndexRequest,
     SchedulerFailed,
     SchedulerReady,
     SchedulerState,
@@ -42,6 +44,8 @@ from splitserve.messages import (
 from splitserve.server.output_stream import OutputStream
 
 logger = logging.getLogger(__name__)
+
+_Reply = FlushCacheReply | StateReply | KVIndexReply
 
 # Messages to a scheduler that does not read them; beyond that it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
@@ -79,7 +83,7 @@ class SchedulerClient:
         self._open: dict[str, OpenSample] = {}
         # Of all open samples.
         self.num_tokens_outstanding = 0
-        self._calls: dict[int, asyncio.Future[FlushCacheReply | StateReply]] = {}
+        self._calls: dict[int, asyncio.Future[_Reply]] = {}
         self._call_ids = itertools.count(1)
 
     async def start(self) -> None:
@@ -144,6 +148,13 @@ class SchedulerClient:
         assert isinstance(reply, StateReply)
         return reply.state
 
+    async def kv_index(self, timeout: float = 10.0) -> bytes:
+        """All blocks that are held: JSON of an IndexSnapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
+        call_id = next(self._call_ids)
+        reply = await self._call(call_id, KVIndexRequest(call_id=call_id), timeout)
+        assert isinstance(reply, KVIndexReply)
+        return reply.snapshot
+
     def fail_all(self, error: SplitserveError) -> None:
         """The scheduler is gone: everything open ends with `error`. The first error stays."""
         if self.failure is not None:
@@ -185,7 +196,7 @@ class SchedulerClient:
             case StepOutputs(outputs=outputs):
                 for output in outputs:
                     self._deliver(output)
-            case FlushCacheReply() | StateReply() as reply:
+            case FlushCacheReply() | StateReply() | KVIndexReply() as reply:
                 call = self._calls.get(reply.call_id)
                 if call is not None and not call.done():
                     call.set_result(reply)
@@ -220,7 +231,7 @@ class SchedulerClient:
                 except WorkerUnavailableError as error:
                     logger.error("could not abort request %s: %s", rid, error)
 
-    async def _call(self, call_id: int, message: ToScheduler, timeout: float) -> FlushCacheReply | StateReply:
+    async def _call(self, call_id: int, message: ToScheduler, timeout: float) -> _Reply:
         self._check_serving()
         call = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:

@@ -45,6 +45,10 @@ class SchedulerPort(Protocol):
         """Snapshots, by rank."""
         ...
 
+    async def kv_index(self, dp_rank: int, timeout: float = 10.0) -> bytes:
+        """All blocks that one rank holds: JSON of an IndexSnapshot."""
+        ...
+
 
 class SchedulerGroup:
     """`ranks`: started clients, by data parallel rank. They stay their owner's, who closes them.
@@ -61,12 +65,17 @@ class SchedulerGroup:
 
     @property
     def info(self) -> SchedulerReady | None:
-        """The limits are those of the rank with the least room, `pages_total` is the sum."""
+        """The limits are those of the rank with the least room, `pages_total` is the sum, endpoints are by rank."""
         infos = [rank.info for rank in self._ranks if rank.info is not None]
         if len(infos) < len(self._ranks):
             return None
         least = min(infos, key=lambda info: info.max_total_tokens_per_request)
-        return msgspec.structs.replace(least, pages_total=sum(info.pages_total for info in infos))
+        return msgspec.structs.replace(
+            least,
+            pages_total=sum(info.pages_total for info in infos),
+            kv_events_endpoints=[endpoint for info in infos for endpoint in info.kv_events_endpoints],
+            kv_replay_endpoints=[endpoint for info in infos for endpoint in info.kv_replay_endpoints],
+        )
 
     @property
     def failure(self) -> SplitserveError | None:
@@ -100,6 +109,10 @@ class SchedulerGroup:
     async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
         """Snapshots, by rank. Raises DeadlineExceededError, WorkerUnavailableError."""
         return await asyncio.gather(*(rank.state(timeout) for rank in self._ranks))
+
+    async def kv_index(self, dp_rank: int, timeout: float = 10.0) -> bytes:
+        """All blocks that one rank holds. Raises DeadlineExceededError, WorkerUnavailableError."""
+        return await self._ranks[dp_rank].kv_index(timeout)
 
     def fail_all(self, error: SplitserveError) -> None:
         """End everything that is open with `error`, on every rank."""

@@ -8,30 +8,36 @@ null worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.host_memory import HostCopies, HostMemory
 from splitserve.cache.host_tier import HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
+from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.clock import ManualClock
 from splitserve.config import SchedulePolicy
 from splitserve.core.batch import Engine, TokenLogprob
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.request import FinishReason, Request
+from splitserve.events.index import BlockIndex
+from splitserve.events.publisher import EventPublisher, NullEventPublisher
+from splitserve.events.schema import CPU_PINNED, GPU, KVEvent
 from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
+from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepUnderWay
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
@@ -91,6 +97,17 @@ class LateSteps:
         return before is not None or self.under_way is not None
 
 
+class IndexingPublisher(NullEventPublisher):
+    """Tells one index, at once."""
+
+    def __init__(self) -> None:
+        self.index = BlockIndex()
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        for event in events:
+            self.index.apply(event)
+
+
 class SimWorker:
     """One worker. What it tells its front end is collected by request, and checked as it comes."""
 
@@ -123,6 +140,9 @@ class SimWorker:
         # How late steps end, in the overlapped loop; None: the normal loop.
         late_steps: random.Random | None = None,
         inbox: ListInbox | None = None,
+        # Whether it records KV events, and their publisher; None: one that is compared with what is held at the end.
+        tells: bool = True,
+        publisher: EventPublisher | None = None,
     ) -> None:
         self.clock = clock
         self.longest = num_pages * page_size
@@ -132,9 +152,14 @@ class SimWorker:
             else DecodeReqToTokenPool(max_running, self.longest, page_size, pre_alloc_size)
         )
         self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
-        cache_of_prefixes = RadixCache(page_size) if prefix else NoPrefixCache()
+        self._record = BlockRecord(page_size) if tells else None
+        cache_of_prefixes: PrefixCache = RadixCache(page_size) if prefix else NoPrefixCache()
+        if self._record is not None:
+            cache_of_prefixes = ToldPrefixCache(cache_of_prefixes, self._record)
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
-        host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size) if prefix_host_memory else None
+        host = None
+        if prefix_host_memory:
+            host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size, self._record)
         self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host)
         self.inbox = inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
@@ -159,7 +184,11 @@ class SimWorker:
         compiler = grammar_compiler or FakeCompiler(eos_token_ids)
         bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
         grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
-        self.scheduler = Scheduler(self.role, self.running, self.cache, self.inbox, outbox, clock, limits, grammars)
+        self._told = publisher or IndexingPublisher()
+        self._feed = KVEventFeed(self._record, self._told)
+        self.scheduler = Scheduler(
+            self.role, self.running, self.cache, self.inbox, outbox, clock, limits, grammars, self._feed
+        )
         self._late = LateSteps(self.scheduler, self.engine, late_steps) if late_steps else None
         self._loop = self._late or NormalLoop(self.scheduler, self.engine)
 
@@ -196,8 +225,21 @@ class SimWorker:
     def check(self) -> None:
         self.scheduler.check_invariants()
 
+    def check_what_was_told(self) -> None:
+        """The KV events were those of the caches."""
+        if self._record is None:
+            return
+        held = self._record.blocks()
+        assert sum(GPU in media for media in held.values()) == self.cache.prefix.num_pages
+        num_host_pages = self.cache.host.num_pages if self.cache.host else 0
+        assert sum(CPU_PINNED in media for media in held.values()) == num_host_pages
+        if isinstance(self._told, IndexingPublisher):
+            self._feed.publish()
+            assert self._told.index.blocks() == held
+
     def check_nothing_is_held(self) -> None:
         self.check()
+        self.check_what_was_told()
         state = self.scheduler.state()
         assert self.role.is_idle()
         assert state.pages_free + state.pages_cached == state.pages_total

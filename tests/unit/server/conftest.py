@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from splitserve.config import DisaggregationConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from splitserve.config import DisaggregationConfig, KVEventsConfig, SchedulerConfig, ServerConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
@@ -69,7 +69,12 @@ StartWorker = Callable[..., contextlib.AbstractAsyncContextManager[Worker]]
 async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokenizer: Tokenizer) -> StartWorker:
     @contextlib.asynccontextmanager
     async def start(
-        mode: str = "null", *, max_open: int = 64, live: bool = False, bootstrap_port: int | None = None
+        mode: str = "null",
+        *,
+        max_open: int = 64,
+        live: bool = False,
+        bootstrap_port: int | None = None,
+        kv_events: KVEventsConfig | None = None,
     ) -> AsyncIterator[Worker]:
         await scheduler.start()
         await client.ready(DEADLINE)
@@ -77,6 +82,7 @@ async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokeni
             scheduler=SchedulerConfig(max_running_requests=1, max_queued_requests=max_open - 1),
             disaggregation=DisaggregationConfig(mode=DisaggregationMode(mode)),
             server=ServerConfig(served_model_name="tiny"),
+            kv_events=kv_events or KVEventsConfig(),
         )
         app = build_app(
             config=config,

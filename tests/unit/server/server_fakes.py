@@ -19,6 +19,8 @@ from splitserve.messages import (
     FlushCacheRequest,
     FromScheduler,
     GenerateRequest,
+    KVIndexReply,
+    KVIndexRequest,
     SchedulerReady,
     SchedulerState,
     SpeculationStats,
@@ -93,12 +95,14 @@ class EchoScheduler:
         self.ends_after_one = False
         self.speculation: SpeculationStats | None = None
         self.answers_calls = True
+        self.kv_index = b"{}"
+        self.ready = READY
         self.received: list[GenerateRequest] = []
         self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
 
     async def start(self, *, ready: bool = True) -> None:
         if ready:
-            await self.send(READY)
+            await self.send(self.ready)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -144,6 +148,8 @@ class EchoScheduler:
             case StateRequest(call_id=call_id):
                 if self.answers_calls:
                     await self.send(StateReply(call_id=call_id, state=self._state()))
+            case KVIndexRequest(call_id=call_id):
+                await self.send(KVIndexReply(call_id=call_id, snapshot=self.kv_index))
             case FlushCacheRequest(call_id=call_id):
                 if self.answers_calls:
                     await self.send(FlushCacheReply(call_id=call_id, num_pages_freed=7))

@@ -4,9 +4,10 @@ import asyncio
 import os
 
 import httpx
+import msgspec
 import pytest
 
-from splitserve.config import WorkerConfig
+from splitserve.config import KVEventsConfig, WorkerConfig
 from splitserve.errors import EngineError
 from splitserve.server import admin
 from splitserve.server.app import build_app
@@ -167,3 +168,48 @@ async def test_text_is_tokenized_and_back(worker: Worker) -> None:
     ]
     assert (await worker.http.post("/detokenize", json={"tokens": [999]})).status_code == 400
     assert (await worker.http.post("/tokenize", json={})).status_code == 400
+
+
+async def test_kv_events_are_described_and_their_whole_index_is_passed_on(
+    start_worker: StartWorker, scheduler: EchoScheduler
+) -> None:
+    scheduler.kv_index = b'{"next_sequence":3,"ts":1.5,"events":[]}'
+    scheduler.ready = msgspec.structs.replace(
+        scheduler.ready, kv_events_endpoints=["tcp://*:5557"], kv_replay_endpoints=["tcp://*:5600"]
+    )
+    async with start_worker(kv_events=KVEventsConfig(publisher="zmq", topic="kv@pod@tiny")) as worker:
+        assert (await worker.http.get("/server_info")).json()["kv_events"] == {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": 5557,
+            "topic": "kv@pod@tiny",
+            "block_size": 16,
+            "dp_size": 1,
+            "replay_endpoint_port_base": 5600,
+            "publishers": [{"dp_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}],
+        }
+        for path in ("/kv_index", "/kv_index?dp_rank=0"):
+            assert (await worker.http.get(path)).json() == {"next_sequence": 3, "ts": 1.5, "events": []}
+        for rank in ("1", "-1", "first"):
+            response = await worker.http.get(f"/kv_index?dp_rank={rank}")
+            assert response.status_code == 400
+            assert "ranks 0 to 0" in response.json()["error"]["message"]
+
+
+async def test_a_worker_that_tells_nothing_has_no_index_to_ask_for(worker: Worker) -> None:
+    response = await worker.http.get("/kv_index")
+    assert response.status_code == 400
+    assert "--kv-events-config" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "base"),
+    [
+        (["tcp://*:7000", "tcp://*:7001"], ("*", 7000)),
+        (["tcp://10.0.0.1:7000", "tcp://10.0.0.1:7005"], ("10.0.0.1", None)),
+        (["ipc:///tmp/kv", "ipc:///tmp/kv_dp1"], (None, None)),
+        (["", ""], (None, None)),
+    ],
+)
+def test_ports_are_counted_up_from_a_base_only_where_they_are(endpoints: list[str], base: tuple[str, int]) -> None:
+    assert admin._base_of(endpoints) == base

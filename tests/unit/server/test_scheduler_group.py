@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from splitserve.core.request import BootstrapInfo, RoomKey
@@ -129,3 +130,17 @@ async def test_a_rank_that_fails_makes_the_worker_unavailable(two: Two) -> None:
         group.submit(request("a"), request("b"))
     # What the other rank had got already is taken back.
     assert two.clients[0].num_tokens_outstanding == 0
+
+
+async def test_kv_events_are_those_of_each_rank(two: Two) -> None:
+    for rank, (client, scheduler) in enumerate(zip(two.clients, two.schedulers, strict=True)):
+        assert client.info is not None
+        client.info = msgspec.structs.replace(
+            client.info, kv_events_endpoints=[f"tcp://*:{7000 + rank}"], kv_replay_endpoints=[""]
+        )
+        scheduler.kv_index = b"[%d]" % rank
+    group = two.group()
+    assert group.info is not None
+    assert group.info.kv_events_endpoints == ["tcp://*:7000", "tcp://*:7001"]
+    assert group.info.kv_replay_endpoints == ["", ""]
+    assert [await group.kv_index(rank) for rank in (0, 1)] == [b"[0]", b"[1]"]

@@ -1,0 +1,83 @@
+"""Finds where a worker's KV events are, and follows one of its ranks: what a router needs to know of a URL.
+
+1. `/server_info` names the publisher of each data parallel rank (`find_publishers`).
+2. `/kv_index` answers the whole index of a rank (`load_index`): at the start, and where a replay is not enough.
+
+A publisher bound to every address is reached by the name that the worker itself was reached by.
+"""
+
+from __future__ import annotations
+
+import functools
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from splitserve.events.schema import IndexSnapshot
+from splitserve.events.subscriber import KVEventSubscriber
+
+_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+
+
+class RankPublisher(msgspec.Struct, frozen=True):
+    """Where one rank's events are."""
+
+    dp_rank: int
+    endpoint: str
+    # Empty: there is no replay.
+    replay_endpoint: str = ""
+
+
+class PublisherInfo(msgspec.Struct, frozen=True):
+    """What `/server_info` says under `kv_events`. Other keys are for readers of the public format."""
+
+    topic: str
+    # Tokens.
+    block_size: int
+    # By rank.
+    publishers: list[RankPublisher]
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    kv_events: PublisherInfo | None = None
+
+
+async def find_publishers(session: aiohttp.ClientSession, url: str) -> PublisherInfo | None:
+    """None where the worker tells nothing. Raises OSError where it cannot be asked."""
+    info = msgspec.json.decode(await _get(session, f"{url}/server_info"), type=_ServerInfo).kv_events
+    if info is None:
+        return None
+    host = urlsplit(url).netloc.rpartition("@")[2].removesuffix(f":{urlsplit(url).port}")
+    publishers = [
+        RankPublisher(
+            p.dp_rank, p.endpoint.replace("//*:", f"//{host}:"), p.replay_endpoint.replace("//*:", f"//{host}:")
+        )
+        for p in info.publishers
+    ]
+    return msgspec.structs.replace(info, publishers=publishers)
+
+
+async def load_index(session: aiohttp.ClientSession, url: str, dp_rank: int) -> IndexSnapshot:
+    """All that this rank holds. Raises OSError where the worker cannot be asked."""
+    return msgspec.json.decode(await _get(session, f"{url}/kv_index?dp_rank={dp_rank}"), type=IndexSnapshot)
+
+
+def follow(session: aiohttp.ClientSession, url: str, info: PublisherInfo, dp_rank: int) -> KVEventSubscriber:
+    """A subscriber to one rank of a worker; its caller runs it."""
+    publisher = info.publishers[dp_rank]
+    return KVEventSubscriber(
+        publisher.endpoint,
+        publisher.replay_endpoint,
+        info.topic,
+        functools.partial(load_index, session, url, dp_rank),
+    )
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
+    try:
+        async with session.get(url, timeout=_TIMEOUT) as response:
+            response.raise_for_status()
+            return await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise OSError(f"{url}: {error or 'no answer in time'}") from error

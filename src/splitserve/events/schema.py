@@ -1,0 +1,136 @@
+"""KV events as they travel: the msgpack batches that vLLM, SGLang, Dynamo and llm-d read.
+
+A batch is `[ts, [events], dp_rank]`. An event is a map whose `type` names it, or, in the older form, an array that
+begins with that name and has the same fields in the same order. Both are read; the publisher has an option.
+A block is a whole page of tokens; its hash, a signed 64-bit number, stands for all tokens up to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from splitserve.errors import SplitserveError
+
+# Where blocks lie, in the words of the field: of the engine's device and of host memory.
+GPU, CPU_PINNED = "GPU", "CPU_PINNED"
+
+
+class EventFormatError(SplitserveError):
+    """A message that is no batch of KV events."""
+
+    reason = "event_format"
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
+    """Blocks one after another, the first behind `parent_block_hash` (None: at the beginning)."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    # Of all these blocks: len(block_hashes) * block_size.
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = GPU
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None = GPU
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+_FIELDS = {kind.__name__: ("type", *kind.__struct_fields__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    # Seconds since the epoch.
+    ts: float
+    events: list[KVEvent]
+    # Of the scheduler whose cache it is.
+    dp_rank: int | None = None
+
+    @classmethod
+    def now(cls, events: Sequence[KVEvent], dp_rank: int) -> EventBatch:
+        return cls(time.time(), list(events), dp_rank)
+
+
+class IndexSnapshot(msgspec.Struct, frozen=True):
+    """All that a worker held before batch `next_sequence`: what makes an empty index equal to its own."""
+
+    next_sequence: int
+    # When it was taken, by the clock that stamps the batches.
+    ts: float
+    events: list[KVEvent]
+
+
+def joined(events: Iterable[KVEvent]) -> list[KVEvent]:
+    """The same in fewer events: blocks that follow one another, and removals beside each other, become one."""
+    result: list[KVEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        match last, event:
+            case BlockStored(), BlockStored() if _continues(last, event):
+                last.block_hashes.extend(event.block_hashes)
+                last.token_ids.extend(event.token_ids)
+            case BlockRemoved(), BlockRemoved() if last.medium == event.medium:
+                last.block_hashes.extend(event.block_hashes)
+            case _:
+                result.append(_copy(event))
+    return result
+
+
+def _continues(last: BlockStored, event: BlockStored) -> bool:
+    return last.block_hashes[-1:] == [event.parent_block_hash] and (last.block_size, last.lora_id, last.medium) == (
+        event.block_size,
+        event.lora_id,
+        event.medium,
+    )
+
+
+def _copy(event: KVEvent) -> KVEvent:
+    """With lists of its own, which may grow."""
+    match event:
+        case BlockStored():
+            return msgspec.structs.replace(
+                event, block_hashes=list(event.block_hashes), token_ids=list(event.token_ids)
+            )
+        case BlockRemoved():
+            return msgspec.structs.replace(event, block_hashes=list(event.block_hashes))
+        case _:
+            return event
+
+
+def encode(batch: EventBatch, *, as_arrays: bool = False) -> bytes:
+    """`as_arrays`: the older form, for readers of before 2026."""
+    events: list[Any] = [_as_array(event) for event in batch.events] if as_arrays else list(batch.events)
+    return msgspec.msgpack.encode([batch.ts, events, batch.dp_rank])
+
+
+def decode(data: bytes) -> EventBatch:
+    """Either form. Raises EventFormatError for anything else."""
+    try:
+        ts, events, *rest = msgspec.msgpack.decode(data, type=list[Any])
+        return EventBatch(float(ts), [_event(e) for e in events], rest[0] if rest else None)
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError) as error:
+        raise EventFormatError(f"not a batch of KV events: {error}") from error
+
+
+def _as_array(event: KVEvent) -> list[Any]:
+    return [type(event).__name__, *msgspec.structs.astuple(event)]
+
+
+def _event(told: Any) -> KVEvent:
+    if isinstance(told, list):
+        # Fields that were added later may be missing at the end, or be unknown to us.
+        told = dict(zip(_FIELDS[told[0]], told, strict=False))
+    event: KVEvent = msgspec.convert(told, KVEvent)
+    return event
