@@ -3,13 +3,16 @@
 A worker's life here
 1. It is named on the command line, or announces itself (POST /register; again every few seconds, which is harmless).
 2. It is chosen while it is healthy. A failed connection or health check takes it out of the choice at once.
-3. The next successful check or registration puts it back: no failure is held against it for longer.
+3. The next successful check or registration puts it back. What failed by its fault is held against it for some seconds
+   more: it is passed over while there are others, then gets one request at a time until one ends well (`worker.py`).
 4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten.
 
 It knows nothing of requests and HTTP.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
@@ -18,6 +21,19 @@ from splitserve.router.policies import create_policy
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
+
+
+@dataclass(slots=True)
+class Avoid:
+    """Whom a request that failed is not to meet again."""
+
+    # Not at all.
+    failed: set[Worker] = field(default_factory=set)
+    # Not while there are others: one of them is at fault, nobody knows which.
+    suspects: set[Worker] = field(default_factory=set)
+
+
+_NOBODY = Avoid()
 
 
 class WorkerRegistry:
@@ -56,6 +72,9 @@ class WorkerRegistry:
     def mark_unhealthy(self, worker: Worker) -> None:
         worker.mark_unhealthy(self._clock.now())
 
+    def add_fault(self, worker: Worker) -> None:
+        worker.add_fault(self._clock.now())
+
     def forget_lost(self) -> list[Worker]:
         """Drop and return registered workers that have been away for too long."""
         limit = self._clock.now() - FORGET_AFTER
@@ -68,43 +87,46 @@ class WorkerRegistry:
             del self._workers[worker.url]
         return lost
 
-    def select(self) -> Pair | Worker:
+    def select(self, avoid: Avoid = _NOBODY) -> Pair | Worker:
         """A pair, or a colocated worker where there is no pool of pairs. Raises WorkerUnavailableError, saying why."""
-        can_pair = self._has_healthy(DisaggregationMode.PREFILL) and self._has_healthy(DisaggregationMode.DECODE)
+        can_pair = all(self._takers(mode, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
         if self.pool(DisaggregationMode.NULL) and not can_pair:
-            return self._choose(DisaggregationMode.NULL)
-        return self.select_pair()
+            return self._choose(DisaggregationMode.NULL, avoid)
+        return self.select_pair(avoid)
 
-    def select_pair(self) -> Pair:
+    def select_pair(self, avoid: Avoid = _NOBODY) -> Pair:
         """Raises WorkerUnavailableError naming each pool that has no healthy worker."""
         missing = [
             self._describe_missing(mode)
             for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-            if not self._has_healthy(mode)
+            if not self._takers(mode, avoid)
         ]
         if missing:
             raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
-        return Pair(self._choose(DisaggregationMode.PREFILL), self._choose(DisaggregationMode.DECODE))
+        return Pair(self._choose(DisaggregationMode.PREFILL, avoid), self._choose(DisaggregationMode.DECODE, avoid))
 
     def any_healthy(self) -> Worker:
         """Some worker, for questions that each of them answers alike. Raises WorkerUnavailableError."""
         for mode in (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL):
-            if self._has_healthy(mode):
+            if self._takers(mode, _NOBODY):
                 return self._choose(mode)
         raise WorkerUnavailableError("no healthy worker is registered: start one, or try again in a moment")
 
-    def _choose(self, mode: DisaggregationMode) -> Worker:
-        healthy = [w for w in self.pool(mode) if w.healthy]
-        if not healthy:
+    def _choose(self, mode: DisaggregationMode, avoid: Avoid = _NOBODY) -> Worker:
+        takers = self._takers(mode, avoid)
+        if not takers:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
-        return self._policies[mode].choose(healthy)
+        now = self._clock.now()
+        unsuspected = [w for w in takers if w not in avoid.suspects]
+        trusted = [w for w in unsuspected if w.is_trusted(now)]
+        return self._policies[mode].choose(trusted or unsuspected or takers)
 
-    def _has_healthy(self, mode: DisaggregationMode) -> bool:
-        return any(w.healthy for w in self.pool(mode))
+    def _takers(self, mode: DisaggregationMode, avoid: Avoid) -> list[Worker]:
+        return [w for w in self.pool(mode) if w.takes_requests and w not in avoid.failed]
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         name = "colocated" if mode is DisaggregationMode.NULL else mode.value
         count = len(self.pool(mode))
         if count == 0:
             return f"no {name} worker is registered"
-        return f"none of the {count} {name} worker(s) answers"
+        return f"none of the {count} {name} worker(s) answers or takes requests"

@@ -138,7 +138,8 @@ def _start_matcher(request: Request, grammar: CompiledGrammar) -> SplitserveErro
     matcher = grammar.matcher()
     for i, token_id in enumerate(request.output_ids):
         if not matcher.accept(token_id):
-            return InvalidRequestError(f"its grammar does not allow token {token_id} at output position {i}", stage=STAGE)
+            message = f"its grammar does not allow token {token_id}, given as output position {i}"
+            return InvalidRequestError(message, stage=STAGE)
     request.grammar = matcher
     return None
 

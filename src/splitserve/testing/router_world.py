@@ -35,6 +35,8 @@ class FakeWorker:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response(status=self.health_status)
+        if request.path == "/get_load":
+            return web.json_response([])
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.bodies.append(body)

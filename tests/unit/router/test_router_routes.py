@@ -84,18 +84,21 @@ async def test_registering_at_a_router_that_is_not_there_says_so() -> None:
         await register_disaggregation_server(DECODE, 1, None, "http://127.0.0.1:9")
 
 
-async def test_a_router_before_colocated_workers_forwards_the_very_bytes() -> None:
-    seen: list[bytes] = []
+async def test_a_router_before_colocated_workers_adds_what_a_second_try_needs_and_keeps_the_rest() -> None:
+    seen: list[dict[str, Any]] = []
 
-    async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        seen.append(await request.read())
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        seen.append(body)
         return web.json_response({"text": "b"})
 
     raw = b'{ "text" :"a","x":1e3 }'
     async with start_worker(handler) as worker, start_router(workers=(worker.url,)) as router:
         async with aiohttp.ClientSession() as client, client.post(router + "/generate", data=raw) as response:
             assert await response.json() == {"text": "b"}
-        assert seen == [raw]
+        (body,) = seen
+        assert (body["text"], body["x"]) == ("a", 1e3)
+        assert isinstance(body["sampling_params"]["seed"], int)
+        assert body.keys() - {"text", "x"} == {"rid", "sampling_params", "dispatch"}
 
 
 async def test_health_needs_no_worker_and_health_generate_asks_them_all() -> None:
