@@ -81,12 +81,15 @@ async def test_a_side_that_fails_before_the_first_byte_is_replaced_unseen(stream
 
 
 async def test_a_side_that_cannot_be_reached_is_replaced_unseen() -> None:
+    gone = "http://127.0.0.1:9"
     async with start_worker(answers({})) as p, start_worker(answers(OK)) as d:
-        gone = "http://127.0.0.1:9"
         prefill = (PrefillConfig(gone, 1), PrefillConfig(p.url, 1))
-        async with start_router(prefill=prefill, decode=(gone, d.url), health_interval=60) as router:
-            async with aiohttp.ClientSession() as client, client.post(router + "/generate", json={}) as response:
-                assert (response.status, await response.json()) == (200, OK)
+        async with (
+            start_router(prefill=prefill, decode=(gone, d.url), health_interval=60) as router,
+            aiohttp.ClientSession() as client,
+            client.post(router + "/generate", json={}) as response,
+        ):
+            assert (response.status, await response.json()) == (200, OK)
 
 
 async def test_of_two_workers_that_share_a_failure_the_one_at_fault_is_replaced_and_the_other_kept() -> None:
