@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import WorkerUnavailableError
+from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.router.policies import create_policy
 from splitserve.router.worker import Pair, Worker
 
@@ -62,6 +62,17 @@ class WorkerRegistry:
     def remove(self, url: str) -> bool:
         """True if it was there. Its running requests go on."""
         return self._workers.pop(url, None) is not None
+
+    def get(self, url: str) -> Worker:
+        """Raises UnknownWorkerError."""
+        worker = self._workers.get(url.rstrip("/"))
+        if worker is None:
+            raise UnknownWorkerError(f"no worker is registered at {url!r}: GET /workers lists them", param="url")
+        return worker
+
+    def has_stand_in(self, worker: Worker) -> bool:
+        """Whether others of its mode take requests."""
+        return any(w is not worker for w in self._takers(worker.mode, _NOBODY))
 
     def all(self) -> list[Worker]:
         return list(self._workers.values())
