@@ -19,8 +19,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.core.request import DisaggregationMode
-from splitserve.errors import WorkerUnavailableError
+from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import Call, PairExchange, forward_single
 from splitserve.router.failure import Cause, Headers, UpstreamError
@@ -34,8 +33,8 @@ from splitserve.router.worker import Pair, Worker
 
 logger = logging.getLogger(__name__)
 
-# Codes of errors that either side may have caused.
-_NOBODY_KNOWS = ("kv_transfer_failed", "incompatible_peer", "deadline_exceeded", "grammar_refused_token")
+# Codes of errors that are the reporting side's own. Others may quote the partner, or are nobody's fault (503).
+_OWN_FAULTS = ("engine_error", "internal_error")
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
@@ -123,7 +122,7 @@ class Tries:
             self._num_told, self._num_failures, self._avoid = len(self._journal.lines), 0, Avoid()
         self._num_failures += 1
         self._blame(error, failed)
-        if error.cause in (Cause.REQUEST, Cause.ABORTED):
+        if error.cause in (Cause.REQUEST, Cause.ABORTED) or _is_timeout(error):
             raise error
         if self._client.started and not self._journal.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
@@ -137,6 +136,9 @@ class Tries:
             target = self._registry.select(self._avoid)
         except WorkerUnavailableError as nobody:
             raise self._explained(error, f"it cannot go on elsewhere, for {nobody.message}") from None
+        if self._avoid.suspects.issuperset(_workers(target)):
+            # Nothing would be different, and a full worker is not to be asked again and again.
+            raise self._explained(error, "all others have been tried: try again in a moment")
         kind = "migration" if self._journal.lines else "retry"
         self._metrics.retries.labels(kind, error.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
@@ -147,16 +149,16 @@ class Tries:
         """Who is at fault loses trust, and the request does not go there again."""
         if error.cause in (Cause.REQUEST, Cause.ABORTED):
             return
-        if error.cause is Cause.WORKER and error.code in _NOBODY_KNOWS:
+        is_lost, is_partners = error.cause is Cause.LOST, error.code == "peer_lost"
+        if isinstance(target, Worker):
+            at_fault = target
+        else:
+            at_fault = target.prefill if (error.side == "prefill") is not is_partners else target.decode
+        if is_lost or is_partners:
+            self._avoid.failed.add(at_fault)
+        else:
             self._avoid.suspects.update(_workers(target))
-            return
-        side = DisaggregationMode.PREFILL.value if error.side == "prefill" else DisaggregationMode.DECODE.value
-        if error.code == "peer_lost":
-            side = "decode" if side == "prefill" else "prefill"
-        at_fault = target if isinstance(target, Worker) else target.prefill if side == "prefill" else target.decode
-        self._avoid.failed.add(at_fault)
-        # 503: full or draining, which is no fault.
-        if error.cause is Cause.LOST or error.status != 503:
+        if is_lost or is_partners or error.code in _OWN_FAULTS:
             self._registry.add_fault(at_fault)
 
     def _explained(self, error: UpstreamError, outcome: str) -> UpstreamError:
@@ -172,6 +174,11 @@ class Tries:
 
 def _workers(target: Pair | Worker) -> tuple[Worker, ...]:
     return (target,) if isinstance(target, Worker) else (target.prefill, target.decode)
+
+
+def _is_timeout(error: UpstreamError) -> bool:
+    """A worker reports that the request has had its time. (One that is silent is lost.)"""
+    return error.cause is Cause.WORKER and error.code == DeadlineExceededError.reason
 
 
 def _patience(field: object, header: str | None) -> float | None:

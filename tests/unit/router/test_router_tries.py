@@ -108,6 +108,36 @@ async def test_what_the_request_is_to_blame_for_is_not_tried_again(status) -> No
         assert pools.decode[1].bodies == []
 
 
+async def test_a_request_that_has_had_its_time_gets_no_more() -> None:
+    timed_out = answers(error("deadline_exceeded"), 504)
+    async with serve_pools([never()] * 2, [timed_out, answers(OK)]) as pools:
+        assert (await pools.post("/generate", {"text": "a"}))[0] == 504
+        assert pools.decode[1].bodies == []
+
+
+async def test_the_same_pair_is_not_asked_twice_and_a_full_deployment_answers_at_once() -> None:
+    full = answers(error("capacity_exceeded"), 503)
+    async with serve_pools([answers({})], [full]) as pools:
+        assert (await pools.post("/generate", {"text": "a"}))[0] == 503
+        assert len(pools.decode[0].bodies) == 1
+    async with serve_pools([answers({})] * 2, [full] * 2) as pools:
+        assert (await pools.post("/generate", {"text": "a"}))[0] == 503
+        assert [len(d.bodies) for d in pools.decode] == [1, 1]
+
+
+async def test_an_error_that_may_be_the_partners_is_tried_with_both_replaced_or_the_one_that_can_be() -> None:
+    quoted = answers(error("kv_transfer_failed"), 500)
+    async with serve_pools([answers({})] * 2, [quoted, journals(COUNT)]) as pools:
+        assert await pools.post("/generate", STREAM) == (200, WHOLE)
+        assert [len(w.bodies) for w in (*pools.prefill, *pools.decode)] == [1, 1, 1, 1]
+
+    async def fails_once(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (journals(COUNT) if body["dispatch"]["attempt"] else quoted)(request, body)
+
+    async with serve_pools([answers({})] * 2, [fails_once]) as pools:
+        assert await pools.post("/generate", STREAM) == (200, WHOLE)
+
+
 async def test_tries_are_bounded() -> None:
     async with serve_pools([never()], [dies()] * 5, max_retries=2) as pools:
         status, body = await pools.post("/generate", {"text": "a", "rid": "mine"})
