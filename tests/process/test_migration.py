@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.child import ChildProcess
+from splitserve.launch.child import POLL_INTERVAL, ChildProcess
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.tiny_models import make_tiny_model
 
@@ -210,3 +210,61 @@ def test_streams_outlive_a_decode_worker_that_is_stopped(tmp_path):
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.soak
+def test_every_worker_is_restarted_under_load_and_no_request_notices(tmp_path):
+    with serving(tmp_path) as cluster:
+        url, numbers = cluster.router_url, range(12)
+        expected = run(url, numbers)
+        asyncio.run(_restart_all(cluster, expected))
+        assert migrations(url) > 0
+
+
+async def _restart_all(cluster: LocalCluster, expected: dict[int, Outcome]) -> None:
+    is_over = False
+    num_rounds = 0
+    limits = aiohttp.ClientTimeout(total=DEADLINE)
+    async with aiohttp.ClientSession(timeout=limits, read_bufsize=1 << 22) as client:
+
+        async def load() -> None:
+            nonlocal num_rounds
+            while not is_over:
+                outcomes = {i: Outcome() for i in expected}
+                await asyncio.gather(
+                    *(follow(client, cluster.router_url, i, o, lambda: None) for i, o in outcomes.items())
+                )
+                check_same(outcomes, expected)
+                num_rounds += 1
+
+        running = asyncio.create_task(load())
+        for role in (PREFILL, DECODE):
+            for child in children(cluster, role):
+                await _restart(cluster, client, role, child)
+                # A failed request shows at once, not when all is over.
+                assert not running.done(), running.result()
+        is_over = True
+        await running
+    assert num_rounds > 4
+
+
+async def _restart(cluster: LocalCluster, client: aiohttp.ClientSession, role: DisaggregationMode, child: Any) -> None:
+    assert child.ready is not None
+    url = child.ready.url
+    order = {"url": url, "migrate": True}
+    async with client.post(f"{cluster.router_url}/workers/drain", json=order) as response:
+        assert response.status == 200, await response.text()
+    async with asyncio.timeout(DEADLINE):
+        while (await _worker(cluster, client, url))["num_running"]:
+            await asyncio.sleep(POLL_INTERVAL)
+    child.send_signal()
+    assert await asyncio.to_thread(child.wait, 60.0)
+    cluster._workers.remove((role, child))
+    cluster.add_worker(role, f"{child.name}-again")
+    await asyncio.to_thread(cluster.wait_ready, 300.0)
+
+
+async def _worker(cluster: LocalCluster, client: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with client.get(f"{cluster.router_url}/workers") as response:
+        workers: list[dict[str, Any]] = (await response.json())["workers"]
+    return next(w for w in workers if w["url"] == url)
