@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import httpx
 import psutil
 import pytest
 
@@ -254,17 +256,21 @@ async def _restart(cluster: LocalCluster, client: aiohttp.ClientSession, role: D
     order = {"url": url, "migrate": True}
     async with client.post(f"{cluster.router_url}/workers/drain", json=order) as response:
         assert response.status == 200, await response.text()
-    async with asyncio.timeout(DEADLINE):
-        while (await _worker(cluster, client, url))["num_running"]:
-            await asyncio.sleep(POLL_INTERVAL)
+    await asyncio.to_thread(_wait_idle, cluster, url)
     child.send_signal()
     assert await asyncio.to_thread(child.wait, 60.0)
+    child.close()
     cluster._workers.remove((role, child))
     cluster.add_worker(role, f"{child.name}-again")
     await asyncio.to_thread(cluster.wait_ready, 300.0)
 
 
-async def _worker(cluster: LocalCluster, client: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with client.get(f"{cluster.router_url}/workers") as response:
-        workers: list[dict[str, Any]] = (await response.json())["workers"]
-    return next(w for w in workers if w["url"] == url)
+def _wait_idle(cluster: LocalCluster, url: str) -> None:
+    """Until the router has nothing under way there."""
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        workers = httpx.get(f"{cluster.router_url}/workers").json()["workers"]
+        if not next(w for w in workers if w["url"] == url)["num_running"]:
+            return
+        assert time.monotonic() < deadline, workers
+        time.sleep(POLL_INTERVAL)
