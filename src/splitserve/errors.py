@@ -5,6 +5,7 @@ SplitserveError
 │   ├── PromptTooLongError       400
 │   └── MissingBootstrapError    400  a PD worker got a request without a bootstrap room
 ├── UnknownModelError            404
+├── UnknownWorkerError           404  the router knows no such worker
 ├── DuplicateRoomError           409  the same (room, sample) is already being served
 ├── RequestAbortedError          499  the client left, or somebody asked for the abort
 ├── CapacityError                503  a bounded queue or table is full: retry later
@@ -58,6 +59,11 @@ class MissingBootstrapError(InvalidRequestError):
 class UnknownModelError(InvalidRequestError):
     http_status = 404
     reason = "model_not_found"
+
+
+class UnknownWorkerError(InvalidRequestError):
+    http_status = 404
+    reason = "unknown_worker"
 
 
 class DuplicateRoomError(InvalidRequestError):

@@ -29,6 +29,8 @@ class GenerateRequest(Message, frozen=True):
     num_top_logprobs: int = 0
     # First prompt position whose logprob is wanted; None: no input logprobs.
     logprob_start: int | None = None
+    # Output that another worker has generated already: the request goes on after it, and none of it is sent again.
+    output_ids: list[int] = []
     # Larger goes first, where the worker heeds priorities.
     priority: int = 0
     # Seconds from its arrival at the scheduler until it must have ended; None: the worker's default.

@@ -120,7 +120,10 @@ class Request:
     deadline: float | None = None
     timeout: float | None = None
 
+    # The first `num_given_tokens` of it came with the request: another worker generated them.
     output_ids: list[int] = field(default_factory=list)
+    num_given_tokens: int = 0
+    # Of the tokens generated here.
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -143,6 +146,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens it came with: their KV comes before its first token here."""
+        return len(self.prompt_ids) + self.num_given_tokens
 
     @property
     def num_tokens(self) -> int:

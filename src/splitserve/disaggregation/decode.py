@@ -44,7 +44,7 @@ class DecodeEntry:
     def num_tokens(self) -> int:
         """Tokens whose KV is to come."""
         request = self.request
-        return request.num_tokens - 1 if self.is_retracted else request.num_prompt_tokens
+        return request.num_tokens - 1 if self.is_retracted else request.num_prefill_tokens
 
     def failure(self) -> SplitserveError:
         return self.error or self.receiver.failure()
@@ -108,7 +108,7 @@ class DecodePreallocQueue:
 
     def num_tokens_pre_allocated(self) -> int:
         """Prompt tokens of the requests still waiting for pages."""
-        return sum(entry.request.num_prompt_tokens for entry in self._entries.values())
+        return sum(entry.request.num_prefill_tokens for entry in self._entries.values())
 
     def remove(self, rid: str) -> DecodeEntry | None:
         return self._entries.pop(rid, None)

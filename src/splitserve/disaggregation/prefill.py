@@ -47,12 +47,12 @@ class PrefillEntry:
             self.metadata_index,
             MetadataRow(
                 key=self.key,
-                output_id=request.output_ids[0],
+                output_id=request.output_ids[-1],
                 num_cached_tokens=request.num_cached_tokens,
-                logprob=request.output_logprobs[0] if request.output_logprobs else None,
+                logprob=request.output_logprobs[-1] if request.output_logprobs else None,
             ),
         )
-        self._send(kv_to_page_num(request.num_prompt_tokens, page_size), is_last=True)
+        self._send(kv_to_page_num(request.num_prefill_tokens, page_size), is_last=True)
 
     def _send(self, end: int, *, is_last: bool = False) -> None:
         if end > self.num_pages_sent or is_last:

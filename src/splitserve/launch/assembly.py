@@ -131,7 +131,7 @@ def _running_set(
 
 
 def _prompt_only(request: Request) -> int:
-    return request.num_prompt_tokens
+    return request.num_prefill_tokens
 
 
 def _to_the_end(request: Request) -> int:

@@ -60,8 +60,8 @@ class LocalCluster:
     """Use as a context manager: starts on entry, drains and stops on exit.
 
     `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
-    `worker_args` go to every worker's `splitserve serve`, `pair_args` to those of prefill and decode. `threads`: of
-    each scheduler, None: the cores divided fairly.
+    `worker_args` go to every worker's `splitserve serve`, `pair_args` to those of prefill and decode, `router_args` to
+    `splitserve router`. `threads`: of each scheduler, None: the cores divided fairly.
     `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
     `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
     """
@@ -82,6 +82,7 @@ class LocalCluster:
         threads: int | None = None,
         worker_args: Sequence[str] = (),
         pair_args: Sequence[str] = (),
+        router_args: Sequence[str] = (),
         cluster_token_file: Path | None = None,
         hand_over: bool = False,
         log_level: str = "info",
@@ -112,6 +113,7 @@ class LocalCluster:
         if prefill and not moves_gpu_memory(backend) and not any(arg.startswith("--device") for arg in worker_args):
             self._common += ["--device", "cpu"]
         self._pair_args = list(pair_args)
+        self._router_args = list(router_args)
         if hand_over and backend != "shm":
             raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")
         self._hands_over = hand_over
@@ -144,6 +146,7 @@ class LocalCluster:
                 str(sock.fileno()),
                 "--log-level",
                 self._log_level,
+                *self._router_args,
             ]
             self._router = ChildProcess("router", args, self._folder, pass_fds=[sock.fileno()])
         finally:

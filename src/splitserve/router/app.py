@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from splitserve import __version__
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
 from splitserve.router.client_stream import ExchangeResponse
 from splitserve.router.failure import UpstreamError, body_of
-from splitserve.router.register import PDRegistryRequest
+from splitserve.router.register import PDRegistryRequest, WorkerOrder
 from splitserve.router.upstream import REQUEST_HEADERS
 from splitserve.router.worker import Worker
+
+Body = TypeVar("Body", bound=BaseModel)
 
 GENERATE_ROUTES = ("/generate", "/v1/chat/completions", "/v1/completions")
 # Questions that any worker answers alike: our route, method, the worker's route.
@@ -88,14 +90,14 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
 
     @app.post("/register")
     async def register(request: Request) -> Response:
-        worker = _parse_registration(await request.body())
+        worker = _parse(PDRegistryRequest, await request.body(), "register")
         if registry.add(worker.registry_url, worker.role, worker.bootstrap_port):
             logger.info("worker registered url=%s mode=%s", worker.registry_url, worker.mode)
         return _json({"message": "Registered successfully"})
 
     @app.post("/deregister")
     async def deregister(request: Request) -> Response:
-        worker = _parse_registration(await request.body())
+        worker = _parse(PDRegistryRequest, await request.body(), "register")
         if registry.remove(worker.registry_url):
             logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
         return _json({"message": "Deregistered"})
@@ -103,6 +105,38 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.get("/workers")
     async def workers() -> Response:
         return _json({"workers": [_describe(w) for w in registry.all()]})
+
+    @app.post("/workers")
+    async def add_worker(request: Request) -> Response:
+        worker = _parse(PDRegistryRequest, await request.body(), "register")
+        registry.add(worker.registry_url, worker.role, worker.bootstrap_port, is_static=True)
+        return _json(_describe(registry.get(worker.registry_url)))
+
+    @app.delete("/workers")
+    async def remove_worker(url: str) -> Response:
+        worker = registry.get(url)
+        registry.remove(worker.url)
+        return _json(_describe(worker))
+
+    @app.post("/workers/drain")
+    async def drain_worker(request: Request) -> Response:
+        order = _parse(WorkerOrder, await request.body(), "find")
+        worker = registry.get(order.url)
+        if order.migrate and not registry.has_stand_in(worker):
+            raise WorkerUnavailableError(
+                f"no other {worker.mode} worker takes requests, so what runs on {worker.url} can go nowhere: "
+                "start one, or drain without migrate"
+            )
+        worker.is_draining = True
+        if order.migrate:
+            worker.break_off("was drained by an operator")
+        return _json(_describe(worker))
+
+    @app.post("/workers/resume")
+    async def resume_worker(request: Request) -> Response:
+        worker = registry.get(_parse(WorkerOrder, await request.body(), "find").url)
+        worker.is_draining = False
+        return _json(_describe(worker))
 
 
 def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
@@ -147,12 +181,12 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _parse_registration(raw: bytes) -> PDRegistryRequest:
+def _parse(model: type[Body], raw: bytes, what_for: str) -> Body:
     try:
-        return PDRegistryRequest.model_validate_json(raw)
+        return model.model_validate_json(raw)
     except ValidationError as error:
         problems = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
-        raise InvalidRequestError(f"cannot register this worker: {problems}") from None
+        raise InvalidRequestError(f"cannot {what_for} this worker: {problems}") from None
 
 
 def _describe(worker: Worker) -> dict[str, Any]:
@@ -161,6 +195,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "mode": worker.mode.value,
         "bootstrap_port": worker.bootstrap_port,
         "healthy": worker.healthy,
+        "draining": worker.is_draining,
         "num_running": worker.num_running,
     }
 

@@ -51,8 +51,13 @@ class LBArgs:
     timeout: float = 1800.0
     connect_timeout: float = 5.0
     idle_timeout: float = 600.0
-    # Seconds between two rounds of asking every worker's /health.
-    health_interval: float = 5.0
+    # Seconds between two questions to a worker how it is.
+    health_interval: float = 2.0
+    # Seconds without a sign of life after which a worker that is asked for one counts as hung.
+    hang_timeout: float = 15.0
+    # Other workers that a request may be given to, one after the other, where those it has fail; in a stream anew after
+    # each token.
+    max_retries: int = 3
     # At shutdown, seconds that running requests get to finish.
     drain_timeout: float = 30.0
     log_level: str = "info"
@@ -61,7 +66,9 @@ class LBArgs:
         for name in ("policy", "prefill_policy", "decode_policy"):
             if (value := getattr(self, name)) is not None and value not in POLICIES:
                 raise ConfigError(f"--{name.replace('_', '-')} {value!r}: choose one of {', '.join(POLICIES)}")
-        for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval"):
+        if self.max_retries < 0:
+            raise ConfigError("--max-retries must be 0 or more")
+        for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
 
@@ -82,6 +89,9 @@ class LBArgs:
         parser.add_argument("--decode", action="append", default=[], metavar="URL")
         parser.add_argument("--worker", action="append", default=[], metavar="URL")
         parser.add_argument("--timeout", type=float, default=defaults.timeout)
+        parser.add_argument("--health-interval", type=float, default=defaults.health_interval)
+        parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
+        parser.add_argument("--max-retries", type=int, default=defaults.max_retries)
         parser.add_argument("--log-level", default=defaults.log_level)
 
     @classmethod
@@ -97,6 +107,9 @@ class LBArgs:
             decode=tuple(parse_url(url) for url in args.decode),
             workers=tuple(parse_url(url) for url in args.worker),
             timeout=args.timeout,
+            health_interval=args.health_interval,
+            hang_timeout=args.hang_timeout,
+            max_retries=args.max_retries,
             log_level=args.log_level,
         )
 

@@ -13,15 +13,13 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.exchange import Call, PairExchange, forward_single
 from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames
 from splitserve.router.health import HealthMonitor
-from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import Body, pair_body
-from splitserve.router.policies import Wish
+from splitserve.router.pairing import Body
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import SESSION_HEADER, Upstream
+from splitserve.router.tries import Tries
+from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Pair, Worker
 
 logger = logging.getLogger(__name__)
@@ -54,7 +52,7 @@ class MiniLoadBalancer:
 
     async def open(self) -> None:
         self._upstream = Upstream(self.args, self.registry)
-        monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval)
+        monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval, self.args.hang_timeout)
         self._monitor = asyncio.create_task(monitor.run())
 
     async def close(self) -> None:
@@ -77,7 +75,7 @@ class MiniLoadBalancer:
         self.metrics.running.inc()
         try:
             body = parse_body(raw)
-            await self._dispatch(path, raw, body, headers, client)
+            await self._dispatch(path, body, headers, client)
         except UpstreamError as error:
             await self._fail(path, client, error.side, error.status, error.body, error.headers)
         except SplitserveError as error:
@@ -87,14 +85,19 @@ class MiniLoadBalancer:
             self.metrics.running.dec()
             self.metrics.duration.labels(path).observe(time.monotonic() - started)
 
-    async def _dispatch(self, path: str, raw: bytes, body: Body, headers: Headers, client: ClientStream) -> None:
-        target = self.registry.select(wish_of(body, headers))
-        if isinstance(target, Worker):
-            await forward_single(self.upstream, target, Call(path, raw, headers), client)
-            return
-        paired = pair_body(path, body, target.prefill.host, target.prefill.bootstrap_port)
-        call = Call(path, msgspec.json.encode(paired), headers, merge_logprobs=wants_merge(path, body))
-        await PairExchange(self.upstream, target, call, client).run()
+    async def _dispatch(self, path: str, body: Body, headers: Headers, client: ClientStream) -> None:
+        tries = Tries(
+            path,
+            body,
+            headers,
+            client,
+            upstream=self.upstream,
+            registry=self.registry,
+            metrics=self.metrics,
+            timeout=self.args.timeout,
+            max_retries=self.args.max_retries,
+        )
+        await tries.run()
 
     async def _fail(self, path: str, client: ClientStream, side: str, status: int, body: bytes, extra: Headers) -> None:
         logger.warning("request failed route=%s side=%s status=%d error=%s", path, side, status, body[:500])
@@ -119,12 +122,6 @@ class MiniLoadBalancer:
             return worker, status, answer
 
         return await asyncio.gather(*(ask(worker) for worker in workers))
-
-
-def wish_of(body: Body, headers: Headers) -> Wish:
-    """The session is what the client says it is, or what OpenAI's API has for requests that share a beginning."""
-    named = (headers.get(SESSION_HEADER), body.get("prompt_cache_key"), body.get("user"))
-    return Wish(next((name for name in named if name and isinstance(name, str)), None))
 
 
 def parse_body(raw: bytes) -> Body:

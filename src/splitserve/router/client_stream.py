@@ -24,25 +24,43 @@ class ClientStream:
         self.is_event_stream = False
         # The bytes so far end inside an SSE event.
         self.mid_frame = False
+        # Accepted and not handed to the connection.
+        self._unsent = b""
 
     @property
     def started(self) -> bool:
         return self.status is not None
 
     async def start(self, status: int, headers: Headers) -> None:
-        self.status = status
         self.is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        self.status = status
 
-    async def write(self, chunk: bytes) -> None:
-        """Returns when the client's connection has room for more."""
+    def accept(self, chunk: bytes) -> None:
+        """Take bytes for the client. They go out with the next `write` or `end`, whoever calls it."""
         self.mid_frame = not chunk.endswith(b"\n\n")
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._unsent += chunk
+
+    async def write(self, chunk: bytes = b"") -> None:
+        """Returns when the client's connection has room for more. A writer that is cancelled loses nothing of it."""
+        if chunk:
+            self.accept(chunk)
+        await self._flush(more=True)
 
     async def end(self, chunk: bytes = b"") -> None:
+        self._unsent += chunk
+        await self._flush(more=False)
         self.finished = True
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    async def _flush(self, *, more: bool) -> None:
+        data, self._unsent = self._unsent, b""
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except asyncio.CancelledError:
+            # The server waits for room first and writes then: what is interrupted was not written.
+            self._unsent = data + self._unsent
+            raise
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole answer at once."""

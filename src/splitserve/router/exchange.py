@@ -1,10 +1,11 @@
 """One client request served by a pair, from dispatch to the last byte.
 
 1. The same bytes go to both workers at the same time.
-2. The decode's answer goes to the client as it comes: a stream byte for byte, neither re-framed nor held back.
+2. The decode's answer goes to the client as it comes: a stream with a journal delta by delta (see `journal.py`), any
+   other byte for byte.
 3. The prefill's answer is read beside it. It says only that the KV was handed over, and carries the prompt's logprobs.
 4. A side that fails fails the pair: the other request is cancelled, which its worker sees as a disconnect and aborts.
-   The client gets the cause (see `failure.py`), as a status where no byte has gone out, else as a last event.
+   What caused it (see `failure.py`) is raised; who calls sees whether another pair can go on.
 5. A client that leaves cancels both (see `client_stream.py`).
 """
 
@@ -20,6 +21,7 @@ import msgspec
 
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Headers, UpstreamError, error_in_event
+from splitserve.router.journal import JOURNAL_HEADER, DeltaReader, Journal
 from splitserve.router.logprobs import merge_answer, merge_event
 from splitserve.router.sse import EventSplitter, encode_event, event_data
 from splitserve.router.upstream import Upstream, answer_headers
@@ -38,6 +40,9 @@ class Call:
     path: str
     body: bytes
     headers: Headers
+    # Seconds it may take.
+    seconds: float
+    journal: Journal
     # The prompt's logprobs are to be taken from the prefill's answer.
     merge_logprobs: bool = False
 
@@ -75,7 +80,7 @@ class PairExchange:
     async def _read_prefill(self) -> list[Any]:
         """The prefill's whole answer: its object, its list's elements, or its stream's events; empty if not needed."""
         call, worker = self._call, self._pair.prefill
-        async with self._upstream.post(worker, "prefill", call.path, call.body, call.headers) as response:
+        async with self._upstream.post(worker, "prefill", call.path, call.body, call.headers, call.seconds) as response:
             body = await response.read()
             if response.content_type == "text/event-stream":
                 return _events(body, worker)
@@ -98,7 +103,14 @@ class _Answer:
     async def forward(self, prefill: asyncio.Task[list[Any]] | None) -> None:
         """Send the request and pass the answer on. `prefill`: whose logprobs are merged in. Raises UpstreamError."""
         call = self._call
-        async with self._upstream.post(self._worker, self._side, call.path, call.body, call.headers) as response:
+        async with self._upstream.post(
+            self._worker, self._side, call.path, call.body, call.headers, call.seconds
+        ) as response:
+            if JOURNAL_HEADER in response.headers:
+                await self._generate_deltas(response, prefill)
+                return
+            if call.journal.lines:
+                raise self._upstream.broke_off(self._worker, self._side)
             if response.content_type == "text/event-stream":
                 await self._generate_stream(response, prefill)
                 return
@@ -108,8 +120,35 @@ class _Answer:
             body = merge_answer(await asyncio.shield(prefill), body)
         await self._client.respond(response.status, body, headers)
 
+    async def _generate_deltas(self, response: aiohttp.ClientResponse, prefill: asyncio.Task[list[Any]] | None) -> None:
+        reader, journal = DeltaReader(), self._call.journal
+        async for chunk in self._chunks(response):
+            deltas = reader.feed(chunk)
+            events = deltas.events
+            if prefill is not None and events:
+                events = [_merge_into(await asyncio.shield(prefill), event) for event in events]
+            if not self._client.started and (events or deltas.is_done):
+                await self._client.start(response.status, answer_headers(response))
+            # Together, or the next worker would begin too early or too late.
+            self._client.accept(b"".join(events))
+            journal.lines += deltas.lines
+            journal.is_done = deltas.is_done
+            if deltas.error is not None:
+                raise UpstreamError.answered(self._side, self._worker.url, *deltas.error)
+            if deltas.is_done:
+                await self._client.end()
+                return
+            if events:
+                await self._client.write()
+        raise self._upstream.broke_off(self._worker, self._side)
+
+    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        async for chunk in response.content.iter_any():
+            self._worker.give_sign()
+            yield chunk
+
     async def _generate_stream(self, response: aiohttp.ClientResponse, prefill: asyncio.Task[list[Any]] | None) -> None:
-        chunks = response.content.iter_any()
+        chunks = self._chunks(response)
         async for chunk in chunks if prefill is None else _merged(chunks, prefill):
             if not self._client.started:
                 self._raise_if_error(chunk)
@@ -133,14 +172,17 @@ async def _merged(chunks: AsyncIterator[bytes], prefill: asyncio.Task[list[Any]]
     splitter = EventSplitter()
     async for chunk in chunks:
         for event in splitter.feed(chunk):
-            data = event_data(event)
-            if data is None:
-                yield event
-                continue
-            merge_event(await asyncio.shield(prefill), data)
-            yield encode_event(data)
+            yield event if event_data(event) is None else _merge_into(await asyncio.shield(prefill), event)
     if splitter.rest:
         yield splitter.rest
+
+
+def _merge_into(prefill: list[Any], event: bytes) -> bytes:
+    data = event_data(event)
+    if data is None:
+        return event
+    merge_event(prefill, data)
+    return encode_event(data)
 
 
 async def _settle(prefill: asyncio.Task[list[Any]], decode: asyncio.Task[None]) -> UpstreamError | None:

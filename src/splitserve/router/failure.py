@@ -39,6 +39,25 @@ class UpstreamError(Exception):
         self.headers = headers or {}
 
     @property
+    def code(self) -> str:
+        """The reason code in the body; empty where there is none."""
+        try:
+            body = msgspec.json.decode(self.body)
+        except msgspec.DecodeError:
+            return ""
+        error = body.get("error") if isinstance(body, dict) else None
+        return str(error.get("code") or "") if isinstance(error, dict) else ""
+
+    def explained(self, context: str, outcome: str) -> UpstreamError:
+        """The same failure, told in full: which request, at what stage, and what became of it."""
+        try:
+            body = msgspec.json.decode(self.body)
+            body["error"]["message"] = f"{context}: {body['error']['message']}; {outcome}"
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return self
+        return UpstreamError(self.side, self.url, self.status, msgspec.json.encode(body), self.cause, self.headers)
+
+    @property
     def is_conclusive(self) -> bool:
         """No later report of the other side can explain more."""
         return self.cause <= Cause.LOST
@@ -81,7 +100,15 @@ def error_frames(body: bytes, *, mid_frame: bool) -> bytes:
     return (b"\n\n" if mid_frame else b"") + b"data: " + line + b"\n\ndata: [DONE]\n\n"
 
 
-# The status that a type of error would have had before the stream began.
+def _statuses(error: type[SplitserveError]) -> dict[str, int]:
+    codes = {error.reason: error.http_status}
+    for kind in error.__subclasses__():
+        codes |= _statuses(kind)
+    return codes
+
+
+# The status that an error would have had before the stream began, by its code, else by its type.
+_STATUS_OF_CODE = _statuses(SplitserveError)
 _STATUS_OF_TYPE = {"invalid_request_error": 400, "aborted": 499}
 
 
@@ -91,5 +118,8 @@ def error_in_event(event: Any) -> tuple[int, bytes] | None:
         return None
     error = event["error"]
     code = error.get("code")
-    status = code if isinstance(code, int) and 400 <= code < 600 else _STATUS_OF_TYPE.get(str(error.get("type")), 500)
+    if isinstance(code, int) and 400 <= code < 600:
+        status = code
+    else:
+        status = _STATUS_OF_CODE.get(str(code)) or _STATUS_OF_TYPE.get(str(error.get("type")), 500)
     return status, msgspec.json.encode({"error": error})

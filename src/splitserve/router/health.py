@@ -1,9 +1,18 @@
-"""Asks every worker how it is, round after round, and tells the registry. Runs as one task of the router."""
+"""Watches every worker: whether it takes requests, and whether it lives at all. Runs as one task of the router.
+
+What is asked of a worker, again and again
+1. `/health`: whether it takes requests. One that loads its model, drains or does not answer gets none meanwhile.
+2. `/get_load`, while this router has calls there: for this its scheduler must answer, too. A step that computes for
+   long delays the answer, so no answer is no proof. Every byte of an answer or a stream is one to the contrary.
+3. A worker that has given no sign of life for `hang_timeout` seconds, and was asked all the while, counts as hung: its
+   calls are broken off, and their requests go on elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from splitserve.router.failure import UpstreamError
 from splitserve.router.registry import WorkerRegistry
@@ -12,37 +21,84 @@ from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+# Seconds that one question may take.
 CHECK_TIMEOUT = 5.0
 
 
 class HealthMonitor:
-    def __init__(self, registry: WorkerRegistry, upstream: Upstream, interval: float) -> None:
+    """`interval`: seconds from an answer to the next question. `hang_timeout`: see above, seconds."""
+
+    def __init__(self, registry: WorkerRegistry, upstream: Upstream, interval: float, hang_timeout: float) -> None:
         self._registry = registry
         self._upstream = upstream
         self._interval = interval
+        self._hang_timeout = hang_timeout
 
     async def run(self) -> None:
         """For ever; cancel it."""
-        while True:
-            await self.check_all()
-            await asyncio.sleep(self._interval)
+        watches: dict[Worker, asyncio.Task[None]] = {}
+        try:
+            while True:
+                workers = self._registry.all()
+                for worker in watches.keys() - set(workers):
+                    watches.pop(worker).cancel()
+                for worker in workers:
+                    if worker not in watches:
+                        watches[worker] = asyncio.create_task(self._watch(worker))
+                for worker in self._registry.forget_lost():
+                    logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)
+                await asyncio.sleep(self._interval)
+        finally:
+            for watch in watches.values():
+                watch.cancel()
+            await asyncio.gather(*watches.values(), return_exceptions=True)
 
-    async def check_all(self) -> None:
-        """One round. A worker that loads its model or drains answers 503: it gets no requests meanwhile."""
-        await asyncio.gather(*(self._check(worker) for worker in self._registry.all()))
-        for worker in self._registry.forget_lost():
-            logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await self._check(worker)
+            # A silent one has had its time already.
+            if worker.silent_since is None or worker.broken_off is not None:
+                await asyncio.sleep(self._interval)
+            else:
+                await asyncio.sleep(min(self._interval, self._hang_timeout / 8))
 
     async def _check(self, worker: Worker) -> None:
+        """One round of questions."""
         was_healthy = worker.healthy
-        try:
-            status, _, _ = await self._upstream.ask(worker, "GET", "/health", seconds=CHECK_TIMEOUT)
-        except UpstreamError as error:
-            status = error.status
-        if status == 200:
+        asked_at = time.monotonic()
+        if worker.silent_since is None:
+            worker.silent_since = asked_at
+        status = await self._ask(worker, "/health")
+        lives = status is not None
+        if lives and (worker.calls or worker.broken_off is not None):
+            # 504: the front end is there, its scheduler is not.
+            lives = await self._ask(worker, "/get_load") not in (None, 504)
+        if lives:
+            worker.give_sign()
+        elif worker.calls and time.monotonic() - (worker.silent_since or asked_at) >= self._hang_timeout:
+            self._break_off(worker)
+        if status == 200 and worker.broken_off is None:
             worker.mark_healthy()
         else:
             self._registry.mark_unhealthy(worker)
         if worker.healthy != was_healthy:
             level = logging.INFO if worker.healthy else logging.WARNING
             logger.log(level, "worker url=%s mode=%s healthy=%s", worker.url, worker.mode, worker.healthy)
+
+    async def _ask(self, worker: Worker, path: str) -> int | None:
+        """The status of the answer; None: there was none."""
+        silent_since = worker.silent_since or time.monotonic()
+        left = silent_since + self._hang_timeout - time.monotonic()
+        seconds = min(CHECK_TIMEOUT, self._hang_timeout, max(left, self._hang_timeout / 8))
+        try:
+            status, _, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds)
+        except UpstreamError:
+            return None
+        return status
+
+    def _break_off(self, worker: Worker) -> None:
+        if worker.broken_off is None:
+            logger.error("worker hangs url=%s mode=%s calls=%d", worker.url, worker.mode, len(worker.calls))
+        worker.break_off(
+            f"hangs: it has given no sign of life for {self._hang_timeout:g} s (--hang-timeout): see what holds it up"
+        )

@@ -19,6 +19,12 @@ class RouterMetrics:
             ["route", "side", "status"],
             registry=self._registry,
         )
+        self.retries = Counter(
+            "splitserve_router:retries",
+            "Requests given to other workers, before (retry) or after (migration) the first byte, by the side at fault",
+            ["kind", "side"],
+            registry=self._registry,
+        )
         self.disconnects = Counter(
             "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self._registry
         )

@@ -35,6 +35,22 @@ def draw_seed() -> int:
 
 def pair_body(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = draw_room) -> Body:
     """The body both workers get. The client's own dictionary stays as it is. Raises InvalidRequestError: too many."""
+    return with_rooms(path, with_identity(path, body), host, port, room)
+
+
+def with_identity(path: str, body: Body) -> Body:
+    """The client's body with what must be the same in every try of the request: its id and its seeds."""
+    own = dict(body)
+    if own.get("rid") is None:
+        own["rid"] = uuid.uuid4().hex
+    if path == "/generate":
+        own["sampling_params"] = _with_seeds(body.get("sampling_params"))
+        return own
+    return _with_seed(own)
+
+
+def with_rooms(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = draw_room) -> Body:
+    """The body with the meeting point of a pair. Raises InvalidRequestError: too many samples."""
     is_native = path == "/generate"
     num_samples, is_list = count_native_samples(body) if is_native else count_openai_samples(body)
     if num_samples > MAX_SAMPLES:
@@ -46,12 +62,6 @@ def pair_body(path: str, body: Body, host: str, port: int | None, room: Callable
         paired["bootstrap_room"] = [room() for _ in range(num_samples)]
     else:
         paired["bootstrap_host"], paired["bootstrap_port"], paired["bootstrap_room"] = host, port, room()
-    if paired.get("rid") is None:
-        paired["rid"] = uuid.uuid4().hex
-    if is_native:
-        paired["sampling_params"] = _with_seeds(body.get("sampling_params"))
-    else:
-        paired = _with_seed(paired)
     return paired
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 from splitserve.errors import ConfigError
 from splitserve.router.worker import Worker
@@ -33,6 +33,13 @@ class Wish:
 
 
 ANY = Wish()
+SESSION_HEADER = "x-session-id"
+
+
+def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
+    """The session is what the client says it is, or what OpenAI's API has for requests that share a beginning."""
+    named = (headers.get(SESSION_HEADER), body.get("prompt_cache_key"), body.get("user"))
+    return Wish(next((name for name in named if name and isinstance(name, str)), None))
 
 
 class Policy(Protocol):

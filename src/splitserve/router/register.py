@@ -46,6 +46,17 @@ class PDRegistryRequest(BaseModel):
         return DisaggregationMode(self.mode)
 
 
+class WorkerOrder(BaseModel):
+    """Body of POST /workers/drain and POST /workers/resume."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    # As GET /workers has it.
+    url: str
+    # Drain: move what runs there to other workers now, instead of letting it end there.
+    migrate: bool = False
+
+
 async def register_disaggregation_server(
     mode: DisaggregationMode, server_port: int, bootstrap_port: int | None, pdlb_url: str, host: str = "127.0.0.1"
 ) -> None:

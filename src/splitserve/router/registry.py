@@ -3,7 +3,8 @@
 A worker's life here
 1. It is named on the command line, or announces itself (POST /register; again every few seconds, which is harmless).
 2. It is chosen while it is healthy. A failed connection or health check takes it out of the choice at once.
-3. The next successful check or registration puts it back: no failure is held against it for longer.
+3. The next successful check or registration puts it back. What failed by its fault is held against it for some seconds
+   more: it is passed over while there are others, then gets one request at a time until one ends well (`worker.py`).
 4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten.
 
 It knows nothing of requests and HTTP.
@@ -11,14 +12,29 @@ It knows nothing of requests and HTTP.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import WorkerUnavailableError
+from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
 from splitserve.router.policies import ANY, Wish, create_policy
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
+
+
+@dataclass(slots=True)
+class Avoid:
+    """Whom a request that failed is not to meet again."""
+
+    # Not at all.
+    failed: set[Worker] = field(default_factory=set)
+    # Not while there are others: one of them is at fault, nobody knows which.
+    suspects: set[Worker] = field(default_factory=set)
+
+
+_NOBODY = Avoid()
 
 
 class WorkerRegistry:
@@ -49,6 +65,17 @@ class WorkerRegistry:
         """True if it was there. Its running requests go on."""
         return self._workers.pop(url, None) is not None
 
+    def get(self, url: str) -> Worker:
+        """Raises UnknownWorkerError."""
+        worker = self._workers.get(url.rstrip("/"))
+        if worker is None:
+            raise UnknownWorkerError(f"no worker is registered at {url!r}: GET /workers lists them", param="url")
+        return worker
+
+    def has_stand_in(self, worker: Worker) -> bool:
+        """Whether others of its mode take requests."""
+        return any(w is not worker for w in self._takers(worker.mode, _NOBODY))
+
     def all(self) -> list[Worker]:
         return list(self._workers.values())
 
@@ -57,6 +84,9 @@ class WorkerRegistry:
 
     def mark_unhealthy(self, worker: Worker) -> None:
         worker.mark_unhealthy(self._clock.now())
+
+    def add_fault(self, worker: Worker) -> None:
+        worker.add_fault(self._clock.now())
 
     def forget_lost(self) -> list[Worker]:
         """Drop and return registered workers that have been away for too long."""
@@ -70,43 +100,49 @@ class WorkerRegistry:
             del self._workers[worker.url]
         return lost
 
-    def select(self, wish: Wish = ANY) -> Pair | Worker:
+    def select(self, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Pair | Worker:
         """A pair, or a colocated worker where there is no pool of pairs. Raises WorkerUnavailableError, saying why."""
-        can_pair = self._has_healthy(DisaggregationMode.PREFILL) and self._has_healthy(DisaggregationMode.DECODE)
+        can_pair = all(self._takers(mode, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
         if self.pool(DisaggregationMode.NULL) and not can_pair:
-            return self._choose(DisaggregationMode.NULL, wish)
-        return self.select_pair(wish)
+            return self._choose(DisaggregationMode.NULL, wish, avoid)
+        return self.select_pair(wish, avoid)
 
-    def select_pair(self, wish: Wish = ANY) -> Pair:
+    def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Pair:
         """Raises WorkerUnavailableError naming each pool that has no healthy worker."""
         missing = [
             self._describe_missing(mode)
             for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-            if not self._has_healthy(mode)
+            if not self._takers(mode, avoid)
         ]
         if missing:
             raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
-        return Pair(self._choose(DisaggregationMode.PREFILL, wish), self._choose(DisaggregationMode.DECODE, wish))
+        prefill, decode = (
+            self._choose(mode, wish, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+        )
+        return Pair(prefill, decode)
 
     def any_healthy(self) -> Worker:
         """Some worker, for questions that each of them answers alike. Raises WorkerUnavailableError."""
         for mode in (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL):
-            if self._has_healthy(mode):
+            if self._takers(mode, _NOBODY):
                 return self._choose(mode)
         raise WorkerUnavailableError("no healthy worker is registered: start one, or try again in a moment")
 
-    def _choose(self, mode: DisaggregationMode, wish: Wish = ANY) -> Worker:
-        healthy = [w for w in self.pool(mode) if w.healthy]
-        if not healthy:
+    def _choose(self, mode: DisaggregationMode, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Worker:
+        takers = self._takers(mode, avoid)
+        if not takers:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
-        return self._policies[mode].choose(healthy, wish)
+        now = self._clock.now()
+        unsuspected = [w for w in takers if w not in avoid.suspects]
+        trusted = [w for w in unsuspected if w.is_trusted(now)]
+        return self._policies[mode].choose(trusted or unsuspected or takers, wish)
 
-    def _has_healthy(self, mode: DisaggregationMode) -> bool:
-        return any(w.healthy for w in self.pool(mode))
+    def _takers(self, mode: DisaggregationMode, avoid: Avoid) -> list[Worker]:
+        return [w for w in self.pool(mode) if w.takes_requests and w not in avoid.failed]
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         name = "colocated" if mode is DisaggregationMode.NULL else mode.value
         count = len(self.pool(mode))
         if count == 0:
             return f"no {name} worker is registered"
-        return f"none of the {count} {name} worker(s) answers"
+        return f"none of the {count} {name} worker(s) answers or takes requests"

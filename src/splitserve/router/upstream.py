@@ -13,12 +13,12 @@ import aiohttp
 
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
+from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
 
 # Of a worker's answer, these reach the client; of the client's request, these reach the workers.
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control")
-SESSION_HEADER = "x-session-id"
 REQUEST_HEADERS = (
     "authorization",
     "x-request-id",
@@ -36,7 +36,7 @@ class Upstream:
         self._args = args
         self._registry = registry
         self._timeout = aiohttp.ClientTimeout(
-            total=args.timeout, sock_connect=args.connect_timeout, sock_read=args.idle_timeout
+            total=None, sock_connect=args.connect_timeout, sock_read=args.idle_timeout
         )
         # No limit on connections: the workers bound their queues, a second bound here would only hide it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
@@ -47,25 +47,28 @@ class Upstream:
 
     @asynccontextmanager
     async def post(
-        self, worker: Worker, side: str, path: str, body: bytes, headers: Headers
+        self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The worker's 2xx answer, its body still to be read. Leaving early closes the connection: the worker aborts.
 
+        All of it must happen within `seconds`.
+
         Raises UpstreamError for any other answer and for a worker that is lost, also while the body is read.
         """
-        worker.num_running += 1
+        headers = {"content-type": "application/json", **headers}
+        call = asyncio.timeout(seconds)
         try:
-            async with self._session.post(
-                worker.url + path, data=body, headers={"content-type": "application/json", **headers}
-            ) as response:
-                if not 200 <= response.status < 300:
-                    text = await response.read()
-                    raise UpstreamError.answered(side, worker.url, response.status, text, answer_headers(response))
-                yield response
+            async with call:
+                worker.calls.add(call)
+                async with self._session.post(worker.url + path, data=body, headers=headers) as response:
+                    if not 200 <= response.status < 300:
+                        text = await response.read()
+                        raise UpstreamError.answered(side, worker.url, response.status, text, answer_headers(response))
+                    yield response
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._lost(worker, side, error) from error
         finally:
-            worker.num_running -= 1
+            worker.calls.discard(call)
 
     async def ask(
         self, worker: Worker, method: str, path: str, body: bytes | None = None, seconds: float = 5.0
@@ -83,6 +86,10 @@ class Upstream:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._lost(worker, worker.mode.value, error) from error
 
+    def broke_off(self, worker: Worker, side: str) -> UpstreamError:
+        """The worker closed a stream before its end."""
+        return self._lost(worker, side, EOFError())
+
     def _lost(self, worker: Worker, side: str, error: BaseException) -> UpstreamError:
         name = f"the {side} worker {worker.url}"
         # Before TimeoutError: a connection that took too long is both.
@@ -90,6 +97,8 @@ class Upstream:
             self._registry.mark_unhealthy(worker)
             message = f"{name} cannot be reached: try again in a moment, or look whether it runs"
             return UpstreamError.lost(side, worker.url, 503, message)
+        if isinstance(error, asyncio.TimeoutError) and worker.broken_off is not None:
+            return UpstreamError.lost(side, worker.url, 504, f"{name} {worker.broken_off}")
         if isinstance(error, asyncio.TimeoutError):
             message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
             return UpstreamError.lost(side, worker.url, 504, message)

@@ -1,11 +1,18 @@
-"""One worker as the router knows it: where it is, what it does, whether it answers."""
+"""One worker as the router knows it: where it is, what it does, whether it answers, and how far it is trusted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import math
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
+
+# Seconds after which half of what is held against a worker is forgotten.
+FORGIVENESS = 5.0
+# Above the first, a worker gets no requests while there are others; above the second, one at a time, as a trial.
+_BROKEN, _ON_TRIAL = 1.0, 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -20,13 +27,30 @@ class Worker:
     healthy: bool = True
     # Clock time of the first failure in a row; None while healthy.
     unhealthy_since: float | None = None
-    # Requests this router has under way there.
-    num_running: int = 0
+    # An operator wants no new requests there.
+    is_draining: bool = False
+    # Requests this router has under way there, each with the scope that its reading happens in.
+    calls: set[asyncio.Timeout] = field(default_factory=set)
+    # Clock time at which it was asked for a sign of life and has given none since; None: it has.
+    silent_since: float | None = None
+    # Why its calls were broken off, while that is so.
+    broken_off: str | None = None
+    # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
+    _faults: float = 0.0
+    _faults_at: float = 0.0
 
     @property
     def host(self) -> str:
         """Host name alone: what the other side of a pair connects to for the rendezvous."""
         return urlsplit(self.url).hostname or ""
+
+    @property
+    def num_running(self) -> int:
+        return len(self.calls)
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.healthy and not self.is_draining
 
     def mark_healthy(self) -> None:
         self.healthy = True
@@ -36,6 +60,36 @@ class Worker:
         self.healthy = False
         if self.unhealthy_since is None:
             self.unhealthy_since = now
+
+    def give_sign(self) -> None:
+        """It lives: a byte of it has come."""
+        self.silent_since = None
+        self.broken_off = None
+
+    def break_off(self, reason: str) -> None:
+        """End every call under way there, now."""
+        self.broken_off = reason
+        now = asyncio.get_running_loop().time()
+        for call in self.calls:
+            if not call.expired():
+                call.reschedule(now)
+
+    def add_fault(self, now: float) -> None:
+        """A request failed by its fault."""
+        self._faults = self.faults(now) + 1.0
+        self._faults_at = now
+
+    def forgive(self) -> None:
+        """A request ended well: whatever it was, it is over."""
+        self._faults = 0.0
+
+    def faults(self, now: float) -> float:
+        return self._faults * math.pow(0.5, (now - self._faults_at) / FORGIVENESS)
+
+    def is_trusted(self, now: float) -> bool:
+        """Whether it gets a request like any other. Half open: one at a time, until one ends well."""
+        faults = self.faults(now)
+        return faults < _ON_TRIAL or (faults < _BROKEN and not self.calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from splitserve.clock import Clock
 from splitserve.core.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
 from splitserve.core.request import Request
-from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, SplitserveError
+from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, InvalidRequestError, SplitserveError
 
 STAGE = "grammar"
 
@@ -112,8 +112,7 @@ class GrammarQueue:
             )
         error = future.exception()
         if error is None:
-            waiter.request.grammar = future.result().matcher()
-            return None
+            return _start_matcher(waiter.request, future.result())
         if isinstance(error, SplitserveError):
             # A copy: one exception may answer many requests.
             return type(error)(error.message, param=error.param, stage=STAGE)
@@ -132,6 +131,17 @@ class GrammarQueue:
             elif not (future.done() or future.cancel()):
                 continue
             del self._grammars[spec]
+
+
+def _start_matcher(request: Request, grammar: CompiledGrammar) -> SplitserveError | None:
+    """Give the request a matcher that stands after the output it came with."""
+    matcher = grammar.matcher()
+    for i, token_id in enumerate(request.output_ids):
+        if not matcher.accept(token_id):
+            message = f"its grammar does not allow token {token_id}, given as output position {i}"
+            return InvalidRequestError(message, stage=STAGE)
+    request.grammar = matcher
+    return None
 
 
 def _is_compiled(future: Future[CompiledGrammar]) -> bool:

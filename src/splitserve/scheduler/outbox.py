@@ -22,7 +22,7 @@ class Outbox:
         self.num_finished = 0
 
     def open(self, request: Request) -> None:
-        self._told[request.rid] = 0
+        self._told[request.rid] = request.num_given_tokens
 
     def is_open(self, rid: str) -> bool:
         return rid in self._told
@@ -36,12 +36,12 @@ class Outbox:
             if not new:
                 return
             self._told[request.rid] = told + len(new)
-        first = told == 0 and bool(new) and request.logprob_start is not None
+        first = told == request.num_given_tokens and bool(new) and request.logprob_start is not None
         self._outputs.append(
             TokenOutput(
                 rid=request.rid,
                 token_ids=new,
-                logprobs=request.output_logprobs[told:] if request.return_logprob else [],
+                logprobs=request.output_logprobs[told - request.num_given_tokens :] if request.return_logprob else [],
                 input_logprobs=request.input_logprobs if first else None,
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,

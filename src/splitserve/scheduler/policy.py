@@ -46,7 +46,7 @@ class WaitingOrder:
             case SchedulePolicy.FCFS:
                 return 0.0
             case SchedulePolicy.SPF:
-                return age + request.num_prompt_tokens
+                return age + request.num_prefill_tokens
             case SchedulePolicy.LPM:
                 return age - (self._num_cached_tokens(request) if i < LPM_WINDOW else 0)
 

@@ -225,6 +225,8 @@ class Scheduler:
             return_logprob=message.return_logprob,
             num_top_logprobs=message.num_top_logprobs,
             logprob_start=message.logprob_start,
+            output_ids=list(message.output_ids),
+            num_given_tokens=len(message.output_ids),
             number=self._num_accepted,
             priority=message.priority if self._limits.has_priorities else 0,
             deadline=None if timeout is None else now + timeout,
@@ -290,9 +292,9 @@ class Scheduler:
         longest = self._limits.max_tokens_per_request
         if not request.prompt_ids:
             raise InvalidRequestError("the prompt is empty")
-        if request.num_prompt_tokens >= longest:
+        if request.num_prefill_tokens >= longest:
             raise PromptTooLongError(
-                f"the prompt has {request.num_prompt_tokens} tokens; this worker takes at most {longest - 1} and one "
+                f"the prompt has {request.num_prefill_tokens} tokens; this worker takes at most {longest - 1} and one "
                 "token of output: shorten the prompt, or start the worker with a larger --max-total-tokens"
             )
         if self.role.num_waiting() > self._limits.max_queued_requests:

@@ -68,7 +68,9 @@ class Answer:
         self.logprobs += delta.logprobs
         if output.input_logprobs is not None:
             self.input_logprobs = output.input_logprobs
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if is_first:
+            # Later ones may count a prompt that was computed again.
+            self.num_cached_tokens = output.num_cached_tokens
         self.timeline, self.transfer, self.speculation = output.timeline, output.transfer, output.speculation
         self.finish = self._finish(output)
         if count or self.finish is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from splitserve.core.request import BootstrapInfo
 from splitserve.core.sampling import SamplingParams, sample_seed
-from splitserve.messages import GenerateRequest
+from splitserve.messages import GenerateRequest, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,14 @@ class Sample:
     index: int
     prompt_index: int
     request: GenerateRequest
+    # What the client calls it: the request's rid, but for the number of the try.
+    id: str
+    # What the client has been told of it by other workers; None: nothing.
+    past: TokenOutput | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.past is not None and self.past.finish is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,11 @@ class FanOut:
     names: dict[str, tuple[str, ...]]
     # The data parallel rank of this worker that all samples go to; None: each to the one that is best for it.
     dp_rank: int | None = None
+    # Each delta is followed by a line that says what it told the client; `dispatch.py`.
+    has_journal: bool = False
+    # Seconds that a router had the request before this try, and whether it is not the first.
+    elapsed: float = 0.0
+    is_again: bool = False
 
 
 def fan_out(
@@ -61,7 +74,7 @@ def fan_out(
                 name, number, is_alone = rid[p], s, n == 1
             sample_rid = name if is_alone else f"{name}-{number}"
             names[name] = (*names.get(name, ()), sample_rid)
-            samples.append(Sample(index, p, _request(prompt, s, sample_rid, bootstraps[index])))
+            samples.append(Sample(index, p, _request(prompt, s, sample_rid, bootstraps[index]), sample_rid))
     return FanOut(tuple(samples), names)
 
 

@@ -1,6 +1,7 @@
 """One client request in flight: its samples from admission to their ends.
 
-1. Nothing is held before `updates` is iterated; then a place in the request table and the samples' stream are.
+1. Nothing is held before `updates` is iterated; then a place in the request table and the samples' stream are. What
+   the client was told by other workers (`dispatch.py`) the answers have taken in by then.
 2. Every output becomes a Delta of its sample's Answer, and is timed for the metrics.
 3. A stop string ends its sample here; the scheduler is told to stop computing it, and no answer is waited for.
 4. A sample the scheduler aborted fails the whole request, with the scheduler's status and message.
@@ -30,14 +31,21 @@ class Generation:
     def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float) -> None:
         self._front = front
         self._names = fanout.names
+        self._is_again = fanout.is_again
         self._dp_rank = fanout.dp_rank
-        self.answers = [Answer(s, self._detokenizer(s), received_at) for s in fanout.samples]
+        self.has_journal = fanout.has_journal
+        self.answers = [Answer(s, self._detokenizer(s), received_at - fanout.elapsed) for s in fanout.samples]
+        for answer in self.answers:
+            if answer.sample.past is not None:
+                answer.push(answer.sample.past, received_at)
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
 
     async def updates(self) -> Updates:
         """Answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
-        with self._front.requests.admit(self._names):
-            requests = [a.sample.request for a in self.answers]
+        requests = [a.sample.request for a in self.answers if a.finish is None]
+        if not requests:
+            return
+        with self._front.requests.admit(self._names, is_again=self._is_again):
             stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)
             try:
                 async for output in stream:

@@ -21,6 +21,7 @@ from splitserve.messages import SpeculationStats
 from splitserve.metrics.worker import gb_per_s
 from splitserve.server import validation
 from splitserve.server.answer import Answer
+from splitserve.server.dispatch import journal_line, with_dispatch
 from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
@@ -29,7 +30,7 @@ from splitserve.server.grammars import grammar_of
 from splitserve.server.patience import with_patience
 from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
 from splitserve.server.schemas import GenerateBody, NativeSampling
-from splitserve.server.stream import Frames, stream_response, unless_disconnected
+from splitserve.server.stream import Frames, event, stream_response, unless_disconnected
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -45,10 +46,12 @@ def native_routes(front: FrontEnd) -> APIRouter:
         with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
             fanout, is_list = prepare(front, body, rid)
             fanout = with_patience(fanout, body, request.headers)
+            fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
         generation = Generation(front, fanout, received_at)
         with_text = bool(body.return_text_in_logprobs)
         if body.stream:
-            return await stream_response(request, _frames(front, generation, is_list, with_text))
+            frames = _frames(front, generation, is_list, with_text)
+            return await stream_response(request, frames, has_journal=generation.has_journal)
         answers = await unless_disconnected(request, generation.complete())
         items = [answer_object(front, a, with_text) for a in answers]
         return json_response(items if is_list else items[0])
@@ -117,17 +120,18 @@ def _common_n(sampling: Sequence[NativeSampling]) -> int:
 
 async def _frames(front: FrontEnd, generation: Generation, is_list: bool, with_text: bool) -> Frames:
     async with aclosing(generation.updates()) as updates:
-        async for answer, _ in updates:
+        async for answer, delta in updates:
             frame = answer_object(front, answer, with_text)
             if is_list:
                 frame["index"] = answer.sample.index
-            yield msgspec.json.encode(frame)
+            line = journal_line(answer, delta) if generation.has_journal else b""
+            yield event(msgspec.json.encode(frame)) + line
 
 
 def answer_object(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str, Any]:
     """One sample, finished or so far."""
     meta: dict[str, Any] = {
-        "id": answer.sample.request.rid,
+        "id": answer.sample.id,
         "finish_reason": None if answer.finish is None else _finish_object(answer.finish, len(answer.output_ids)),
         "prompt_tokens": len(answer.prompt_ids),
         "completion_tokens": len(answer.output_ids),

@@ -13,6 +13,7 @@ from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
 from splitserve.server.chat import ChatForm
 from splitserve.server.completions import CompletionForm
+from splitserve.server.dispatch import with_dispatch
 from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
@@ -40,6 +41,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         with validation.stage(name, "validation"):
             form, fanout = prepare_completion(front, body, rid, name)
             fanout = with_patience(fanout, body, request.headers)
+            fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
         return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
 
     @router.post("/v1/chat/completions")
@@ -50,6 +52,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         with validation.stage(name, "validation"):
             form, fanout = prepare_chat(front, body, rid, name)
             fanout = with_patience(fanout, body, request.headers)
+            fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
         return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
 
     @router.get("/v1/models")
@@ -66,7 +69,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
 
 async def _respond(request: Request, form: Form, generation: Generation, is_stream: bool) -> Response:
     if is_stream:
-        return await stream_response(request, frames(form, generation))
+        return await stream_response(request, frames(form, generation), has_journal=generation.has_journal)
     answers = await unless_disconnected(request, generation.complete())
     return Response(dump(form.answer(answers)), media_type="application/json")
 

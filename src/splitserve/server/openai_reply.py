@@ -17,9 +17,10 @@ from pydantic import BaseModel
 
 from splitserve.core.batch import TokenLogprob
 from splitserve.server.answer import Answer, Delta
+from splitserve.server.dispatch import journal_line
 from splitserve.server.generation import Generation
 from splitserve.server.schemas import OpenAIBody
-from splitserve.server.stream import Frames
+from splitserve.server.stream import Frames, event
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Reply:
     @classmethod
     def of(cls, body: OpenAIBody, *, prefix: str, rid: str, model: str) -> Reply:
         options = body.stream_options
+        dispatch = body.dispatch
+        created = {} if dispatch is None or dispatch.created is None else {"created": dispatch.created}
         return cls(
             id=f"{prefix}-{rid}",
             model=body.model or model,
@@ -45,6 +48,7 @@ class Reply:
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             with_token_ids=bool(body.return_token_ids),
             n=body.n or 1,
+            **created,
         )
 
     def usage(self, answers: Sequence[Answer]) -> CompletionUsage:
@@ -83,13 +87,20 @@ class Form(Protocol):
 
 
 async def frames(form: Form, generation: Generation) -> Frames:
+    for answer in generation.answers:
+        if answer.sample.past is not None:
+            # What the client has already is formed once more, so that the form knows of it, and not sent.
+            list(form.chunks(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True), {}))
     async with aclosing(generation.updates()) as updates:
         async for answer, delta in updates:
             usage = form.reply.usage_field(generation.answers)
-            for chunk in form.chunks(answer, delta, usage):
-                yield dump(chunk)
+            frame = b"".join(event(dump(chunk)) for chunk in form.chunks(answer, delta, usage))
+            if generation.has_journal:
+                frame += journal_line(answer, delta)
+            if frame:
+                yield frame
     if form.reply.include_usage:
-        yield dump(form.last_chunk(form.reply.usage(generation.answers)))
+        yield event(dump(form.last_chunk(form.reply.usage(generation.answers))))
 
 
 def dump(model: BaseModel) -> bytes:

@@ -29,21 +29,26 @@ class RequestTable:
         return len(self._rids)
 
     @contextmanager
-    def admit(self, names: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+    def admit(self, names: Mapping[str, tuple[str, ...]], *, is_again: bool = False) -> Iterator[None]:
         """Hold a place for each sample while the context is open.
+
+        `is_again`: an earlier try of the same request may still be here; its samples have rids of their own.
 
         Raises WorkerUnavailableError while draining, CapacityError when full, InvalidRequestError on a running id.
         """
         rids = [rid for group in names.values() for rid in group]
-        self._check(names, rids)
-        self._names.update(names)
+        self._check(names, rids, is_again)
+        for name, group in names.items():
+            self._names[name] = (*self._names.get(name, ()), *group)
         self._rids.update(rids)
         self._idle.clear()
         try:
             yield
         finally:
-            for name in names:
-                del self._names[name]
+            for name, group in names.items():
+                self._names[name] = tuple(rid for rid in self._names[name] if rid not in group)
+                if not self._names[name]:
+                    del self._names[name]
             self._rids.difference_update(rids)
             if not self._rids:
                 self._idle.set()
@@ -67,10 +72,11 @@ class RequestTable:
             return False
         return True
 
-    def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str]) -> None:
+    def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str], is_again: bool) -> None:
         if self.is_draining:
             raise WorkerUnavailableError("this worker is draining and takes no new requests: send it to another")
-        if len(set(rids)) < len(rids) or any(rid in self._rids for rid in rids) or names.keys() & self._names.keys():
+        is_known = not is_again and bool(names.keys() & self._names.keys())
+        if len(set(rids)) < len(rids) or any(rid in self._rids for rid in rids) or is_known:
             raise InvalidRequestError(
                 "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
             )

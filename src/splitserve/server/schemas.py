@@ -6,9 +6,12 @@ needs stay unchecked here (`bootstrap_*`), so that they cannot fail a request th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+import msgspec
+from pydantic import BaseModel, ConfigDict, PlainValidator
+
+from splitserve.server.dispatch import Dispatch
 
 
 class Body(BaseModel):
@@ -55,6 +58,17 @@ class NativeSampling(SamplingFields):
     min_new_tokens: int | None = None
 
 
+def _dispatch(value: object) -> Dispatch | None:
+    try:
+        return msgspec.convert(value, Dispatch | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}: it is for routers, leave it out") from None
+
+
+class DispatchFields(Body):
+    dispatch: Annotated[Dispatch | None, PlainValidator(_dispatch)] = None
+
+
 class PatienceFields(Body):
     """How the request stands in line (`patience.py`)."""
 
@@ -73,7 +87,7 @@ class BootstrapFields(Body):
     data_parallel_rank: Any = None
 
 
-class GenerateBody(BootstrapFields, PatienceFields):
+class GenerateBody(BootstrapFields, PatienceFields, DispatchFields):
     """POST /generate."""
 
     text: str | list[str] | None = None
@@ -94,7 +108,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(SamplingFields, BootstrapFields, PatienceFields):
+class OpenAIBody(SamplingFields, BootstrapFields, PatienceFields, DispatchFields):
     """What completions and chat completions share, extensions included."""
 
     model: str | None = None

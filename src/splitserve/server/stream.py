@@ -18,12 +18,13 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from splitserve.errors import RequestAbortedError, SplitserveError
+from splitserve.server.dispatch import JOURNAL_HEADER
 from splitserve.server.error_response import error_body
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Frames as JSON text.
+# What is sent at once: whole events, or several.
 Frames = AsyncGenerator[bytes, None]
 
 
@@ -42,19 +43,20 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def stream_response(request: Request, frames: Frames) -> Response:
+async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:
     """Wait for the first frame, then answer 200 and send frames as they come. Raises what came instead of a frame."""
     try:
         first = await unless_disconnected(request, _next(frames))
     except BaseException:
         await frames.aclose()
         raise
-    return _EventStream(first, frames)
+    return _EventStream(first, frames, {JOURNAL_HEADER: "1"} if has_journal else {})
 
 
 class _EventStream(StreamingResponse):
-    def __init__(self, first: bytes, frames: Frames) -> None:
-        super().__init__(_events(first, frames), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, first: bytes, frames: Frames, extra: dict[str, str]) -> None:
+        headers = {"Cache-Control": "no-cache", **extra}
+        super().__init__(_events(first, frames), media_type="text/event-stream", headers=headers)
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,24 +68,25 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(first: bytes, frames: Frames) -> AsyncIterator[bytes]:
-    yield _event(first)
+    if first:
+        yield first
     try:
         async for frame in frames:
-            yield _event(frame)
+            yield frame
     except SplitserveError as error:
-        yield _event(msgspec.json.encode(error_body(error)))
+        yield event(msgspec.json.encode(error_body(error)))
     except Exception as error:
         logger.exception("a stream failed")
-        yield _event(msgspec.json.encode(error_body(error)))
-    yield _event(b"[DONE]")
+        yield event(msgspec.json.encode(error_body(error)))
+    yield event(b"[DONE]")
 
 
-def _event(data: bytes) -> bytes:
+def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
 async def _next(frames: Frames) -> bytes:
-    return await anext(frames)
+    return await anext(frames, b"")
 
 
 async def _disconnected(request: Request) -> None:

@@ -78,7 +78,7 @@ class DisaggregatedWorker(SimWorker):
         super().__init__(
             clock,
             make_role,
-            lambda r: r.num_prompt_tokens if is_prefill else r.num_tokens_at_most,
+            lambda r: r.num_prefill_tokens if is_prefill else r.num_tokens_at_most,
             shared=shared,
             **({"prefix": shared is None} | settings),
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,21 @@ class FakeWorker:
     # The router closed the connection of a request that was under way.
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     health_status: int = 200
+    load_status: int = 200
+    # It answers no question any more, like a process that was stopped.
+    is_stopped: bool = False
+    # Questions how it is, and when there have been many.
+    num_questions: int = 0
+    asked_often: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/health":
-            return web.Response(status=self.health_status)
+        if request.path in ("/health", "/get_load"):
+            self.num_questions += 1
+            if self.num_questions > 60:
+                self.asked_often.set()
+            if self.is_stopped:
+                await asyncio.Event().wait()
+            return web.Response(status=self.health_status if request.path == "/health" else self.load_status)
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.bodies.append(body)
@@ -99,6 +110,74 @@ async def serve_pair(prefill: Handler, decode: Handler, **options: Any) -> Async
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as client,
     ):
         yield Pair(p, d, url, client)
+
+
+@dataclass
+class Pools:
+    prefill: list[FakeWorker]
+    decode: list[FakeWorker]
+    router: str
+    client: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        async with self.client.post(self.router + path, data=json.dumps(body).encode(), headers=headers) as response:
+            return response.status, await response.read()
+
+
+@asynccontextmanager
+async def serve_pools(prefill: Sequence[Handler], decode: Sequence[Handler], **options: Any) -> AsyncIterator[Pools]:
+    """As `serve_pair`, with several of each. A first request goes to the first of each, and so on in turn."""
+    async with AsyncExitStack() as stack:
+        p = [await stack.enter_async_context(start_worker(handler)) for handler in prefill]
+        d = [await stack.enter_async_context(start_worker(handler)) for handler in decode]
+        configs = tuple(PrefillConfig(w.url, 8998) for w in p)
+        router = start_router(prefill=configs, decode=tuple(w.url for w in d), **options)
+        url = await stack.enter_async_context(router)
+        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15))
+        yield Pools(p, d, url, await stack.enter_async_context(client))
+
+
+def delta(i: int) -> bytes:
+    """What a worker with a journal sends of its token number `i`."""
+    return b'data: {"i": %d}\n\n: {"index":0,"token_ids":[%d]}\n\n' % (i, i)
+
+
+def journals(
+    count: int,
+    *,
+    until: int | None = None,
+    then: bytes = b"",
+    hang: bool = False,
+    die: bool = True,
+    go_on: asyncio.Event | None = None,
+) -> Handler:
+    """A stream of `count` deltas with a journal, less those that the request says were told.
+
+    `until`: before this delta it sends `then`, and breaks off (`die`), hangs, or waits for `go_on`.
+    """
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-splitserve-journal": "1"})
+        await response.prepare(request)
+        for i in range(len(body["dispatch"]["told"]), count + 1):
+            if i == until:
+                await response.write(then)
+                if go_on is not None:
+                    await go_on.wait()
+                elif hang:
+                    await asyncio.Event().wait()
+                elif die:
+                    assert request.transport is not None
+                    request.transport.close()
+                    return response
+                else:
+                    return response
+            if i < count:
+                await response.write(delta(i))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return handler
 
 
 def answers(body: Any, status: int = 200) -> Handler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -12,14 +13,20 @@ from hypothesis import strategies as st
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.router.args import LBArgs
-from splitserve.router.balancer import wish_of
-from splitserve.router.policies import ANY, POLICIES, LeastLoad, SessionAffinity, Wish, create_policy
+from splitserve.router.policies import ANY, POLICIES, LeastLoad, SessionAffinity, Wish, create_policy, wish_of
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.worker import Worker
 
 
-def workers(*loads: int) -> list[Worker]:
-    return [Worker(f"http://w{i}:1", DisaggregationMode.DECODE, num_running=load) for i, load in enumerate(loads)]
+@dataclass(eq=False)
+class Loaded:
+    """A worker, as far as a policy looks at it."""
+
+    url: str
+    num_running: int
+
+
+def workers(*loads: int) -> list[Loaded]:
+    return [Loaded(f"http://w{i}:1", load) for i, load in enumerate(loads)]
 
 
 loads = st.lists(st.integers(0, 50), min_size=1, max_size=9)

@@ -13,7 +13,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
-from splitserve.testing.router_world import answers, start_router, start_worker
+from splitserve.testing.router_world import answers, journals, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 
@@ -84,18 +84,21 @@ async def test_registering_at_a_router_that_is_not_there_says_so() -> None:
         await register_disaggregation_server(DECODE, 1, None, "http://127.0.0.1:9")
 
 
-async def test_a_router_before_colocated_workers_forwards_the_very_bytes() -> None:
-    seen: list[bytes] = []
+async def test_a_router_before_colocated_workers_adds_what_a_second_try_needs_and_keeps_the_rest() -> None:
+    seen: list[dict[str, Any]] = []
 
-    async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        seen.append(await request.read())
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        seen.append(body)
         return web.json_response({"text": "b"})
 
     raw = b'{ "text" :"a","x":1e3 }'
     async with start_worker(handler) as worker, start_router(workers=(worker.url,)) as router:
         async with aiohttp.ClientSession() as client, client.post(router + "/generate", data=raw) as response:
             assert await response.json() == {"text": "b"}
-        assert seen == [raw]
+        (body,) = seen
+        assert (body["text"], body["x"]) == ("a", 1e3)
+        assert isinstance(body["sampling_params"]["seed"], int)
+        assert body.keys() - {"text", "x"} == {"rid", "sampling_params", "dispatch"}
 
 
 async def test_health_needs_no_worker_and_health_generate_asks_them_all() -> None:
@@ -176,3 +179,42 @@ async def test_unknown_routes_are_404_as_json() -> None:
         status, body = await get(router + "/nowhere")
         assert status == 404
         assert json.dumps(body)
+
+
+async def test_an_operator_adds_drains_resumes_and_removes_workers() -> None:
+    async with (
+        start_router(health_interval=60) as router,
+        start_worker(answers({})) as p,
+        start_worker(answers({"text": "b"})) as d,
+    ):
+        await post(router + "/workers", {"mode": "prefill", "registry_url": p.url, "bootstrap_port": 8998})
+        assert (await post(router + "/workers", {"mode": "decode", "registry_url": d.url}))[0] == 200
+        assert (await post(router + "/generate", {"text": "a"}))[0] == 200
+        status, drained = await post(router + "/workers/drain", {"url": d.url})
+        assert (status, drained["draining"], drained["num_running"]) == (200, True, 0)
+        # Announcing itself does not end it.
+        await register_disaggregation_server(DECODE, port_of(d.url), None, router)
+        status, body = await post(router + "/generate", {"text": "a"})
+        assert (status, "none of the 1 decode" in body["error"]["message"]) == (503, True)
+        assert (await post(router + "/workers/resume", {"url": d.url}))[1]["draining"] is False
+        assert (await post(router + "/generate", {"text": "a"}))[0] == 200
+        async with aiohttp.ClientSession() as client:
+            async with client.delete(router + "/workers", params={"url": d.url}) as response:
+                assert response.status == 200
+            async with client.delete(router + "/workers", params={"url": d.url}) as response:
+                assert response.status == 404
+        assert [w["url"] for w in (await get(router + "/workers"))[1]["workers"]] == [p.url]
+
+
+async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_can_go_nowhere() -> None:
+    decodes = [journals(5, until=2, hang=True), journals(5)]
+    async with serve_pools([answers({})], decodes) as pools:
+        first, second = (d.url for d in pools.decode)
+        async with pools.client.post(pools.router + "/generate", json={"text": "a", "stream": True}) as response:
+            got = await response.content.readuntil(b'{"i": 1}\n\n')
+            status, _ = await post(pools.router + "/workers/drain", {"url": first, "migrate": True})
+            assert status == 200
+            got += await response.read()
+        assert got == b"".join(b'data: {"i": %d}\n\n' % i for i in range(5)) + b"data: [DONE]\n\n"
+        status, body = await post(pools.router + "/workers/drain", {"url": second, "migrate": True})
+        assert (status, "no other decode worker" in body["error"]["message"]) == (503, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -71,6 +72,76 @@ def write_tokenizer_folder(folder: Path, *, chat_template: bool = True) -> Path:
     return folder
 
 
+def request_of(message: GenerateRequest) -> Request:
+    return Request(
+        message.rid,
+        message.prompt_ids,
+        message.params,
+        eos_token_ids=frozenset([257]),
+        output_ids=list(message.output_ids),
+        num_given_tokens=len(message.output_ids),
+    )
+
+
+def echo(message: GenerateRequest, request: Request) -> TokenOutput:
+    """The next token of the request's echo."""
+    is_first = len(request.output_ids) == request.num_given_tokens
+    token_id = request.prompt_ids[len(request.output_ids) % len(request.prompt_ids)]
+    request.append(token_id, None)
+    start = message.logprob_start
+    scored = None if start is None else [TokenLogprob(t, -0.25) for t in request.prompt_ids[max(start, 1) :]]
+    # No two tokens have the same.
+    logprob = -0.5 - len(request.output_ids)
+    top = tuple((i, logprob - i) for i in range(message.num_top_logprobs))
+    return TokenOutput(
+        rid=request.rid,
+        token_ids=[token_id],
+        logprobs=[TokenLogprob(token_id, logprob, top)] if message.return_logprob else [],
+        input_logprobs=scored if is_first else None,
+        num_cached_tokens=3 + request.num_given_tokens,
+        finish=request.finish,
+    )
+
+
+class SteppedScheduler:
+    """A SchedulerPort that echoes in this process: one token of one sample at a time, nothing is ever merged."""
+
+    failure = None
+    info = READY
+
+    def __init__(self) -> None:
+        self.received: list[GenerateRequest] = []
+
+    def submit(self, *requests: GenerateRequest, dp_rank: int | None = None) -> SteppedStream:
+        self.received += requests
+        return SteppedStream(requests)
+
+
+class SteppedStream:
+    def __init__(self, messages: Sequence[GenerateRequest]) -> None:
+        self._open = {m.rid: (m, request_of(m)) for m in messages}
+
+    def __aiter__(self) -> SteppedStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        if not self._open:
+            raise StopAsyncIteration
+        # In turn, also where some are ahead already.
+        rid = min(self._open, key=lambda rid: (len(self._open[rid][1].output_ids), rid))
+        message, request = self._open.pop(rid)
+        output = echo(message, request)
+        if output.finish is None:
+            self._open[rid] = message, request
+        return output
+
+    def drop(self, rid: str) -> None:
+        self._open.pop(rid, None)
+
+    def close(self) -> None:
+        self._open.clear()
+
+
 class EchoScheduler:
     """Answers token i of the output with token i (mod its length) of the prompt, one token of each request a step.
 
@@ -136,9 +207,7 @@ class EchoScheduler:
             case GenerateRequest() as message:
                 self.received.append(message)
                 self._messages[message.rid] = message
-                self._running[message.rid] = Request(
-                    message.rid, message.prompt_ids, message.params, eos_token_ids=frozenset([257])
-                )
+                self._running[message.rid] = request_of(message)
             case AbortRequest() as abort:
                 self._running.pop(abort.rid, None)
                 if not abort.quiet:
@@ -176,7 +245,7 @@ class EchoScheduler:
         if self.fail_with is not None and len(request.output_ids) >= self.fail_after:
             del self._running[request.rid]
             return TokenOutput(rid=request.rid, finish=self.fail_with)
-        is_first = not request.output_ids
+        is_first = len(request.output_ids) == request.num_given_tokens
         token_id = request.prompt_ids[len(request.output_ids) % len(request.prompt_ids)]
         request.append(token_id, None)
         if self.ends_after_one:

@@ -39,7 +39,7 @@ class ColocatedRole:
             take_result(request, step, outcome)
             if outcome.token_id is None:
                 continue
-            if len(request.output_ids) == 1:
+            if "decoding" not in request.timeline.entered:
                 request.timeline.enter("decoding", self._clock.now())
                 self._cache.share(request)
             if request.is_finished:

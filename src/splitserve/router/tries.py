@@ -1,0 +1,192 @@
+"""One client request from its arrival to its last byte, over as many workers as it takes.
+
+1. It gets what stays the same in every try: an id, seeds, the time it came.
+2. A pair (or a colocated worker) is chosen and serves it.
+3. A side that fails is blamed, and another is chosen. Before the first byte the whole request is sent again; after it
+   the next workers get the journal of the stream and go on behind the last delta that the client was told.
+4. There is an end to that: a request at fault, a stream without a journal, `max_retries` tries without a token, the
+   request's deadline, nobody left. Then the cause is raised, with what was tried.
+
+It does not know what a prompt or a token is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
+from splitserve.router.client_stream import ClientStream
+from splitserve.router.exchange import Call, PairExchange, forward_single
+from splitserve.router.failure import Cause, Headers, UpstreamError
+from splitserve.router.journal import Journal
+from splitserve.router.logprobs import wants_merge
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.pairing import Body, with_identity, with_rooms
+from splitserve.router.policies import wish_of
+from splitserve.router.registry import Avoid, WorkerRegistry
+from splitserve.router.upstream import Upstream
+from splitserve.router.worker import Pair, Worker
+
+logger = logging.getLogger(__name__)
+
+# Codes of errors that are the reporting side's own. Others may quote the partner, or are nobody's fault (503).
+_OWN_FAULTS = ("engine_error", "internal_error")
+_TIMEOUT_HEADER = "x-request-timeout"
+
+
+class Tries:
+    """`timeout`: seconds from now for all of them. `max_retries`: see above."""
+
+    def __init__(
+        self,
+        path: str,
+        body: Body,
+        headers: Headers,
+        client: ClientStream,
+        *,
+        upstream: Upstream,
+        registry: WorkerRegistry,
+        metrics: RouterMetrics,
+        timeout: float,
+        max_retries: int,
+    ) -> None:
+        self._path = path
+        self._body = with_identity(path, body)
+        self._headers = headers
+        self._client = client
+        self._upstream = upstream
+        self._registry = registry
+        self._metrics = metrics
+        self._max_retries = max_retries
+        self._arrived = time.monotonic()
+        self._created = int(time.time())
+        # What the client itself wants to wait, seconds.
+        self._patience = _patience(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
+        self._timeout = timeout
+        self._journal = Journal()
+        self._wish = wish_of(body, headers)
+        self._avoid = Avoid()
+        self._num_tries = 0
+        # Since the last token: tries that failed, and the journal's length at that time.
+        self._num_failures = 0
+        self._num_told = 0
+
+    async def run(self) -> None:
+        """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
+        target = self._registry.select(self._wish)
+        while True:
+            try:
+                await self._serve(target)
+            except UpstreamError as error:
+                if self._journal.is_done:
+                    await self._client.end()
+                    return
+                target = self._next_target(error, target)
+            else:
+                for worker in _workers(target):
+                    worker.forgive()
+                return
+
+    async def _serve(self, target: Pair | Worker) -> None:
+        body = self._body | {"dispatch": self._dispatch()}
+        if self._num_tries and self._patience is not None:
+            body["timeout"] = self._patience - self._elapsed()
+        self._num_tries += 1
+        seconds = self._timeout - self._elapsed()
+        if isinstance(target, Worker):
+            call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self._journal)
+            await forward_single(self._upstream, target, call, self._client)
+            return
+        paired = with_rooms(self._path, body, target.prefill.host, target.prefill.bootstrap_port)
+        merges = wants_merge(self._path, body)
+        call = Call(self._path, msgspec.json.encode(paired), self._headers, seconds, self._journal, merges)
+        await PairExchange(self._upstream, target, call, self._client).run()
+
+    def _dispatch(self) -> dict[str, Any]:
+        """What the workers are told of this try; `server/dispatch.py` reads it."""
+        return {
+            "attempt": self._num_tries,
+            "created": self._created,
+            "elapsed": self._elapsed(),
+            "journal": self._body.get("stream") is True,
+            "told": [msgspec.Raw(line) for line in self._journal.lines],
+        }
+
+    def _next_target(self, error: UpstreamError, failed: Pair | Worker) -> Pair | Worker:
+        """Who goes on after `error`. Raises it, explained, if nobody does."""
+        if self._num_told < len(self._journal.lines):
+            # There was progress: what is past is past.
+            self._num_told, self._num_failures, self._avoid = len(self._journal.lines), 0, Avoid()
+        self._num_failures += 1
+        self._blame(error, failed)
+        if error.cause in (Cause.REQUEST, Cause.ABORTED) or _is_timeout(error):
+            raise error
+        if self._client.started and not self._journal.lines:
+            raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
+        limit = self._timeout if self._patience is None else min(self._timeout, self._patience)
+        if self._elapsed() >= limit:
+            raise self._explained(error, f"its {limit:g} s are over: give it a longer timeout")
+        if self._num_failures > self._max_retries:
+            outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
+            raise self._explained(error, outcome)
+        try:
+            target = self._registry.select(self._wish, self._avoid)
+        except WorkerUnavailableError as nobody:
+            raise self._explained(error, f"it cannot go on elsewhere, for {nobody.message}") from None
+        if self._avoid.suspects.issuperset(_workers(target)):
+            # Nothing would be different, and a full worker is not to be asked again and again.
+            raise self._explained(error, "all others have been tried: try again in a moment")
+        kind = "migration" if self._journal.lines else "retry"
+        self._metrics.retries.labels(kind, error.side).inc()
+        urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
+        logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, error.body[:500])
+        return target
+
+    def _blame(self, error: UpstreamError, target: Pair | Worker) -> None:
+        """Who is at fault loses trust, and the request does not go there again."""
+        if error.cause in (Cause.REQUEST, Cause.ABORTED):
+            return
+        is_lost, is_partners = error.cause is Cause.LOST, error.code == "peer_lost"
+        if isinstance(target, Worker):
+            at_fault = target
+        else:
+            at_fault = target.prefill if (error.side == "prefill") is not is_partners else target.decode
+        if is_lost or is_partners:
+            self._avoid.failed.add(at_fault)
+        else:
+            self._avoid.suspects.update(_workers(target))
+        if is_lost or is_partners or error.code in _OWN_FAULTS:
+            self._registry.add_fault(at_fault)
+
+    def _explained(self, error: UpstreamError, outcome: str) -> UpstreamError:
+        # A worker's own report names request and stage.
+        if error.cause is not Cause.LOST:
+            return error
+        stage = "streaming" if self._client.started else "dispatch"
+        return error.explained(f"request {self._body['rid']} (stage: {stage}, try {self._num_tries})", outcome)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._arrived
+
+
+def _workers(target: Pair | Worker) -> tuple[Worker, ...]:
+    return (target,) if isinstance(target, Worker) else (target.prefill, target.decode)
+
+
+def _is_timeout(error: UpstreamError) -> bool:
+    """A worker reports that the request has had its time. (One that is silent is lost.)"""
+    return error.cause is Cause.WORKER and error.code == DeadlineExceededError.reason
+
+
+def _patience(field: object, header: str | None) -> float | None:
+    """Seconds; None: unsaid, or said wrongly, which the workers refuse."""
+    try:
+        seconds = float(field if isinstance(field, int | float) else header or "nan")
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) else None
