@@ -104,6 +104,6 @@ def mix64(a: int, b: int) -> int:
     return z ^ (z >> 31)
 
 
-def uniform_at(seed: int, position: int) -> float:
-    """The uniform variate in [0, 1) that decides the token at absolute position `position` of a sequence."""
-    return (mix64(seed, position) >> 11) * 2.0**-53
+def uniform_at(seed: int, position: int, choice: int = 0) -> float:
+    """The uniform variate in [0, 1) of one of the choices that lead to the token at absolute position `position`."""
+    return (mix64(mix64(seed, position), choice) >> 11) * 2.0**-53

@@ -5,13 +5,13 @@
 3. The others become probabilities at their temperature, in float64.
 4. top-k, top-p and min-p are each a least probability, all measured on that same distribution; the highest counts.
    Tokens of equal probability are kept or dropped together, so nothing depends on how a sort breaks ties.
-5. The cumulative sum in token-id order is inverted at the uniform variate of (seed, position).
+5. The token is found in a tree over the vocabulary (tree.py), with uniform variates of (seed, position).
 
 All of it runs on the logits' device. The host waits for it once, for the tokens; and once more where a row has top-p,
 to see whether its best tokens hold enough mass.
 
-So a draw depends on seed, position and distribution alone, never on the rest of the batch, and noise of 1e-6 in the
-logits changes it about once in a million draws.
+So a draw depends on seed, position and distribution alone, never on the rest of the batch. Float noise, which does
+depend on it, changes a draw about as rarely as it is small.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import SampleSpec
-from splitserve.core.sampling import SamplingParams, uniform_at
+from splitserve.core.sampling import SamplingParams
 from splitserve.engine.bitmask import Bitmask, forbid
 from splitserve.engine.logits import adjust
+from splitserve.engine.tree import descend
 from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError
 
@@ -66,12 +67,7 @@ def _draw_random(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Ten
     least = _least_probability(probs, params)
     if least is not None:
         probs = probs.masked_fill(probs < least, 0.0)
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:]
-    target = _column([uniform_at(spec.params.seed, spec.position) for spec in specs], logits.device) * total
-    # Rounding must not carry the target up to the total, where no token is left.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return descend(probs, [(spec.params.seed, spec.position) for spec in specs])
 
 
 def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from splitserve.core.sampling import SamplingParams, uniform_at
 from splitserve.engine import sampler
 from splitserve.engine.logprobs import score
 from splitserve.engine.sampler import draw
+from splitserve.engine.tree import WIDTH, descend, variates_of
 from splitserve.errors import EngineError
 
 VOCAB = 40
@@ -81,8 +82,20 @@ def draw_by_hand(logits: np.ndarray, spec: SampleSpec) -> set[int]:
     if spec.params.is_greedy:
         return set(np.flatnonzero(row >= row.max() - 1e-5).tolist())
     kept = kept_by_hand(row, spec.params)
-    cumulative = np.cumsum(kept) / kept.sum()
-    u = uniform_at(spec.params.seed, spec.position)
+    num_levels = 2  # Of a tree over VOCAB tokens.
+    nodes = {0}
+    for level in range(num_levels):
+        size, u = WIDTH ** (num_levels - 1 - level), uniform_at(spec.params.seed, spec.position, level)
+        nodes = {node * WIDTH + child for node in nodes for child in _children(kept, node * WIDTH * size, size, u)}
+    return nodes
+
+
+def _children(kept: np.ndarray, first: int, size: int, u: float) -> set[int]:
+    """Where `u` falls among the masses of a node's children, of `size` tokens each; several within float noise."""
+    masses = [kept[first + i * size : first + (i + 1) * size].sum() for i in range(WIDTH)]
+    if sum(masses) == 0.0:
+        return set()
+    cumulative = np.cumsum(masses) / sum(masses)
     return {int(np.searchsorted(cumulative, min(max(x, 0.0), 1 - 1e-9), side="right")) for x in (u - 1e-6, u, u + 1e-6)}
 
 
@@ -124,8 +137,9 @@ def test_draws_follow_the_distribution() -> None:
     assert np.bincount(drawn, minlength=4) / 4000 == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
 
 
-def test_noise_of_a_millionth_changes_no_draw() -> None:
-    logits = random_logits(500, 3)
+def test_noise_of_a_millionth_changes_no_draw_of_a_large_vocabulary() -> None:
+    # Of these draws most fall on tokens less likely than 1e-4.
+    logits = random_logits(500, 3, vocab=30_000)
     specs = [spec_of(position=i, seed=1, temperature=0.8) for i in range(500)]
     noise = 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
     assert draw(logits, specs, EOS) == draw(logits + noise, specs, EOS)
@@ -175,3 +189,26 @@ def test_a_scored_row_that_is_not_numbers_is_an_error() -> None:
     with pytest.raises(EngineError, match="not numbers"):
         score(logits, [1, 1], [0, 0])
     assert len(score(logits[:1], [1], [0])) == 1
+
+
+@given(counters=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=5))
+def test_variates_of_a_batch_are_those_of_its_rows(counters: list[tuple[int, int]]) -> None:
+    by_hand = [[uniform_at(seed, position, choice) for choice in range(4)] for seed, position in counters]
+    assert variates_of(counters, 4).tolist() == by_hand
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 16, 17, 255, 256, 257, 5000])
+def test_draws_from_a_tree_of_any_size_follow_the_distribution(vocab: int) -> None:
+    weights = torch.arange(1, vocab + 1, dtype=torch.float64) ** 2
+    drawn = descend(weights.expand(6000, vocab), [(11, i) for i in range(6000)])
+    assert 0 <= drawn.min() <= drawn.max() < vocab
+    # In tenths of the ids, as the vocabulary may be larger than the sample.
+    tenths = torch.arange(vocab) * 10 // vocab
+    expected = torch.zeros(10, dtype=torch.float64).index_add_(0, tenths, weights / weights.sum())
+    assert torch.bincount(tenths[drawn], minlength=10).double() / 6000 == pytest.approx(expected, abs=0.03)
+
+
+def test_a_token_without_mass_is_never_drawn() -> None:
+    weights = torch.zeros(2000, 300, dtype=torch.float64)
+    weights[:, [5, 31, 299]] = torch.tensor([1e-300, 1.0, 1e-3], dtype=torch.float64)
+    assert set(descend(weights, [(i, 0) for i in range(2000)]).tolist()) == {31, 299}
