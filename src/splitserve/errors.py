@@ -4,6 +4,8 @@ SplitserveError
 ├── InvalidRequestError          400  the request itself is at fault
 │   ├── PromptTooLongError       400
 │   └── MissingBootstrapError    400  a PD worker got a request without a bootstrap room
+├── InvalidKeyError              401  no API key, or one that nobody has
+├── ForbiddenError               403  the key is good, but not for this
 ├── UnknownModelError            404
 ├── UnknownWorkerError           404  the router knows no such worker
 ├── DuplicateRoomError           409  the same (room, sample) is already being served
@@ -54,6 +56,16 @@ class PromptTooLongError(InvalidRequestError):
 
 class MissingBootstrapError(InvalidRequestError):
     reason = "missing_bootstrap_room"
+
+
+class InvalidKeyError(InvalidRequestError):
+    http_status = 401
+    reason = "invalid_api_key"
+
+
+class ForbiddenError(InvalidRequestError):
+    http_status = 403
+    reason = "forbidden"
 
 
 class UnknownModelError(InvalidRequestError):

@@ -16,6 +16,7 @@ import typer
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.options import (
+    ApiKeysOption,
     DeviceOption,
     DpSizeOption,
     DtypeOption,
@@ -25,6 +26,7 @@ from splitserve.cli.options import (
     KernelsOption,
     LogLevelOption,
     ModelArgument,
+    OperatorKeysOption,
     ParentOption,
     QuantizationOption,
     ReadyFileOption,
@@ -137,6 +139,8 @@ def router(
     max_retries: Annotated[int, typer.Option(help="Other workers a request may go to without a new token.")] = 3,
     drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
     log_level: LogLevelOption = "info",
+    api_key_file: ApiKeysOption = None,
+    operator_key_file: OperatorKeysOption = None,
     ready_file: ReadyFileOption = None,
     exit_with_parent: ParentOption = False,
     fd: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -161,6 +165,8 @@ def router(
         max_retries=max_retries,
         drain_timeout=drain_timeout,
         log_level=log_level,
+        api_key_file=api_key_file,
+        operator_key_file=operator_key_file,
     )
     raise typer.Exit(run_router(args, ready_file=ready_file, fd=fd, exit_with_parent=exit_with_parent))
 

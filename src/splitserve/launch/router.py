@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
+from starlette.types import ASGIApp
 
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle, end_server
@@ -33,13 +34,16 @@ def run_router(
 ) -> int:
     """As `run`. `fd`: a listening socket the starter hands down, instead of `args.host` and `args.port`."""
     setup_logger(args.log_level)
+    app = build_router_app(args)
     sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
-    return uvloop.run(_serve(args, sock, ready_file, exit_with_parent))
+    return uvloop.run(_serve(app, args, sock, ready_file, exit_with_parent))
 
 
-async def _serve(args: LBArgs, sock: socket.socket, ready_file: Path | None, exit_with_parent: bool) -> int:
+async def _serve(
+    app: ASGIApp, args: LBArgs, sock: socket.socket, ready_file: Path | None, exit_with_parent: bool
+) -> int:
     lifecycle = Lifecycle()
-    server = HttpServer(build_router_app(args), sock)
+    server = HttpServer(app, sock)
     with lifecycle.watch(exit_with_parent=exit_with_parent):
         port = port_of(sock)
         await server.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
@@ -61,6 +62,9 @@ class LBArgs:
     # At shutdown, seconds that running requests get to finish.
     drain_timeout: float = 30.0
     log_level: str = "info"
+    # Files with the keys of clients, and of operators and workers; None: see `key_guard.py`.
+    api_key_file: Path | None = None
+    operator_key_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("policy", "prefill_policy", "decode_policy"):
@@ -71,6 +75,10 @@ class LBArgs:
         for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
+
+    @property
+    def has_keys(self) -> bool:
+        return self.api_key_file is not None or self.operator_key_file is not None
 
     def policy_of(self, mode: DisaggregationMode) -> str:
         own = {DisaggregationMode.PREFILL: self.prefill_policy, DisaggregationMode.DECODE: self.decode_policy}
@@ -93,6 +101,8 @@ class LBArgs:
         parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
         parser.add_argument("--max-retries", type=int, default=defaults.max_retries)
         parser.add_argument("--log-level", default=defaults.log_level)
+        parser.add_argument("--api-key-file", type=Path, metavar="FILE")
+        parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
@@ -111,6 +121,8 @@ class LBArgs:
             hang_timeout=args.hang_timeout,
             max_retries=args.max_retries,
             log_level=args.log_level,
+            api_key_file=args.api_key_file,
+            operator_key_file=args.operator_key_file,
         )
 
 

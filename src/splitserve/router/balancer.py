@@ -13,7 +13,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames
+from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
@@ -79,8 +79,7 @@ class MiniLoadBalancer:
         except UpstreamError as error:
             await self._fail(path, client, error.side, error.status, error.body, error.headers)
         except SplitserveError as error:
-            retry = {"retry-after": "1"} if error.http_status == 503 else {}
-            await self._fail(path, client, "router", error.http_status, body_of(error), retry)
+            await self._fail(path, client, "router", error.http_status, body_of(error), headers_of(error))
         finally:
             self.metrics.running.dec()
             self.metrics.duration.labels(path).observe(time.monotonic() - started)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from splitserve.clock import ManualClock
@@ -137,11 +139,17 @@ def test_options_read_by_argparse_equal_those_of_the_dataclass() -> None:
         "http://d:1",
         "--policy",
         "random",
+        "--api-key-file",
+        "keys",
+        "--operator-key-file",
+        "others",
     ]
     assert LBArgs.from_cli_args(parser.parse_args(argv)) == LBArgs(
         policy="random",
         prefill=(PrefillConfig("http://p:1", 8998), PrefillConfig("http://q:1")),
         decode=("http://d:1",),
+        api_key_file=Path("keys"),
+        operator_key_file=Path("others"),
     )
     assert LBArgs.from_cli_args(parser.parse_args([])) == LBArgs()
 
