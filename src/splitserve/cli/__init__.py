@@ -139,6 +139,9 @@ def router(
     max_retries: Annotated[int, typer.Option(help="Other workers a request may go to without a new token.")] = 3,
     drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
     log_level: LogLevelOption = "info",
+    disable_access_log: Annotated[
+        bool, typer.Option("--disable-access-log", help="Write no line for each request.")
+    ] = False,
     api_key_file: ApiKeysOption = None,
     operator_key_file: OperatorKeysOption = None,
     ready_file: ReadyFileOption = None,
@@ -165,6 +168,7 @@ def router(
         max_retries=max_retries,
         drain_timeout=drain_timeout,
         log_level=log_level,
+        access_log=not disable_access_log,
         api_key_file=api_key_file,
         operator_key_file=operator_key_file,
     )

@@ -20,7 +20,7 @@ from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
 from splitserve.router.client_stream import ExchangeResponse
 from splitserve.router.failure import UpstreamError, body_of, headers_of
-from splitserve.router.key_guard import KeyGuard
+from splitserve.router.key_guard import KeyGuard, caller_of
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
 from splitserve.router.upstream import REQUEST_HEADERS
 from splitserve.router.worker import Worker
@@ -84,14 +84,14 @@ def _generate_route(balancer: MiniLoadBalancer) -> Any:
 
     async def generate(request: Request) -> Response:
         raw = await request.body()
-        path = request.url.path
+        path, caller = request.url.path, caller_of(request)
         headers = {name: request.headers[name] for name in passed if name in request.headers}
 
         def on_disconnect() -> None:
             logger.info("client left route=%s", path)
             balancer.metrics.disconnects.inc()
 
-        return ExchangeResponse(lambda client: balancer.generate(path, raw, headers, client), on_disconnect)
+        return ExchangeResponse(lambda client: balancer.generate(path, raw, headers, client, caller), on_disconnect)
 
     return generate
 

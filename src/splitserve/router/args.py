@@ -62,6 +62,8 @@ class LBArgs:
     # At shutdown, seconds that running requests get to finish.
     drain_timeout: float = 30.0
     log_level: str = "info"
+    # One line a request.
+    access_log: bool = True
     # Files with the keys of clients, and of operators and workers; None: see `key_guard.py`.
     api_key_file: Path | None = None
     operator_key_file: Path | None = None
@@ -101,6 +103,7 @@ class LBArgs:
         parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
         parser.add_argument("--max-retries", type=int, default=defaults.max_retries)
         parser.add_argument("--log-level", default=defaults.log_level)
+        parser.add_argument("--disable-access-log", action="store_true")
         parser.add_argument("--api-key-file", type=Path, metavar="FILE")
         parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
 
@@ -121,6 +124,7 @@ class LBArgs:
             hang_timeout=args.hang_timeout,
             max_retries=args.max_retries,
             log_level=args.log_level,
+            access_log=not args.disable_access_log,
             api_key_file=args.api_key_file,
             operator_key_file=args.operator_key_file,
         )

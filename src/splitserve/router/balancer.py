@@ -11,6 +11,7 @@ import msgspec
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.router.access_log import Visit
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of
@@ -68,25 +69,32 @@ class MiniLoadBalancer:
             raise RuntimeError("the balancer is not open")
         return self._upstream
 
-    async def generate(self, path: str, raw: bytes, headers: Headers, client: ClientStream) -> None:
+    async def generate(
+        self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
+    ) -> None:
         """Serve one request to its last byte, streamed or not. Errors go to the client; nothing is raised for them."""
-        started = time.monotonic()
+        visit = Visit(path, caller)
         self.metrics.requests.labels(path).inc()
         self.metrics.running.inc()
         try:
             body = parse_body(raw)
-            await self._dispatch(path, body, headers, client)
+            await self._dispatch(visit, body, headers, client)
         except UpstreamError as error:
-            await self._fail(path, client, error.side, error.status, error.body, error.headers)
+            await self._fail(visit, client, error.side, error.status, error.body, error.headers)
         except SplitserveError as error:
-            await self._fail(path, client, "router", error.http_status, body_of(error), headers_of(error))
+            await self._fail(visit, client, "router", error.http_status, body_of(error), headers_of(error))
+        except asyncio.CancelledError:
+            visit.fail("client", 499)
+            raise
         finally:
             self.metrics.running.dec()
-            self.metrics.duration.labels(path).observe(time.monotonic() - started)
+            self.metrics.duration.labels(path).observe(time.monotonic() - visit.arrived)
+            if self.args.access_log:
+                visit.log(client)
 
-    async def _dispatch(self, path: str, body: Body, headers: Headers, client: ClientStream) -> None:
-        tries = Tries(
-            path,
+    async def _dispatch(self, visit: Visit, body: Body, headers: Headers, client: ClientStream) -> None:
+        tries = visit.tries = Tries(
+            visit.route,
             body,
             headers,
             client,
@@ -98,9 +106,12 @@ class MiniLoadBalancer:
         )
         await tries.run()
 
-    async def _fail(self, path: str, client: ClientStream, side: str, status: int, body: bytes, extra: Headers) -> None:
-        logger.warning("request failed route=%s side=%s status=%d error=%s", path, side, status, body[:500])
-        self.metrics.errors.labels(path, side, str(status)).inc()
+    async def _fail(
+        self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
+    ) -> None:
+        visit.fail(side, status)
+        logger.warning("request failed route=%s side=%s status=%d error=%s", visit.route, side, status, body[:500])
+        self.metrics.errors.labels(visit.route, side, str(status)).inc()
         if not client.started:
             await client.respond(status, body, extra)
         elif client.is_event_stream:

@@ -139,6 +139,7 @@ def test_options_read_by_argparse_equal_those_of_the_dataclass() -> None:
         "http://d:1",
         "--policy",
         "random",
+        "--disable-access-log",
         "--api-key-file",
         "keys",
         "--operator-key-file",
@@ -148,6 +149,7 @@ def test_options_read_by_argparse_equal_those_of_the_dataclass() -> None:
         policy="random",
         prefill=(PrefillConfig("http://p:1", 8998), PrefillConfig("http://q:1")),
         decode=("http://d:1",),
+        access_log=False,
         api_key_file=Path("keys"),
         operator_key_file=Path("others"),
     )
