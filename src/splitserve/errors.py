@@ -9,6 +9,7 @@ SplitserveError
 ├── UnknownModelError            404
 ├── UnknownWorkerError           404  the router knows no such worker
 ├── DuplicateRoomError           409  the same (room, sample) is already being served
+├── RateLimitError               429  the caller comes too often
 ├── RequestAbortedError          499  the client left, or somebody asked for the abort
 ├── CapacityError                503  a bounded queue or table is full: retry later
 ├── WorkerUnavailableError       503  no worker, or not ready yet
@@ -81,6 +82,18 @@ class UnknownWorkerError(InvalidRequestError):
 class DuplicateRoomError(InvalidRequestError):
     http_status = 409
     reason = "duplicate_room"
+
+
+class RateLimitError(SplitserveError):
+    """`retry_after`: seconds until the next request is let in."""
+
+    http_status = 429
+    reason = "rate_limit_exceeded"
+    openai_type = "requests"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestAbortedError(SplitserveError):

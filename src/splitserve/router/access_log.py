@@ -1,7 +1,7 @@
 """The access log: one line a request, when it has ended, with its timeline.
 
-    request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 output_tokens=64 router_s=0.0004
-    ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
+    request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 output_tokens=64 queued_s=0.0000
+    router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
 
 `-` is what did not come to be, or is not known. Tokens are what workers said, in passing: in a usage, in a journal.
 """
@@ -58,6 +58,7 @@ class Visit:
             "side": self.side,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
+            "queued_s": None if tries is None or tries.queued is None else f"{tries.queued:.4f}",
             "router_s": self._since_arrival(None if tries is None else tries.dispatched_at),
             "ttft_s": self._since_arrival(client.started_at),
             "duration_s": self._since_arrival(time.monotonic()),

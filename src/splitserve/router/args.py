@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -59,6 +60,12 @@ class LBArgs:
     # Other workers that a request may be given to, one after the other, where those it has fail; in a stream anew after
     # each token.
     max_retries: int = 3
+    # Requests at the workers at once, None: as many as come; and beyond them, waiting.
+    max_running_requests: int | None = None
+    max_queued_requests: int = 1024
+    # Requests a second of each key in the long run, and at once; None: any, and as many as come in a second.
+    rate_limit: float | None = None
+    rate_limit_burst: int | None = None
     # At shutdown, seconds that running requests get to finish.
     drain_timeout: float = 30.0
     log_level: str = "info"
@@ -74,9 +81,26 @@ class LBArgs:
                 raise ConfigError(f"--{name.replace('_', '-')} {value!r}: choose one of {', '.join(POLICIES)}")
         if self.max_retries < 0:
             raise ConfigError("--max-retries must be 0 or more")
+        if self.max_running_requests is not None and self.max_running_requests < 1:
+            raise ConfigError("--max-running-requests must be at least 1")
+        if self.max_queued_requests < 0:
+            raise ConfigError("--max-queued-requests must be 0 or more")
+        self._check_rate()
         for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
+
+    def _check_rate(self) -> None:
+        if self.rate_limit is not None and not 0 < self.rate_limit < math.inf:
+            raise ConfigError("--rate-limit must be above 0 requests a second")
+        if self.rate_limit is not None and self.api_key_file is None:
+            raise ConfigError("--rate-limit holds for each key: give --api-key-file, too")
+        if self.rate_limit_burst is not None and (self.rate_limit is None or self.rate_limit_burst < 1):
+            raise ConfigError("--rate-limit-burst must be at least 1, and needs --rate-limit")
+
+    @property
+    def burst(self) -> int:
+        return self.rate_limit_burst or math.ceil(self.rate_limit or 1)
 
     @property
     def has_keys(self) -> bool:
@@ -103,6 +127,10 @@ class LBArgs:
         parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
         parser.add_argument("--max-retries", type=int, default=defaults.max_retries)
         parser.add_argument("--log-level", default=defaults.log_level)
+        parser.add_argument("--max-running-requests", type=int)
+        parser.add_argument("--max-queued-requests", type=int, default=defaults.max_queued_requests)
+        parser.add_argument("--rate-limit", type=float)
+        parser.add_argument("--rate-limit-burst", type=int)
         parser.add_argument("--disable-access-log", action="store_true")
         parser.add_argument("--api-key-file", type=Path, metavar="FILE")
         parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
@@ -123,6 +151,10 @@ class LBArgs:
             health_interval=args.health_interval,
             hang_timeout=args.hang_timeout,
             max_retries=args.max_retries,
+            max_running_requests=args.max_running_requests,
+            max_queued_requests=args.max_queued_requests,
+            rate_limit=args.rate_limit,
+            rate_limit_burst=args.rate_limit_burst,
             log_level=args.log_level,
             access_log=not args.disable_access_log,
             api_key_file=args.api_key_file,

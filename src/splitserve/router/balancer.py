@@ -12,12 +12,14 @@ import msgspec
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError
 from splitserve.router.access_log import Visit
+from splitserve.router.admission import Admission
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
+from splitserve.router.rate_limit import RateLimit
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
@@ -33,6 +35,9 @@ class MiniLoadBalancer:
         self.args = args
         self.registry = WorkerRegistry(args)
         self.metrics = RouterMetrics()
+        self._admission = Admission(args.max_running_requests, args.max_queued_requests)
+        self.metrics.waiting.set_function(lambda: self._admission.num_queued)
+        self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
             self.add_prefill_server(config, is_static=True)
         for url in args.decode:
@@ -75,8 +80,9 @@ class MiniLoadBalancer:
         """Serve one request to its last byte, streamed or not. Errors go to the client; nothing is raised for them."""
         visit = Visit(path, caller)
         self.metrics.requests.labels(path).inc()
-        self.metrics.running.inc()
         try:
+            if self._rate_limit is not None and caller is not None:
+                self._rate_limit.take(caller)
             body = parse_body(raw)
             await self._dispatch(visit, body, headers, client)
         except UpstreamError as error:
@@ -87,7 +93,6 @@ class MiniLoadBalancer:
             visit.fail("client", 499)
             raise
         finally:
-            self.metrics.running.dec()
             self.metrics.duration.labels(path).observe(time.monotonic() - visit.arrived)
             if self.args.access_log:
                 visit.log(client)
@@ -104,7 +109,9 @@ class MiniLoadBalancer:
             timeout=self.args.timeout,
             max_retries=self.args.max_retries,
         )
-        await tries.run()
+        async with self._admission.place(tries.rid, tries.seconds_left) as tries.queued:
+            with self.metrics.running.track_inprogress():
+                await tries.run()
 
     async def _fail(
         self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers

@@ -8,11 +8,12 @@ better. Between equals the first one counts.
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import msgspec
 
-from splitserve.errors import InvalidKeyError, SplitserveError
+from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError
 
 Headers = dict[str, str]
 
@@ -95,6 +96,8 @@ def headers_of(error: SplitserveError) -> Headers:
     """What goes with the status: how to come in, or when to come again."""
     if isinstance(error, InvalidKeyError):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, RateLimitError):
+        return {"retry-after": str(math.ceil(error.retry_after))}
     return {"retry-after": "1"} if error.http_status == 503 else {}
 
 

@@ -75,6 +75,8 @@ class Tries:
         # Who serves it, or was the last to try; and since which clock time somebody does.
         self.workers: tuple[Worker, ...] = ()
         self.dispatched_at: float | None = None
+        # Seconds that it waited for its place, see `admission.py`; None: it has none.
+        self.queued: float | None = None
         # Since the last token: tries that failed, and the journal's length at that time.
         self._num_failures = 0
         self._num_told = 0
@@ -83,6 +85,14 @@ class Tries:
     def rid(self) -> object:
         """Its id: what the client says, whatever that is, or a new one."""
         return self._body["rid"]
+
+    @property
+    def seconds_left(self) -> float:
+        return self._limit - self._elapsed()
+
+    @property
+    def _limit(self) -> float:
+        return self._timeout if self._patience is None else min(self._timeout, self._patience)
 
     async def run(self) -> None:
         """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
@@ -102,7 +112,7 @@ class Tries:
 
     async def _serve(self, target: Pair | Worker) -> None:
         body = self._body | {"dispatch": self._dispatch()}
-        if self.num_tries and self._patience is not None:
+        if self._patience is not None and (self.num_tries or self.queued):
             body["timeout"] = self._patience - self._elapsed()
         self.num_tries += 1
         self.workers = _workers(target)
@@ -139,9 +149,8 @@ class Tries:
             raise error
         if self._client.started and not self.journal.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
-        limit = self._timeout if self._patience is None else min(self._timeout, self._patience)
-        if self._elapsed() >= limit:
-            raise self._explained(error, f"its {limit:g} s are over: give it a longer timeout")
+        if self.seconds_left <= 0:
+            raise self._explained(error, f"its {self._limit:g} s are over: give it a longer timeout")
         if self._num_failures > self._max_retries:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)

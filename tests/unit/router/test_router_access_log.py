@@ -67,8 +67,9 @@ async def test_a_line_names_the_request_its_workers_and_its_times(lines: Lines) 
     async with serve_pair(answers({}), answers({"usage": USAGE})) as pair:
         await pair.post("/v1/completions", {"prompt": "a", "rid": "r-1"})
         line = await lines.next()
-        times = [float(line.pop(name)) for name in ("router_s", "ttft_s", "duration_s")]
+        times = [float(line.pop(name)) for name in ("queued_s", "router_s", "ttft_s", "duration_s")]
         assert times == sorted(times)
+        assert times[0] == 0
         assert line == {
             "rid": "r-1",
             "route": "/v1/completions",
