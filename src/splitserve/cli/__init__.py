@@ -154,6 +154,11 @@ def router(
     ] = False,
     api_key_file: ApiKeysOption = None,
     operator_key_file: OperatorKeysOption = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="Web pages from there may ask, or *; repeatable.")
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve https.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate.")] = None,
     ready_file: ReadyFileOption = None,
     exit_with_parent: ParentOption = False,
     fd: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -185,6 +190,9 @@ def router(
         access_log=not disable_access_log,
         api_key_file=api_key_file,
         operator_key_file=operator_key_file,
+        cors_origins=tuple(cors_origin or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
     )
     raise typer.Exit(run_router(args, ready_file=ready_file, fd=fd, exit_with_parent=exit_with_parent))
 

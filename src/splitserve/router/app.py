@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
+from starlette.middleware.cors import CORSMiddleware
 
 from splitserve import __version__
 from splitserve.core.request import DisaggregationMode
@@ -70,6 +71,15 @@ def build_router_app(args: LBArgs) -> FastAPI:
             operators=_read_keys(args.operator_key_file, "--operator-key-file"),
             open_paths=OPEN_PATHS,
             client_paths=CLIENT_PATHS,
+        )
+    if args.cors_origins:
+        # Outside the guard: a browser asks before it shows a key, and its page may read why a key was refused.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
         )
     return app
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,6 +12,9 @@ from urllib.parse import urlsplit
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.router.policies import POLICIES
+
+# As browsers send it: no path, no capitals.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,11 @@ class LBArgs:
     # Files with the keys of clients, and of operators and workers; None: see `key_guard.py`.
     api_key_file: Path | None = None
     operator_key_file: Path | None = None
+    # Web pages of these origins may ask, e.g. https://chat.example.org; "*": any.
+    cors_origins: tuple[str, ...] = ()
+    # PEM files; None: no TLS.
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("policy", "prefill_policy", "decode_policy"):
@@ -86,6 +95,9 @@ class LBArgs:
         if self.max_queued_requests < 0:
             raise ConfigError("--max-queued-requests must be 0 or more")
         self._check_rate()
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--cors-origin {origin!r}: write SCHEME://HOST or SCHEME://HOST:PORT, or *")
         for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
@@ -134,6 +146,9 @@ class LBArgs:
         parser.add_argument("--disable-access-log", action="store_true")
         parser.add_argument("--api-key-file", type=Path, metavar="FILE")
         parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
+        parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
+        parser.add_argument("--ssl-certfile", type=Path, metavar="FILE")
+        parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
@@ -159,6 +174,9 @@ class LBArgs:
             access_log=not args.disable_access_log,
             api_key_file=args.api_key_file,
             operator_key_file=args.operator_key_file,
+            cors_origins=tuple(args.cors_origin),
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
         )
 
 
