@@ -64,6 +64,12 @@ def build_router_app(args: LBArgs) -> FastAPI:
         app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method])
     _add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
+    _add_doors(app, args)
+    return app
+
+
+def _add_doors(app: FastAPI, args: LBArgs) -> None:
+    """What a request passes before it reaches a route, innermost first."""
     if args.has_keys:
         app.add_middleware(
             KeyGuard,
@@ -81,7 +87,6 @@ def build_router_app(args: LBArgs) -> FastAPI:
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    return app
 
 
 def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
