@@ -188,6 +188,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     # Router to register with, e.g. http://127.0.0.1:8000; None: register nowhere.
     router_url: str | None = None
+    # File whose first key opens the router; None: it asks for none.
+    router_key_file: str | None = None
     log_level: str = "warning"
 
 

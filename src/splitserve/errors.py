@@ -4,9 +4,12 @@ SplitserveError
 ├── InvalidRequestError          400  the request itself is at fault
 │   ├── PromptTooLongError       400
 │   └── MissingBootstrapError    400  a PD worker got a request without a bootstrap room
+├── InvalidKeyError              401  no API key, or one that nobody has
+├── ForbiddenError               403  the key is good, but not for this
 ├── UnknownModelError            404
 ├── UnknownWorkerError           404  the router knows no such worker
 ├── DuplicateRoomError           409  the same (room, sample) is already being served
+├── RateLimitError               429  the caller comes too often
 ├── RequestAbortedError          499  the client left, or somebody asked for the abort
 ├── CapacityError                503  a bounded queue or table is full: retry later
 ├── WorkerUnavailableError       503  no worker, or not ready yet
@@ -56,6 +59,16 @@ class MissingBootstrapError(InvalidRequestError):
     reason = "missing_bootstrap_room"
 
 
+class InvalidKeyError(InvalidRequestError):
+    http_status = 401
+    reason = "invalid_api_key"
+
+
+class ForbiddenError(InvalidRequestError):
+    http_status = 403
+    reason = "forbidden"
+
+
 class UnknownModelError(InvalidRequestError):
     http_status = 404
     reason = "model_not_found"
@@ -69,6 +82,18 @@ class UnknownWorkerError(InvalidRequestError):
 class DuplicateRoomError(InvalidRequestError):
     http_status = 409
     reason = "duplicate_room"
+
+
+class RateLimitError(SplitserveError):
+    """`retry_after`: seconds until the next request is let in."""
+
+    http_status = 429
+    reason = "rate_limit_exceeded"
+    openai_type = "requests"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestAbortedError(SplitserveError):

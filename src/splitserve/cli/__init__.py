@@ -16,6 +16,7 @@ import typer
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.options import (
+    ApiKeysOption,
     DeviceOption,
     DpSizeOption,
     DtypeOption,
@@ -25,6 +26,7 @@ from splitserve.cli.options import (
     KernelsOption,
     LogLevelOption,
     ModelArgument,
+    OperatorKeysOption,
     ParentOption,
     QuantizationOption,
     ReadyFileOption,
@@ -137,6 +139,26 @@ def router(
     max_retries: Annotated[int, typer.Option(help="Other workers a request may go to without a new token.")] = 3,
     drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
     log_level: LogLevelOption = "info",
+    max_running_requests: Annotated[
+        int | None, typer.Option(help="Requests at the workers at once; default: as many as come.")
+    ] = None,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests waiting for a place, beyond that: 503.")] = 1024,
+    rate_limit: Annotated[
+        float | None, typer.Option(metavar="N", help="Requests a second of each key, beyond that: 429.")
+    ] = None,
+    rate_limit_burst: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests of each key at once; default: those of a second.")
+    ] = None,
+    disable_access_log: Annotated[
+        bool, typer.Option("--disable-access-log", help="Write no line for each request.")
+    ] = False,
+    api_key_file: ApiKeysOption = None,
+    operator_key_file: OperatorKeysOption = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="Web pages from there may ask, or *; repeatable.")
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve https.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate.")] = None,
     ready_file: ReadyFileOption = None,
     exit_with_parent: ParentOption = False,
     fd: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -161,6 +183,16 @@ def router(
         max_retries=max_retries,
         drain_timeout=drain_timeout,
         log_level=log_level,
+        max_running_requests=max_running_requests,
+        max_queued_requests=max_queued_requests,
+        rate_limit=rate_limit,
+        rate_limit_burst=rate_limit_burst,
+        access_log=not disable_access_log,
+        api_key_file=api_key_file,
+        operator_key_file=operator_key_file,
+        cors_origins=tuple(cors_origin or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
     )
     raise typer.Exit(run_router(args, ready_file=ready_file, fd=fd, exit_with_parent=exit_with_parent))
 

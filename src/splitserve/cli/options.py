@@ -40,6 +40,18 @@ TokenFileOption = Annotated[
         metavar="FILE", envvar="SPLITSERVE_CLUSTER_TOKEN_FILE", help="Its content lets prefill and decode workers join."
     ),
 ]
+ApiKeysOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Clients must show a key of it: one a line, then a name. docs/routing.md."),
+]
+OperatorKeysOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The same for who adds, drains and removes workers, and for workers themselves."),
+]
+RouterKeyOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Its first key is shown to the router, where that has --operator-key-file."),
+]
 KernelsOption = Annotated[
     str, typer.Option(help=f"{' or '.join(KERNELS)}: our own kernels where they are faster, or torch's everywhere.")
 ]

@@ -33,6 +33,7 @@ from splitserve.cli.options import (
     ReadyFileOption,
     RequestTimeoutOption,
     ReservedTokensOption,
+    RouterKeyOption,
     ThreadsOption,
     TokenFileOption,
 )
@@ -62,6 +63,7 @@ def serve(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 30000,
     router: Annotated[str | None, typer.Option(metavar="URL", help="Router to register with.")] = None,
+    router_key_file: RouterKeyOption = None,
     disaggregation_host: Annotated[
         str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
     ] = None,
@@ -205,6 +207,7 @@ def serve(
             port=port,
             served_model_name=served_model_name,
             router_url=None if router is None else parse_url(router),
+            router_key_file=None if router_key_file is None else str(router_key_file),
             log_level=log_level,
         ),
         kv_events=KVEventsConfig() if kv_events_config is None else KVEventsConfig.from_cli(kv_events_config),

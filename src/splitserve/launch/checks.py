@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, WorkerConfig
+from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ServerConfig, WorkerConfig
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
+from splitserve.router.api_keys import read_keys
 from splitserve.scheduler.ngram import MIN_MATCH
 from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
@@ -79,6 +81,14 @@ def check_worker(config: WorkerConfig) -> None:
         if not ok:
             raise ConfigError(f"{option} {rule}")
     check_config(config.kv_events, config.dp_size)
+    router_key(config.server)
+
+
+def router_key(server: ServerConfig) -> str | None:
+    """What a worker shows its router; None: nothing. Raises ConfigError."""
+    if server.router_key_file is None:
+        return None
+    return next(iter(read_keys(Path(server.router_key_file), "--router-key-file")))
 
 
 def named_values(words: Sequence[str], option: str) -> dict[str, str]:

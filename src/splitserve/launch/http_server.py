@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.tls import TlsFiles
 
 # uvicorn looks at its flags ten times a second.
 _ABORT_SECONDS = 1.0
@@ -51,9 +52,17 @@ def reachable_host(host: str) -> str:
 class HttpServer:
     """Serves one ASGI application on one socket. `start` it, then `stop` it; it owns the socket."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, tls: TlsFiles | None = None) -> None:
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=75, ws="none", backlog=2048
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_keep_alive=75,
+            ws="none",
+            backlog=2048,
+            ssl_certfile=None if tls is None else tls.certfile,
+            ssl_keyfile=None if tls is None else tls.keyfile,
         )
         self._server = _Server(config)
         self._socket = sock

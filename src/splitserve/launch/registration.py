@@ -23,13 +23,21 @@ class RouterRegistration:
     """`run` it as a task while the worker serves; `close` says goodbye."""
 
     def __init__(
-        self, router_url: str, mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None
+        self,
+        router_url: str,
+        mode: DisaggregationMode,
+        host: str,
+        port: int,
+        bootstrap_port: int | None,
+        *,
+        api_key: str | None = None,
     ) -> None:
         self._router_url = router_url
         self._mode = mode
         self._host = host
         self._port = port
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
+        self._api_key = api_key
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -45,7 +53,7 @@ class RouterRegistration:
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT):
                 await deregister_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host
+                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host, self._api_key
                 )
         except (WorkerUnavailableError, TimeoutError) as error:
             logger.info("could not deregister: %s", error or "no answer")
@@ -56,7 +64,7 @@ class RouterRegistration:
         while True:
             try:
                 await register_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host
+                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host, self._api_key
                 )
             except WorkerUnavailableError as error:
                 level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO

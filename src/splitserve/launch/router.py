@@ -14,6 +14,7 @@ from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_h
 from splitserve.launch.lifecycle import Lifecycle, end_server
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
+from splitserve.launch.tls import tls_files
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs, PrefillConfig
 
@@ -33,20 +34,22 @@ def run_router(
 ) -> int:
     """As `run`. `fd`: a listening socket the starter hands down, instead of `args.host` and `args.port`."""
     setup_logger(args.log_level)
+    app, tls = build_router_app(args), tls_files(args.ssl_certfile, args.ssl_keyfile)
     sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
-    return uvloop.run(_serve(args, sock, ready_file, exit_with_parent))
+    port, scheme = port_of(sock), "http" if tls is None else "https"
+    info = ReadyInfo(pid=os.getpid(), port=port, url=f"{scheme}://{reachable_host(args.host)}:{port}")
+    return uvloop.run(_serve(HttpServer(app, sock, tls), info, args, ready_file, exit_with_parent))
 
 
-async def _serve(args: LBArgs, sock: socket.socket, ready_file: Path | None, exit_with_parent: bool) -> int:
+async def _serve(
+    server: HttpServer, info: ReadyInfo, args: LBArgs, ready_file: Path | None, exit_with_parent: bool
+) -> int:
     lifecycle = Lifecycle()
-    server = HttpServer(build_router_app(args), sock)
     with lifecycle.watch(exit_with_parent=exit_with_parent):
-        port = port_of(sock)
         await server.start()
-        url = f"http://{reachable_host(args.host)}:{port}"
-        logger.info("router ready url=%s", url)
+        logger.info("router ready url=%s", info.url)
         if ready_file is not None:
-            write_ready_file(ready_file, ReadyInfo(pid=os.getpid(), port=port, url=url))
+            write_ready_file(ready_file, info)
         await lifecycle.draining.wait()
         await end_server(server, lifecycle, args.drain_timeout)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,8 +35,9 @@ class StreamedAnswer:
 
 
 def open_client(url: str, timeout: float = 600.0) -> OpenAI:
-    """`url`: of a router or worker, with or without /v1."""
-    return OpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key="none", timeout=timeout, max_retries=0)
+    """`url`: of a router or worker, with or without /v1. Where it asks for a key, the environment has it."""
+    key = os.environ.get("SPLITSERVE_API_KEY", "none")
+    return OpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key=key, timeout=timeout, max_retries=0)
 
 
 def stream_chat(

@@ -32,6 +32,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.launch.checks import router_key
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
@@ -193,7 +194,9 @@ class _Worker:
             write_ready_file(self._options.ready_file, info)
         if settings.router_url is None:
             return None
-        registration = RouterRegistration(settings.router_url, self._mode, host, port, self._bootstrap_port)
+        registration = RouterRegistration(
+            settings.router_url, self._mode, host, port, self._bootstrap_port, api_key=router_key(settings)
+        )
         registration.start()
         return registration
 

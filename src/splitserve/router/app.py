@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
+from starlette.middleware.cors import CORSMiddleware
 
 from splitserve import __version__
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
 from splitserve.router.client_stream import ExchangeResponse
-from splitserve.router.failure import UpstreamError, body_of
+from splitserve.router.failure import UpstreamError, body_of, headers_of
+from splitserve.router.key_guard import KeyGuard, caller_of
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
 from splitserve.router.upstream import REQUEST_HEADERS
 from splitserve.router.worker import Worker
@@ -33,6 +37,9 @@ ANY_WORKER_ROUTES = (
     ("/tokenize", "POST", "/tokenize"),
     ("/detokenize", "POST", "/detokenize"),
 )
+# Who may come without a key, and what a client's key opens; all else is for operators.
+OPEN_PATHS = ("/health", "/metrics")
+CLIENT_PATHS = (*GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
 
 
 def build_router_app(args: LBArgs) -> FastAPI:
@@ -57,20 +64,49 @@ def build_router_app(args: LBArgs) -> FastAPI:
         app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method])
     _add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
+    _add_doors(app, args)
     return app
 
 
+def _add_doors(app: FastAPI, args: LBArgs) -> None:
+    """What a request passes before it reaches a route, innermost first."""
+    if args.has_keys:
+        app.add_middleware(
+            KeyGuard,
+            clients=_read_keys(args.api_key_file, "--api-key-file"),
+            operators=_read_keys(args.operator_key_file, "--operator-key-file"),
+            open_paths=OPEN_PATHS,
+            client_paths=CLIENT_PATHS,
+        )
+    if args.cors_origins:
+        # Outside the guard: a browser asks before it shows a key, and its page may read why a key was refused.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+
+def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
+    return None if path is None else ApiKeys(read_keys(path, option))
+
+
 def _generate_route(balancer: MiniLoadBalancer) -> Any:
+    # A key that was checked here is not for the workers.
+    passed = [name for name in REQUEST_HEADERS if name != "authorization" or not balancer.args.has_keys]
+
     async def generate(request: Request) -> Response:
         raw = await request.body()
-        path = request.url.path
-        headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
+        path, caller = request.url.path, caller_of(request)
+        headers = {name: request.headers[name] for name in passed if name in request.headers}
 
         def on_disconnect() -> None:
             logger.info("client left route=%s", path)
             balancer.metrics.disconnects.inc()
 
-        return ExchangeResponse(lambda client: balancer.generate(path, raw, headers, client), on_disconnect)
+        return ExchangeResponse(lambda client: balancer.generate(path, raw, headers, client, caller), on_disconnect)
 
     return generate
 
@@ -222,8 +258,7 @@ def _json(value: object, status: int = 200) -> Response:
 
 async def _answer_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, SplitserveError)
-    headers = {"retry-after": "1"} if error.http_status == 503 else None
-    return Response(body_of(error), error.http_status, headers, media_type="application/json")
+    return Response(body_of(error), error.http_status, headers_of(error), media_type="application/json")
 
 
 async def _answer_upstream_error(_: Request, error: Exception) -> Response:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.router.policies import POLICIES
+
+# As browsers send it: no path, no capitals.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,25 @@ class LBArgs:
     # Other workers that a request may be given to, one after the other, where those it has fail; in a stream anew after
     # each token.
     max_retries: int = 3
+    # Requests at the workers at once, None: as many as come; and beyond them, waiting.
+    max_running_requests: int | None = None
+    max_queued_requests: int = 1024
+    # Requests a second of each key in the long run, and at once; None: any, and as many as come in a second.
+    rate_limit: float | None = None
+    rate_limit_burst: int | None = None
     # At shutdown, seconds that running requests get to finish.
     drain_timeout: float = 30.0
     log_level: str = "info"
+    # One line a request.
+    access_log: bool = True
+    # Files with the keys of clients, and of operators and workers; None: see `key_guard.py`.
+    api_key_file: Path | None = None
+    operator_key_file: Path | None = None
+    # Web pages of these origins may ask, e.g. https://chat.example.org; "*": any.
+    cors_origins: tuple[str, ...] = ()
+    # PEM files; None: no TLS.
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("policy", "prefill_policy", "decode_policy"):
@@ -68,9 +90,33 @@ class LBArgs:
                 raise ConfigError(f"--{name.replace('_', '-')} {value!r}: choose one of {', '.join(POLICIES)}")
         if self.max_retries < 0:
             raise ConfigError("--max-retries must be 0 or more")
+        if self.max_running_requests is not None and self.max_running_requests < 1:
+            raise ConfigError("--max-running-requests must be at least 1")
+        if self.max_queued_requests < 0:
+            raise ConfigError("--max-queued-requests must be 0 or more")
+        self._check_rate()
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--cors-origin {origin!r}: write SCHEME://HOST or SCHEME://HOST:PORT, or *")
         for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
+
+    def _check_rate(self) -> None:
+        if self.rate_limit is not None and not 0 < self.rate_limit < math.inf:
+            raise ConfigError("--rate-limit must be above 0 requests a second")
+        if self.rate_limit is not None and self.api_key_file is None:
+            raise ConfigError("--rate-limit holds for each key: give --api-key-file, too")
+        if self.rate_limit_burst is not None and (self.rate_limit is None or self.rate_limit_burst < 1):
+            raise ConfigError("--rate-limit-burst must be at least 1, and needs --rate-limit")
+
+    @property
+    def burst(self) -> int:
+        return self.rate_limit_burst or math.ceil(self.rate_limit or 1)
+
+    @property
+    def has_keys(self) -> bool:
+        return self.api_key_file is not None or self.operator_key_file is not None
 
     def policy_of(self, mode: DisaggregationMode) -> str:
         own = {DisaggregationMode.PREFILL: self.prefill_policy, DisaggregationMode.DECODE: self.decode_policy}
@@ -93,6 +139,16 @@ class LBArgs:
         parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
         parser.add_argument("--max-retries", type=int, default=defaults.max_retries)
         parser.add_argument("--log-level", default=defaults.log_level)
+        parser.add_argument("--max-running-requests", type=int)
+        parser.add_argument("--max-queued-requests", type=int, default=defaults.max_queued_requests)
+        parser.add_argument("--rate-limit", type=float)
+        parser.add_argument("--rate-limit-burst", type=int)
+        parser.add_argument("--disable-access-log", action="store_true")
+        parser.add_argument("--api-key-file", type=Path, metavar="FILE")
+        parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
+        parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
+        parser.add_argument("--ssl-certfile", type=Path, metavar="FILE")
+        parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
@@ -110,7 +166,17 @@ class LBArgs:
             health_interval=args.health_interval,
             hang_timeout=args.hang_timeout,
             max_retries=args.max_retries,
+            max_running_requests=args.max_running_requests,
+            max_queued_requests=args.max_queued_requests,
+            rate_limit=args.rate_limit,
+            rate_limit_burst=args.rate_limit_burst,
             log_level=args.log_level,
+            access_log=not args.disable_access_log,
+            api_key_file=args.api_key_file,
+            operator_key_file=args.operator_key_file,
+            cors_origins=tuple(args.cors_origin),
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
         )
 
 

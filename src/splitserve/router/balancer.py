@@ -11,12 +11,15 @@ import msgspec
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.router.access_log import Visit
+from splitserve.router.admission import Admission
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames
+from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
+from splitserve.router.rate_limit import RateLimit
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
@@ -32,6 +35,9 @@ class MiniLoadBalancer:
         self.args = args
         self.registry = WorkerRegistry(args)
         self.metrics = RouterMetrics()
+        self._admission = Admission(args.max_running_requests, args.max_queued_requests)
+        self.metrics.waiting.set_function(lambda: self._admission.num_queued)
+        self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
             self.add_prefill_server(config, is_static=True)
         for url in args.decode:
@@ -68,26 +74,32 @@ class MiniLoadBalancer:
             raise RuntimeError("the balancer is not open")
         return self._upstream
 
-    async def generate(self, path: str, raw: bytes, headers: Headers, client: ClientStream) -> None:
+    async def generate(
+        self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
+    ) -> None:
         """Serve one request to its last byte, streamed or not. Errors go to the client; nothing is raised for them."""
-        started = time.monotonic()
+        visit = Visit(path, caller)
         self.metrics.requests.labels(path).inc()
-        self.metrics.running.inc()
         try:
+            if self._rate_limit is not None and caller is not None:
+                self._rate_limit.take(caller)
             body = parse_body(raw)
-            await self._dispatch(path, body, headers, client)
+            await self._dispatch(visit, body, headers, client)
         except UpstreamError as error:
-            await self._fail(path, client, error.side, error.status, error.body, error.headers)
+            await self._fail(visit, client, error.side, error.status, error.body, error.headers)
         except SplitserveError as error:
-            retry = {"retry-after": "1"} if error.http_status == 503 else {}
-            await self._fail(path, client, "router", error.http_status, body_of(error), retry)
+            await self._fail(visit, client, "router", error.http_status, body_of(error), headers_of(error))
+        except asyncio.CancelledError:
+            visit.fail("client", 499)
+            raise
         finally:
-            self.metrics.running.dec()
-            self.metrics.duration.labels(path).observe(time.monotonic() - started)
+            self.metrics.duration.labels(path).observe(time.monotonic() - visit.arrived)
+            if self.args.access_log:
+                visit.log(client)
 
-    async def _dispatch(self, path: str, body: Body, headers: Headers, client: ClientStream) -> None:
-        tries = Tries(
-            path,
+    async def _dispatch(self, visit: Visit, body: Body, headers: Headers, client: ClientStream) -> None:
+        tries = visit.tries = Tries(
+            visit.route,
             body,
             headers,
             client,
@@ -97,11 +109,16 @@ class MiniLoadBalancer:
             timeout=self.args.timeout,
             max_retries=self.args.max_retries,
         )
-        await tries.run()
+        async with self._admission.place(tries.rid, tries.seconds_left) as tries.queued:
+            with self.metrics.running.track_inprogress():
+                await tries.run()
 
-    async def _fail(self, path: str, client: ClientStream, side: str, status: int, body: bytes, extra: Headers) -> None:
-        logger.warning("request failed route=%s side=%s status=%d error=%s", path, side, status, body[:500])
-        self.metrics.errors.labels(path, side, str(status)).inc()
+    async def _fail(
+        self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
+    ) -> None:
+        visit.fail(side, status)
+        logger.warning("request failed route=%s side=%s status=%d error=%s", visit.route, side, status, body[:500])
+        self.metrics.errors.labels(visit.route, side, str(status)).inc()
         if not client.started:
             await client.respond(status, body, extra)
         elif client.is_event_stream:

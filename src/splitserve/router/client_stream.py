@@ -6,6 +6,8 @@ So an error that comes before the first token still gets its own status. It also
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from starlette.responses import Response
@@ -26,6 +28,10 @@ class ClientStream:
         self.mid_frame = False
         # Accepted and not handed to the connection.
         self._unsent = b""
+        # Clock time of the first byte.
+        self.started_at: float | None = None
+        # For whoever wants to know how the answer ended.
+        self.last_chunks: deque[bytes] = deque(maxlen=4)
 
     @property
     def started(self) -> bool:
@@ -36,6 +42,7 @@ class ClientStream:
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
         self.status = status
+        self.started_at = time.monotonic()
 
     def accept(self, chunk: bytes) -> None:
         """Take bytes for the client. They go out with the next `write` or `end`, whoever calls it."""
@@ -61,6 +68,8 @@ class ClientStream:
             # The server waits for room first and writes then: what is interrupted was not written.
             self._unsent = data + self._unsent
             raise
+        if data:
+            self.last_chunks.append(data)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole answer at once."""

@@ -8,11 +8,12 @@ better. Between equals the first one counts.
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import msgspec
 
-from splitserve.errors import SplitserveError
+from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError
 
 Headers = dict[str, str]
 
@@ -89,6 +90,15 @@ def error_body(message: str, error_type: str, code: str | int, param: str | None
 
 def body_of(error: SplitserveError) -> bytes:
     return error_body(error.message, error.openai_type, error.reason, error.param)
+
+
+def headers_of(error: SplitserveError) -> Headers:
+    """What goes with the status: how to come in, or when to come again."""
+    if isinstance(error, InvalidKeyError):
+        return {"www-authenticate": "Bearer"}
+    if isinstance(error, RateLimitError):
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    return {"retry-after": "1"} if error.http_status == 503 else {}
 
 
 def error_frames(body: bytes, *, mid_frame: bool) -> bytes:

@@ -28,7 +28,12 @@ class RouterMetrics:
         self.disconnects = Counter(
             "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self._registry
         )
-        self.running = Gauge("splitserve_router:num_requests_running", "Requests under way", registry=self._registry)
+        self.running = Gauge(
+            "splitserve_router:num_requests_running", "Requests that have a place", registry=self._registry
+        )
+        self.waiting = Gauge(
+            "splitserve_router:num_requests_waiting", "Requests without a place", registry=self._registry
+        )
         self.duration = Histogram(
             "splitserve_router:request_duration_seconds",
             "From the request's arrival to its last byte",

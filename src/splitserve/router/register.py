@@ -58,35 +58,49 @@ class WorkerOrder(BaseModel):
 
 
 async def register_disaggregation_server(
-    mode: DisaggregationMode, server_port: int, bootstrap_port: int | None, pdlb_url: str, host: str = "127.0.0.1"
+    mode: DisaggregationMode,
+    server_port: int,
+    bootstrap_port: int | None,
+    pdlb_url: str,
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
 ) -> None:
     """Tell the router at `pdlb_url` of the worker at `host`:`server_port`. Repeating it is harmless.
 
+    `api_key`: where the router has keys, one of an operator.
+
     Raises WorkerUnavailableError if the router does not answer or refuses.
     """
-    await _tell(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port))
+    await _tell(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port), api_key)
 
 
 async def deregister_disaggregation_server(
-    mode: DisaggregationMode, server_port: int, bootstrap_port: int | None, pdlb_url: str, host: str = "127.0.0.1"
+    mode: DisaggregationMode,
+    server_port: int,
+    bootstrap_port: int | None,
+    pdlb_url: str,
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
 ) -> None:
     """Tell the router to send nothing more. Raises as `register_disaggregation_server` does."""
-    await _tell(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port))
+    await _tell(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port), api_key)
 
 
 def _request(mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None) -> PDRegistryRequest:
     return PDRegistryRequest(mode=mode.value, registry_url=f"http://{host}:{port}", bootstrap_port=bootstrap_port)
 
 
-async def _tell(router_url: str, path: str, request: PDRegistryRequest) -> None:
+async def _tell(router_url: str, path: str, request: PDRegistryRequest, api_key: str | None) -> None:
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-            session.post(router_url.rstrip("/") + path, json=request.model_dump()) as response,
+            session.post(router_url.rstrip("/") + path, json=request.model_dump(), headers=headers) as response,
         ):
             if response.status == 200:
                 return
             reason = f"answered {response.status}: {(await response.text())[:300]}"
+            option = "--router-key-file" if response.status in (401, 403) else "--router"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        reason = f"does not answer ({error or type(error).__name__})"
-    raise WorkerUnavailableError(f"the router {router_url} {reason}: check --router")
+        reason, option = f"does not answer ({error or type(error).__name__})", "--router"
+    raise WorkerUnavailableError(f"the router {router_url} {reason}: check {option}")

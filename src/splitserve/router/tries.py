@@ -68,13 +68,31 @@ class Tries:
         # What the client itself wants to wait, seconds.
         self._patience = _patience(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
         self._timeout = timeout
-        self._journal = Journal()
+        self.journal = Journal()
         self._wish = wish_of(body, headers)
         self._avoid = Avoid()
-        self._num_tries = 0
+        self.num_tries = 0
+        # Who serves it, or was the last to try; and since which clock time somebody does.
+        self.workers: tuple[Worker, ...] = ()
+        self.dispatched_at: float | None = None
+        # Seconds that it waited for its place, see `admission.py`; None: it has none.
+        self.queued: float | None = None
         # Since the last token: tries that failed, and the journal's length at that time.
         self._num_failures = 0
         self._num_told = 0
+
+    @property
+    def rid(self) -> object:
+        """Its id: what the client says, whatever that is, or a new one."""
+        return self._body["rid"]
+
+    @property
+    def seconds_left(self) -> float:
+        return self._limit - self._elapsed()
+
+    @property
+    def _limit(self) -> float:
+        return self._timeout if self._patience is None else min(self._timeout, self._patience)
 
     async def run(self) -> None:
         """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
@@ -83,7 +101,7 @@ class Tries:
             try:
                 await self._serve(target)
             except UpstreamError as error:
-                if self._journal.is_done:
+                if self.journal.is_done:
                     await self._client.end()
                     return
                 target = self._next_target(error, target)
@@ -94,43 +112,45 @@ class Tries:
 
     async def _serve(self, target: Pair | Worker) -> None:
         body = self._body | {"dispatch": self._dispatch()}
-        if self._num_tries and self._patience is not None:
+        if self._patience is not None and (self.num_tries or self.queued):
             body["timeout"] = self._patience - self._elapsed()
-        self._num_tries += 1
+        self.num_tries += 1
+        self.workers = _workers(target)
+        if self.dispatched_at is None:
+            self.dispatched_at = time.monotonic()
         seconds = self._timeout - self._elapsed()
         if isinstance(target, Worker):
-            call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self._journal)
+            call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self.journal)
             await forward_single(self._upstream, target, call, self._client)
             return
         paired = with_rooms(self._path, body, target.prefill.host, target.prefill.bootstrap_port)
         merges = wants_merge(self._path, body)
-        call = Call(self._path, msgspec.json.encode(paired), self._headers, seconds, self._journal, merges)
+        call = Call(self._path, msgspec.json.encode(paired), self._headers, seconds, self.journal, merges)
         await PairExchange(self._upstream, target, call, self._client).run()
 
     def _dispatch(self) -> dict[str, Any]:
         """What the workers are told of this try; `server/dispatch.py` reads it."""
         return {
-            "attempt": self._num_tries,
+            "attempt": self.num_tries,
             "created": self._created,
             "elapsed": self._elapsed(),
             "journal": self._body.get("stream") is True,
-            "told": [msgspec.Raw(line) for line in self._journal.lines],
+            "told": [msgspec.Raw(line) for line in self.journal.lines],
         }
 
     def _next_target(self, error: UpstreamError, failed: Pair | Worker) -> Pair | Worker:
         """Who goes on after `error`. Raises it, explained, if nobody does."""
-        if self._num_told < len(self._journal.lines):
+        if self._num_told < len(self.journal.lines):
             # There was progress: what is past is past.
-            self._num_told, self._num_failures, self._avoid = len(self._journal.lines), 0, Avoid()
+            self._num_told, self._num_failures, self._avoid = len(self.journal.lines), 0, Avoid()
         self._num_failures += 1
         self._blame(error, failed)
         if error.cause in (Cause.REQUEST, Cause.ABORTED) or _is_timeout(error):
             raise error
-        if self._client.started and not self._journal.lines:
+        if self._client.started and not self.journal.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
-        limit = self._timeout if self._patience is None else min(self._timeout, self._patience)
-        if self._elapsed() >= limit:
-            raise self._explained(error, f"its {limit:g} s are over: give it a longer timeout")
+        if self.seconds_left <= 0:
+            raise self._explained(error, f"its {self._limit:g} s are over: give it a longer timeout")
         if self._num_failures > self._max_retries:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)
@@ -141,7 +161,7 @@ class Tries:
         if self._avoid.suspects.issuperset(_workers(target)):
             # Nothing would be different, and a full worker is not to be asked again and again.
             raise self._explained(error, "all others have been tried: try again in a moment")
-        kind = "migration" if self._journal.lines else "retry"
+        kind = "migration" if self.journal.lines else "retry"
         self._metrics.retries.labels(kind, error.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, error.body[:500])
@@ -168,7 +188,7 @@ class Tries:
         if error.cause is not Cause.LOST:
             return error
         stage = "streaming" if self._client.started else "dispatch"
-        return error.explained(f"request {self._body['rid']} (stage: {stage}, try {self._num_tries})", outcome)
+        return error.explained(f"request {self._body['rid']} (stage: {stage}, try {self.num_tries})", outcome)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._arrived

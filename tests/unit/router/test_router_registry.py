@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from splitserve.clock import ManualClock
@@ -137,11 +139,42 @@ def test_options_read_by_argparse_equal_those_of_the_dataclass() -> None:
         "http://d:1",
         "--policy",
         "random",
+        "--max-running-requests",
+        "8",
+        "--max-queued-requests",
+        "2",
+        "--rate-limit",
+        "0.5",
+        "--rate-limit-burst",
+        "3",
+        "--disable-access-log",
+        "--cors-origin",
+        "http://a",
+        "--cors-origin",
+        "*",
+        "--ssl-certfile",
+        "cert",
+        "--ssl-keyfile",
+        "key",
+        "--api-key-file",
+        "keys",
+        "--operator-key-file",
+        "others",
     ]
     assert LBArgs.from_cli_args(parser.parse_args(argv)) == LBArgs(
         policy="random",
         prefill=(PrefillConfig("http://p:1", 8998), PrefillConfig("http://q:1")),
         decode=("http://d:1",),
+        max_running_requests=8,
+        max_queued_requests=2,
+        rate_limit=0.5,
+        rate_limit_burst=3,
+        access_log=False,
+        cors_origins=("http://a", "*"),
+        ssl_certfile=Path("cert"),
+        ssl_keyfile=Path("key"),
+        api_key_file=Path("keys"),
+        operator_key_file=Path("others"),
     )
     assert LBArgs.from_cli_args(parser.parse_args([])) == LBArgs()
 

@@ -1,0 +1,136 @@
+"""The access log: one line a request, when it has ended, with its timeline.
+
+    request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 output_tokens=64 queued_s=0.0000
+    router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
+
+`-` is what did not come to be, or is not known. Tokens are what workers said, in passing: in a usage, in a journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from splitserve.router.client_stream import ClientStream
+from splitserve.router.journal import Journal
+from splitserve.router.tries import Tries
+
+logger = logging.getLogger(__name__)
+
+# An answer larger than this is not read a second time for its count of tokens.
+_MAX_READ = 1 << 20
+_WORD = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
+
+
+@dataclass(slots=True)
+class Visit:
+    """A client's request, as the line will tell of it."""
+
+    route: str
+    # Name of the API key; None: none was asked for.
+    caller: str | None = None
+    # Clock time.
+    arrived: float = field(default_factory=time.monotonic)
+    # None until its body was understood.
+    tries: Tries | None = None
+    # Set where it failed. In a stream, what it would have been answered before the first byte.
+    status: int | None = None
+    # Who is at fault: prefill, decode, colocated, router or client.
+    side: str | None = None
+
+    def fail(self, side: str, status: int) -> None:
+        self.side, self.status = side, status
+
+    def log(self, client: ClientStream) -> None:
+        """Write the line."""
+        tries = self.tries
+        prompt_tokens, output_tokens = (None, None) if tries is None else _count_tokens(client, tries.journal)
+        words: dict[str, object] = {
+            "rid": None if tries is None else tries.rid,
+            "route": self.route,
+            "key": self.caller,
+            "status": client.status if self.status is None else self.status,
+            "side": self.side,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "queued_s": None if tries is None or tries.queued is None else f"{tries.queued:.4f}",
+            "router_s": self._since_arrival(None if tries is None else tries.dispatched_at),
+            "ttft_s": self._since_arrival(client.started_at),
+            "duration_s": self._since_arrival(time.monotonic()),
+            "tries": 0 if tries is None else tries.num_tries,
+        }
+        if tries is not None:
+            words |= {worker.mode.value: worker.url for worker in tries.workers}
+        logger.info("request %s", " ".join(f"{name}={_word(value)}" for name, value in words.items()))
+
+    def _since_arrival(self, then: float | None) -> str | None:
+        return None if then is None else f"{then - self.arrived:.4f}"
+
+
+def _word(value: object) -> str:
+    """One word, whatever a client wrote: nobody else begins a line or a field of the log."""
+    if value is None:
+        return "-"
+    text = str(value)
+    return text if _WORD.fullmatch(text) else msgspec.json.encode(text[:128]).decode().replace(" ", "\\u0020")
+
+
+class _Counts(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    # OpenAI's routes, /generate.
+    usage: _Counts | None = None
+    meta_info: _Counts | None = None
+
+
+class _Told(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+_ANSWERS = msgspec.json.Decoder(_Answer | list[_Answer])
+_TOLD = msgspec.json.Decoder(_Told)
+
+
+def _count_tokens(client: ClientStream, journal: Journal) -> tuple[int | None, int | None]:
+    """Tokens of prompt and output, as far as known."""
+    answers = _last_event(client.last_chunks) if client.is_event_stream else _answers(b"".join(client.last_chunks))
+    counts = [c for c in (answer.usage or answer.meta_info for answer in answers) if c is not None]
+    prompt_tokens = sum(c.prompt_tokens for c in counts) if counts else None
+    if journal.lines and not (answers and answers[0].usage):
+        # An event tells of its own sample only, the journal of all.
+        return prompt_tokens, _count_told(journal)
+    return prompt_tokens, sum(c.completion_tokens for c in counts) if counts else None
+
+
+def _last_event(chunks: Sequence[bytes]) -> list[_Answer]:
+    """The last event of a stream that has counts."""
+    for event in reversed(b"".join(chunks).split(b"\n\n")):
+        answers = _answers(event[len(b"data:") :]) if event.startswith(b"data:") else []
+        if any(answer.usage or answer.meta_info for answer in answers):
+            return answers
+    return []
+
+
+def _answers(raw: bytes) -> list[_Answer]:
+    if len(raw) > _MAX_READ:
+        return []
+    try:
+        found = _ANSWERS.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return []
+    return found if isinstance(found, list) else [found]
+
+
+def _count_told(journal: Journal) -> int | None:
+    try:
+        return sum(len(_TOLD.decode(line).token_ids) for line in journal.lines)
+    except msgspec.MsgspecError:
+        return None

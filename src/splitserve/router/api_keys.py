@@ -1,0 +1,76 @@
+"""Keys that callers show, and whose they are.
+
+A file holds one key a line and, after white space, the name of its holder; empty lines and those that begin with # say
+nothing. A name may have several keys, so that one can be replaced by the next while both hold.
+
+It knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from splitserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MIN_KEY_CHARS = 16
+# What an Authorization header can carry.
+_KEY = re.compile(r"[A-Za-z0-9._~+/=-]+")
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_OTHERS_MAY_READ = 0o044
+
+
+class ApiKeys:
+    """`holders`: name by key. Keeps no key, only digests of them."""
+
+    def __init__(self, holders: Mapping[str, str]) -> None:
+        self._salt = secrets.token_bytes(32)
+        self._holders = {self._digest(key): name for key, name in holders.items()}
+
+    def holder_of(self, key: str) -> str | None:
+        """Who has this key; None: nobody. How long that takes tells nothing of the keys: nobody outside can know which
+        digest a guess has, so a partly equal one is no hint.
+        """
+        return self._holders.get(self._digest(key))
+
+    def _digest(self, key: str) -> bytes:
+        return hashlib.blake2b(key.encode(), key=self._salt, digest_size=32).digest()
+
+
+def read_keys(path: Path, option: str) -> dict[str, str]:
+    """Name by key, in the file's order; a key without a name is called by its line. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{option} {path}: {reason}; write one key a line, e.g. from: openssl rand -hex 32") from None
+    holders: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if problem := _problem(words, holders):
+            raise ConfigError(f"{option} {path}, line {number}: {problem}")
+        holders[words[0]] = words[1] if len(words) > 1 else f"line-{number}"
+    if not holders:
+        raise ConfigError(f"{option} {path}: no key in it; write one a line, e.g. from: openssl rand -hex 32")
+    if mode & _OTHERS_MAY_READ:
+        logger.warning("others on this machine may read the keys: chmod 600 %s", path)
+    return holders
+
+
+def _problem(words: list[str], known: Mapping[str, str]) -> str | None:
+    """What is wrong with a line. The key itself is never told."""
+    key, *names = words
+    if len(key) < MIN_KEY_CHARS or not _KEY.fullmatch(key):
+        return f"a key has at least {MIN_KEY_CHARS} characters, letters, digits and ._~+/=- (openssl rand -hex 32)"
+    if len(names) > 1 or (names and not _NAME.fullmatch(names[0])):
+        return "after the key comes one name of its holder, of letters, digits and ._@-, or nothing"
+    return "this key has come before" if key in known else None

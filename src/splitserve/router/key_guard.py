@@ -1,0 +1,78 @@
+"""Who may call what: the door in front of the router's routes.
+
+A path is open, for clients, or for operators; what nobody has classed is for operators. A client shows a client's key,
+an operator an operator's, which opens the clients' paths, too. Where only clients have keys, these open everything;
+where only operators have, the clients' paths need none.
+
+It hands on who called (`caller_of`), never the key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from splitserve.errors import ForbiddenError, InvalidKeyError, SplitserveError
+from splitserve.router.api_keys import ApiKeys
+from splitserve.router.failure import body_of, headers_of
+
+logger = logging.getLogger(__name__)
+
+
+class KeyGuard:
+    """ASGI middleware. `clients`, `operators`: their keys, None where they need none."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        clients: ApiKeys | None,
+        operators: ApiKeys | None,
+        open_paths: Collection[str],
+        client_paths: Collection[str],
+    ) -> None:
+        self._app = app
+        self._clients = clients
+        self._operators = operators
+        self._open_paths = frozenset(open_paths)
+        self._client_paths = frozenset(client_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                caller = self._admit(scope["path"], Headers(scope=scope).get("authorization", ""))
+            except SplitserveError as error:
+                address = scope["client"][0] if scope.get("client") else "-"
+                logger.warning("caller refused path=%r status=%d from=%s", scope["path"], error.http_status, address)
+                answer = Response(body_of(error), error.http_status, headers_of(error), media_type="application/json")
+                await answer(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+    def _admit(self, path: str, authorization: str) -> str | None:
+        """The caller's name, None where nobody needs one. Raises InvalidKeyError and ForbiddenError."""
+        is_for_clients = path in self._client_paths
+        if is_for_clients and self._clients is None:
+            return None
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise InvalidKeyError("no API key: send the header 'Authorization: Bearer KEY'")
+        operator = self._operators.holder_of(key.strip()) if self._operators is not None else None
+        client = self._clients.holder_of(key.strip()) if self._clients is not None else None
+        if operator is None and client is None:
+            raise InvalidKeyError("nobody has this API key: see the file that --api-key-file of the router names")
+        if operator is None and not is_for_clients and self._operators is not None:
+            raise ForbiddenError(f"{path} is for operators: send a key of the router's --operator-key-file")
+        return operator or client
+
+
+def caller_of(request: Request) -> str | None:
+    """Whose key the request came with; None: none was asked for."""
+    caller = getattr(request.state, "caller", None)
+    return caller if isinstance(caller, str) else None

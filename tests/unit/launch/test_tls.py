@@ -1,0 +1,53 @@
+"""TLS: which files are taken, and that a server with them speaks it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from splitserve.errors import ConfigError
+from splitserve.launch.http_server import HttpServer, bind, port_of
+from splitserve.launch.tls import TlsFiles, tls_files
+from splitserve.router.app import build_router_app
+from splitserve.router.args import LBArgs
+
+FOLDER = Path(__file__).parent / "tls"
+# Self-signed for 127.0.0.1.
+CERT, KEY, OTHER_KEY = FOLDER / "cert.pem", FOLDER / "key.pem", FOLDER / "other_key.pem"
+
+
+def test_files_that_fit_are_taken() -> None:
+    assert tls_files(CERT, KEY) == TlsFiles(CERT, KEY)
+    assert tls_files(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("certfile", "keyfile", "message"),
+    [
+        (CERT, OTHER_KEY, "cannot be used together .*MISMATCH"),
+        (KEY, KEY, "cannot be used together"),
+        (CERT, CERT, "cannot be used together"),
+        (CERT, FOLDER, "--ssl-keyfile .*Is a directory"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(certfile: Path, keyfile: Path, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tls_files(certfile, keyfile)
+
+
+async def test_a_server_with_a_certificate_speaks_https_and_nothing_else() -> None:
+    sock = bind("127.0.0.1", 0)
+    server, port = HttpServer(build_router_app(LBArgs()), sock, tls_files(CERT, KEY)), port_of(sock)
+    await server.start()
+    try:
+        async with aiohttp.ClientSession() as client:
+            trusted = ssl.create_default_context(cafile=CERT)
+            async with client.get(f"https://127.0.0.1:{port}/health", ssl=trusted) as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await client.get(f"http://127.0.0.1:{port}/health")
+    finally:
+        await server.stop(1.0)
