@@ -192,14 +192,22 @@ async def test_a_worker_whose_events_come_from_elsewhere_is_followed_there() -> 
         await client.until_known(workers[0], 1)
 
 
+def num_subscriptions() -> int:
+    return sum("KVEventSubscriber.run" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
 async def test_a_worker_that_leaves_is_forgotten_and_followed_again_when_it_comes_back() -> None:
     worker = TellingWorker()
     worker.hold(PROMPT)
     async with routed(worker) as client:
         await client.until_known(worker, len(PROMPT) // SIZE)
+        assert num_subscriptions() == 1
         await client.remove(worker)
+        limit = time.monotonic() + DEADLINE
+        while num_subscriptions():
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.02)
         await client.add(worker)
-        await client.until_known(worker, None)
         await client.until_known(worker, len(PROMPT) // SIZE)
 
 
