@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -263,6 +264,15 @@ async def test_what_cannot_be_read_has_no_blocks_and_a_worker_says_what_is_wrong
     reader = PromptReader()
     try:
         assert await reader.read("/generate", body, {SIZE}) == {}
+    finally:
+        reader.close()
+
+
+async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
+    monkeypatch.setattr("splitserve.router.prompts.hash_prompt", lambda *_: {SIZE: [threading.get_ident()]})
+    reader = PromptReader()
+    try:
+        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) != {SIZE: [threading.get_ident()]}
     finally:
         reader.close()
 
