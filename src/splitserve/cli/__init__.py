@@ -129,6 +129,13 @@ def router(
     policy: Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")] = "round_robin",
     prefill_policy: Annotated[str | None, typer.Option(help="The same for prefill workers alone.")] = None,
     decode_policy: Annotated[str | None, typer.Option(help="The same for decode workers alone.")] = None,
+    balance_abs_threshold: Annotated[
+        int, typer.Option(help="cache_aware: a worker is passed over while it has so many requests more than another,")
+    ] = 8,
+    balance_rel_threshold: Annotated[float, typer.Option(help="and so many times as many.")] = 1.5,
+    model: Annotated[
+        str | None, typer.Option(help="cache_aware: whose tokenizer reads prompts; default: the workers' own.")
+    ] = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take in all.")] = 1800.0,
@@ -172,6 +179,9 @@ def router(
         policy=policy,
         prefill_policy=prefill_policy,
         decode_policy=decode_policy,
+        balance_abs_threshold=balance_abs_threshold,
+        balance_rel_threshold=balance_rel_threshold,
+        model=model,
         prefill=tuple(PrefillConfig.parse(text) for text in prefill or ()),
         decode=tuple(parse_url(url) for url in decode or ()),
         workers=tuple(parse_url(url) for url in worker or ()),

@@ -9,6 +9,7 @@ A publisher bound to every address is reached by the name that the worker itself
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,6 +17,8 @@ import msgspec
 
 from splitserve.events.schema import IndexSnapshot
 from splitserve.events.subscriber import KVEventSubscriber
+
+T = TypeVar("T")
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
@@ -44,23 +47,23 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 
 
 async def find_publishers(session: aiohttp.ClientSession, url: str) -> PublisherInfo | None:
-    """None where the worker tells nothing. Raises OSError where it cannot be asked."""
-    info = msgspec.json.decode(await _get(session, f"{url}/server_info"), type=_ServerInfo).kv_events
-    if info is None:
+    """None where the worker tells nothing. Raises OSError where it cannot be asked, or is not understood."""
+    info = (await _get(session, f"{url}/server_info", _ServerInfo)).kv_events
+    if info is None or not info.publishers:
         return None
     host = urlsplit(url).netloc.rpartition("@")[2].removesuffix(f":{urlsplit(url).port}")
     publishers = [
         RankPublisher(
             p.dp_rank, p.endpoint.replace("//*:", f"//{host}:"), p.replay_endpoint.replace("//*:", f"//{host}:")
         )
-        for p in info.publishers
+        for p in sorted(info.publishers, key=lambda p: p.dp_rank)
     ]
     return msgspec.structs.replace(info, publishers=publishers)
 
 
 async def load_index(session: aiohttp.ClientSession, url: str, dp_rank: int) -> IndexSnapshot:
-    """All that this rank holds. Raises OSError where the worker cannot be asked."""
-    return msgspec.json.decode(await _get(session, f"{url}/kv_index?dp_rank={dp_rank}"), type=IndexSnapshot)
+    """All that this rank holds. Raises OSError where the worker cannot be asked, or is not understood."""
+    return await _get(session, f"{url}/kv_index?dp_rank={dp_rank}", IndexSnapshot)
 
 
 def follow(session: aiohttp.ClientSession, url: str, info: PublisherInfo, dp_rank: int) -> KVEventSubscriber:
@@ -74,10 +77,10 @@ def follow(session: aiohttp.ClientSession, url: str, info: PublisherInfo, dp_ran
     )
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
+async def _get(session: aiohttp.ClientSession, url: str, form: type[T]) -> T:
     try:
         async with session.get(url, timeout=_TIMEOUT) as response:
             response.raise_for_status()
-            return await response.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
+            return msgspec.json.decode(await response.read(), type=form)
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         raise OSError(f"{url}: {error or 'no answer in time'}") from error

@@ -30,6 +30,9 @@ class BlockIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, block_hash: int) -> bool:
+        return block_hash in self._blocks
+
     def apply(self, event: KVEvent) -> None:
         match event:
             case BlockStored():

@@ -233,6 +233,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "healthy": worker.healthy,
         "draining": worker.is_draining,
         "num_running": worker.num_running,
+        "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,
     }
 
 

@@ -49,6 +49,13 @@ class LBArgs:
     policy: str = "round_robin"
     prefill_policy: str | None = None
     decode_policy: str | None = None
+    # Policy cache_aware: a worker is passed over, whatever it has cached, while it has so many requests more than the
+    # least loaded, and so many times as many.
+    balance_abs_threshold: int = 8
+    balance_rel_threshold: float = 1.5
+    # Whose tokenizer reads the prompts for it: a folder or a name, as for a worker; None: that of the workers, where
+    # their folder is one of this machine.
+    model: str | None = None
     prefill: tuple[PrefillConfig, ...] = ()
     decode: tuple[str, ...] = ()
     # Colocated workers: used where there is no prefill and decode pair.
@@ -98,6 +105,8 @@ class LBArgs:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--cors-origin {origin!r}: write SCHEME://HOST or SCHEME://HOST:PORT, or *")
+        if self.balance_abs_threshold < 0 or self.balance_rel_threshold < 1:
+            raise ConfigError("--balance-abs-threshold must be 0 or more, --balance-rel-threshold 1 or more")
         for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
@@ -131,6 +140,9 @@ class LBArgs:
         parser.add_argument("--policy", choices=POLICIES, default=defaults.policy)
         parser.add_argument("--prefill-policy", choices=POLICIES)
         parser.add_argument("--decode-policy", choices=POLICIES)
+        parser.add_argument("--balance-abs-threshold", type=int, default=defaults.balance_abs_threshold)
+        parser.add_argument("--balance-rel-threshold", type=float, default=defaults.balance_rel_threshold)
+        parser.add_argument("--model")
         parser.add_argument("--prefill", action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
         parser.add_argument("--decode", action="append", default=[], metavar="URL")
         parser.add_argument("--worker", action="append", default=[], metavar="URL")
@@ -159,6 +171,9 @@ class LBArgs:
             policy=args.policy,
             prefill_policy=args.prefill_policy,
             decode_policy=args.decode_policy,
+            balance_abs_threshold=args.balance_abs_threshold,
+            balance_rel_threshold=args.balance_rel_threshold,
+            model=args.model,
             prefill=tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill),
             decode=tuple(parse_url(url) for url in args.decode),
             workers=tuple(parse_url(url) for url in args.worker),

@@ -14,11 +14,13 @@ from splitserve.errors import InvalidRequestError, SplitserveError
 from splitserve.router.access_log import Visit
 from splitserve.router.admission import Admission
 from splitserve.router.args import LBArgs, PrefillConfig
+from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
+from splitserve.router.prompts import PromptReader
 from splitserve.router.rate_limit import RateLimit
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class MiniLoadBalancer:
-    """Owns the registry, the HTTP client and the health monitor. `open` and `close` it inside the event loop."""
+    """Owns the registry, the HTTP client and what watches the workers. `open` and `close` it inside the event loop."""
 
     def __init__(self, args: LBArgs) -> None:
         self.args = args
@@ -44,7 +46,8 @@ class MiniLoadBalancer:
             self.add_decode_server(url, is_static=True)
         for url in args.workers:
             self.registry.add(url, DisaggregationMode.NULL, is_static=True)
-        self._monitor: asyncio.Task[None] | None = None
+        self._prompts = PromptReader()
+        self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
 
     def add_prefill_server(self, config: PrefillConfig, *, is_static: bool = False) -> bool:
@@ -59,12 +62,16 @@ class MiniLoadBalancer:
     async def open(self) -> None:
         self._upstream = Upstream(self.args, self.registry)
         monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval, self.args.hang_timeout)
-        self._monitor = asyncio.create_task(monitor.run())
+        follower = CacheFollower(
+            self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval
+        )
+        self._tasks = [asyncio.create_task(monitor.run()), asyncio.create_task(follower.run())]
 
     async def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.cancel()
-            await asyncio.gather(self._monitor, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._prompts.close()
         if self._upstream is not None:
             await self._upstream.close()
 
@@ -106,6 +113,7 @@ class MiniLoadBalancer:
             upstream=self.upstream,
             registry=self.registry,
             metrics=self.metrics,
+            prompts=self._prompts,
             timeout=self.args.timeout,
             max_retries=self.args.max_retries,
         )

@@ -17,6 +17,7 @@ import time
 from splitserve.router.failure import UpstreamError
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
+from splitserve.router.watches import Watches
 from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -36,22 +37,15 @@ class HealthMonitor:
 
     async def run(self) -> None:
         """For ever; cancel it."""
-        watches: dict[Worker, asyncio.Task[None]] = {}
+        watches = Watches(self._watch)
         try:
             while True:
-                workers = self._registry.all()
-                for worker in watches.keys() - set(workers):
-                    watches.pop(worker).cancel()
-                for worker in workers:
-                    if worker not in watches:
-                        watches[worker] = asyncio.create_task(self._watch(worker))
+                await watches.update(self._registry.all())
                 for worker in self._registry.forget_lost():
                     logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)
                 await asyncio.sleep(self._interval)
         finally:
-            for watch in watches.values():
-                watch.cancel()
-            await asyncio.gather(*watches.values(), return_exceptions=True)
+            await watches.close()
 
     async def _watch(self, worker: Worker) -> None:
         while True:

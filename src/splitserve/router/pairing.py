@@ -3,6 +3,7 @@
 Both halves get the same body. It is the client's, plus
 - `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: where and under which number the two sides meet. Lists of equal
   length for a batch and for n > 1: one room a sample;
+- `data_parallel_rank`, where the policy chose one of a prefill worker's;
 - `rid`, where the client gave none, so that an abort by id reaches both;
 - a seed, where the client gave none, so that both sides draw the same tokens.
 
@@ -49,13 +50,26 @@ def with_identity(path: str, body: Body) -> Body:
     return _with_seed(own)
 
 
-def with_rooms(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = draw_room) -> Body:
-    """The body with the meeting point of a pair. Raises InvalidRequestError: too many samples."""
+def with_rooms(
+    path: str,
+    body: Body,
+    host: str,
+    port: int | None,
+    room: Callable[[], int] = draw_room,
+    *,
+    prefill_rank: int | None = None,
+) -> Body:
+    """The body with the meeting point of a pair. Raises InvalidRequestError: too many samples.
+
+    `prefill_rank`: data parallel rank of the prefill worker, unless the client named one.
+    """
     is_native = path == "/generate"
     num_samples, is_list = count_native_samples(body) if is_native else count_openai_samples(body)
     if num_samples > MAX_SAMPLES:
         raise InvalidRequestError(f"{num_samples} samples in one request: {MAX_SAMPLES} at most, split it", param="n")
     paired = dict(body)
+    if prefill_rank is not None and body.get("data_parallel_rank") is None:
+        paired["data_parallel_rank"] = prefill_rank
     if is_list:
         paired["bootstrap_host"] = [host] * num_samples
         paired["bootstrap_port"] = [port] * num_samples

@@ -18,7 +18,7 @@ from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
-from splitserve.router.policies import ANY, Wish, create_policy
+from splitserve.router.policies import ANY, Balance, CacheAware, Wish, create_policy
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
@@ -41,7 +41,8 @@ class WorkerRegistry:
     def __init__(self, args: LBArgs | None = None, clock: Clock | None = None) -> None:
         args = args or LBArgs()
         self._workers: dict[str, Worker] = {}
-        self._policies = {mode: create_policy(args.policy_of(mode)) for mode in DisaggregationMode}
+        balance = Balance(args.balance_abs_threshold, args.balance_rel_threshold)
+        self._policies = {mode: create_policy(args.policy_of(mode), balance) for mode in DisaggregationMode}
         self._clock = clock or SystemClock()
 
     def add(
@@ -82,6 +83,16 @@ class WorkerRegistry:
     def pool(self, mode: DisaggregationMode) -> list[Worker]:
         return [w for w in self._workers.values() if w.mode is mode]
 
+    @property
+    def cache_aware_modes(self) -> frozenset[DisaggregationMode]:
+        """Of the workers that are chosen by what they have cached."""
+        return frozenset(mode for mode, policy in self._policies.items() if isinstance(policy, CacheAware))
+
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        """Of all workers whose caches are known; tokens."""
+        return frozenset(w.prefixes.block_size for w in self._workers.values() if w.prefixes is not None)
+
     def mark_unhealthy(self, worker: Worker) -> None:
         worker.mark_unhealthy(self._clock.now())
 
@@ -104,7 +115,9 @@ class WorkerRegistry:
         """A pair, or a colocated worker where there is no pool of pairs. Raises WorkerUnavailableError, saying why."""
         can_pair = all(self._takers(mode, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
         if self.pool(DisaggregationMode.NULL) and not can_pair:
-            return self._choose(DisaggregationMode.NULL, wish, avoid)
+            worker = self._choose(DisaggregationMode.NULL, wish, avoid)
+            self._place(worker, wish)
+            return worker
         return self.select_pair(wish, avoid)
 
     def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Pair:
@@ -119,7 +132,9 @@ class WorkerRegistry:
         prefill, decode = (
             self._choose(mode, wish, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
         )
-        return Pair(prefill, decode)
+        # A decode worker's ranks share out their requests themselves.
+        self._place(decode, wish)
+        return Pair(prefill, decode, self._place(prefill, wish))
 
     def any_healthy(self) -> Worker:
         """Some worker, for questions that each of them answers alike. Raises WorkerUnavailableError."""
@@ -136,6 +151,10 @@ class WorkerRegistry:
         unsuspected = [w for w in takers if w not in avoid.suspects]
         trusted = [w for w in unsuspected if w.is_trusted(now)]
         return self._policies[mode].choose(trusted or unsuspected or takers, wish)
+
+    def _place(self, worker: Worker, wish: Wish) -> int | None:
+        policy = self._policies[worker.mode]
+        return policy.place(worker, wish) if isinstance(policy, CacheAware) else None
 
     def _takers(self, mode: DisaggregationMode, avoid: Avoid) -> list[Worker]:
         return [w for w in self.pool(mode) if w.takes_requests and w not in avoid.failed]

@@ -1,7 +1,7 @@
 """One client request from its arrival to its last byte, over as many workers as it takes.
 
 1. It gets what stays the same in every try: an id, seeds, the time it came.
-2. A pair (or a colocated worker) is chosen and serves it.
+2. Where the policy asks for it, its prompt is read. A pair (or a colocated worker) is chosen and serves it.
 3. A side that fails is blamed, and another is chosen. Before the first byte the whole request is sent again; after it
    the next workers get the journal of the stream and go on behind the last delta that the client was told.
 4. There is an end to that: a request at fault, a stream without a journal, `max_retries` tries without a token, the
@@ -12,6 +12,7 @@ It does not know what a prompt or a token is.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -28,6 +29,7 @@ from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, with_identity, with_rooms
 from splitserve.router.policies import wish_of
+from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Pair, Worker
@@ -52,6 +54,7 @@ class Tries:
         upstream: Upstream,
         registry: WorkerRegistry,
         metrics: RouterMetrics,
+        prompts: PromptReader,
         timeout: float,
         max_retries: int,
     ) -> None:
@@ -62,6 +65,7 @@ class Tries:
         self._upstream = upstream
         self._registry = registry
         self._metrics = metrics
+        self._prompts = prompts
         self._max_retries = max_retries
         self._arrived = time.monotonic()
         self._created = int(time.time())
@@ -96,6 +100,8 @@ class Tries:
 
     async def run(self) -> None:
         """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
+        hashes = await self._prompts.read(self._path, self._body, self._registry.block_sizes)
+        self._wish = dataclasses.replace(self._wish, hashes=hashes)
         target = self._registry.select(self._wish)
         while True:
             try:
@@ -123,10 +129,12 @@ class Tries:
             call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self.journal)
             await forward_single(self._upstream, target, call, self._client)
             return
-        paired = with_rooms(self._path, body, target.prefill.host, target.prefill.bootstrap_port)
+        prefill, rank = target.prefill, target.prefill_rank
+        paired = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=rank)
         merges = wants_merge(self._path, body)
         call = Call(self._path, msgspec.json.encode(paired), self._headers, seconds, self.journal, merges)
-        await PairExchange(self._upstream, target, call, self._client).run()
+        with prefill.serving_on(rank):
+            await PairExchange(self._upstream, target, call, self._client).run()
 
     def _dispatch(self) -> dict[str, Any]:
         """What the workers are told of this try; `server/dispatch.py` reads it."""

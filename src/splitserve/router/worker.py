@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.prefixes import CachedPrefixes
 
 # Seconds after which half of what is held against a worker is forgotten.
 FORGIVENESS = 5.0
@@ -33,6 +37,10 @@ class Worker:
     calls: set[asyncio.Timeout] = field(default_factory=set)
     # Clock time at which it was asked for a sign of life and has given none since; None: it has.
     silent_since: float | None = None
+    # What it has cached; None: unknown, for it does not tell, or no policy looks at it.
+    prefixes: CachedPrefixes | None = None
+    # Of the requests under way there, those that were sent to a certain data parallel rank.
+    num_running_of_rank: Counter[int] = field(default_factory=Counter)
     # Why its calls were broken off, while that is so.
     broken_off: str | None = None
     # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
@@ -51,6 +59,24 @@ class Worker:
     @property
     def takes_requests(self) -> bool:
         return self.healthy and not self.is_draining
+
+    def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
+        """Of a prompt with these blocks (by block size), as far as is known."""
+        if self.prefixes is None:
+            return 0
+        return self.prefixes.longest_match(hashes.get(self.prefixes.block_size, ()))
+
+    @contextmanager
+    def serving_on(self, rank: int | None) -> Iterator[None]:
+        """A request is under way at this data parallel rank; None: at whichever the worker likes."""
+        if rank is None:
+            yield
+            return
+        self.num_running_of_rank[rank] += 1
+        try:
+            yield
+        finally:
+            self.num_running_of_rank[rank] -= 1
 
     def mark_healthy(self) -> None:
         self.healthy = True
@@ -98,3 +124,5 @@ class Pair:
 
     prefill: Worker
     decode: Worker
+    # Data parallel rank of the prefill worker that is to serve it; None: its bootstrap room says.
+    prefill_rank: int | None = None

@@ -28,7 +28,8 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.grammars import grammar_of
 from splitserve.server.patience import with_patience
-from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
+from splitserve.server.prompt_tokens import tokenize
+from splitserve.server.prompts import bootstraps_of, prompt_spec
 from splitserve.server.schemas import GenerateBody, NativeSampling
 from splitserve.server.stream import Frames, event, stream_response, unless_disconnected
 
@@ -80,7 +81,7 @@ def prepare(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> tuple[
     starts = validation.per_prompt(body.logprob_start_len, count, "logprob_start_len")
     tops = validation.per_prompt(body.top_logprobs_num, count, "top_logprobs_num")
     specs = [
-        _spec(front, tokenize(front, prompt), name, sampling[i], (bool(returns[i]), starts[i], tops[i]))
+        _spec(front, tokenize(front.tokenizer, prompt), name, sampling[i], (bool(returns[i]), starts[i], tops[i]))
         for i, prompt in enumerate(prompts)
     ]
     return fan_out(specs, n, rid, bootstraps), is_batch or n > 1

@@ -21,10 +21,10 @@ from splitserve.server.generation import Generation
 from splitserve.server.grammars import openai_grammar
 from splitserve.server.openai_reply import Form, Reply, dump, frames
 from splitserve.server.patience import with_patience
-from splitserve.server.prompts import bootstraps_of, prompt_spec, tokenize
+from splitserve.server.prompt_tokens import chat_tokens, tokenize
+from splitserve.server.prompts import bootstraps_of, prompt_spec
 from splitserve.server.schemas import ChatBody, CompletionBody, OpenAIBody
 from splitserve.server.stream import stream_response, unless_disconnected
-from splitserve.server.tools import ToolUse, readable_calls
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -85,7 +85,7 @@ def prepare_completion(
         _spec(
             front,
             body,
-            tokenize(front, prompt),
+            tokenize(front.tokenizer, prompt),
             name="prompt",
             max_new=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             num_logprobs=body.logprobs,
@@ -105,16 +105,8 @@ def prepare_completion(
 def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: str) -> tuple[ChatForm, FanOut]:
     """Raises InvalidRequestError, UnknownModelError."""
     front.check_model(body.model)
-    continues = bool(body.continue_final_message)
-    chat = validation.chat_messages(body.messages, continue_final_message=continues)
-    chat, use, tool_variables = _with_tools(front, body, chat)
+    token_ids, use = chat_tokens(front.tokenizer, body)
     grammar = openai_grammar(body)
-    token_ids = front.tokenizer.encode_chat(
-        chat,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=continues,
-        template_variables=tool_variables | (body.chat_template_kwargs or {}),
-    )
     with_logprobs = bool(body.logprobs)
     if body.top_logprobs and not with_logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -131,19 +123,6 @@ def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: st
     reply = Reply.of(body, prefix="chatcmpl", rid=name, model=front.served_model_name)
     form = ChatForm(reply, front.tokenizer, with_logprobs, use.form if use else None)
     return form, _fan_out(front, body, [spec], rid)
-
-
-def _with_tools(
-    front: FrontEnd, body: ChatBody, chat: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], ToolUse | None, dict[str, Any]]:
-    """The conversation with its tools in it, what may be called, and what the chat template is to be told."""
-    template = front.tokenizer.chat_template
-    chat = readable_calls(chat, template)
-    use = ToolUse.of(body, template)
-    if use is None or template is None:
-        return chat, use, {}
-    chat, variables = use.prompt(chat, template)
-    return chat, use, variables
 
 
 def _spec(

@@ -1,4 +1,4 @@
-"""What both APIs do with a prompt before it is fanned out: tokenize it, check it, resolve its sampling."""
+"""What both APIs do with a prompt's tokens before they are fanned out: check them, resolve the sampling."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from splitserve.server.bootstrap_fields import bootstrap_infos
 from splitserve.server.fanout import PromptSpec
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.schemas import BootstrapFields, SamplingFields
-
-
-def tokenize(front: FrontEnd, prompt: str | list[int]) -> list[int]:
-    return front.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def bootstraps_of(front: FrontEnd, fields: BootstrapFields, num_prompts: int, n: int) -> list[BootstrapInfo | None]:

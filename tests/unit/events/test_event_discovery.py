@@ -73,3 +73,12 @@ async def test_a_worker_that_cannot_be_asked_is_an_error_of_the_system(worker):
         await load_index(session, url, 0)
     with pytest.raises(OSError, match=r"127\.0\.0\.1:1/server_info"):
         await find_publishers(session, "http://127.0.0.1:1")
+
+
+async def test_a_worker_that_is_not_understood_is_no_worker_that_tells_nothing(worker):
+    session, url, info = worker
+    info["kv_events"] = {"topic": "", "block_size": 16, "publishers": []}
+    assert await find_publishers(session, url) is None
+    info["kv_events"] = {"publisher": "zmq", "endpoint_port_base": 5557}
+    with pytest.raises(OSError, match="server_info: Object missing required field"):
+        await find_publishers(session, url)

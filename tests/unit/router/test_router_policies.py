@@ -24,6 +24,9 @@ class Loaded:
     url: str
     num_running: int
 
+    def num_cached_tokens(self, hashes: object) -> int:
+        return 0
+
 
 def workers(*loads: int) -> list[Loaded]:
     return [Loaded(f"http://w{i}:1", load) for i, load in enumerate(loads)]
@@ -39,7 +42,9 @@ def test_every_policy_chooses_one_of_those_there_are(name, loads, session):
 
 
 def test_an_unknown_policy_is_named_with_those_there_are():
-    with pytest.raises(ConfigError, match="'best' is unknown: choose one of round_robin, random, least_load, session"):
+    with pytest.raises(
+        ConfigError, match="'best' is unknown: choose one of round_robin, random, least_load, session, cache_aware"
+    ):
         create_policy("best")
 
 

@@ -1,0 +1,109 @@
+"""Which blocks a request's prompt has: read by the model's own tokenizer, as the workers read it.
+
+1. The tokenizer is that of `--model`, or that of the first worker whose model lies in a folder of this machine.
+2. A prompt is tokenized and its blocks are hashed in a thread, so that a long one holds up nobody else.
+3. Whatever cannot be read has no blocks, and its request goes where load says. What is wrong with it, a worker says.
+
+It does not know who holds which block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.prefix import split_pages
+from splitserve.engine.sources import resolve_model
+from splitserve.errors import InvalidRequestError, ModelLoadError
+from splitserve.server.prompt_tokens import first_prompt
+from splitserve.server.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# The tokenizer works without the interpreter's lock; more threads would take the cores of the event loop and others.
+_NUM_THREADS = 2
+# Seconds a request waits for its blocks to be known; then it is served without.
+READ_TIMEOUT = 5.0
+
+# Hashes of a prompt's whole blocks, by block size.
+BlockHashes = Mapping[int, Sequence[int]]
+
+
+class PromptReader:
+    """`close` it."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
+        self._has_warned = False
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    async def load(self, model: str) -> None:
+        """Take the tokenizer of this model: a folder, or a name as for a worker. Logs where it has none."""
+        await self._load(model, lambda: Path(model) if Path(model).is_dir() else resolve_model(model))
+
+    async def load_folder(self, folder: str) -> None:
+        """The same of a worker's model folder, if that is one of this machine."""
+        await self._load(folder, lambda: _existing(folder))
+
+    async def read(self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]) -> BlockHashes:
+        """The blocks of the body's prompt, of a batch's first; nothing where they cannot be known."""
+        if not block_sizes:
+            return {}
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                hashes = await self._run(lambda: hash_prompt(path, body, self._tokenizer, block_sizes))
+        except InvalidRequestError:
+            return {}
+        except Exception as error:  # Templates and tokenizers raise what they like, and a worker will say so.
+            logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
+            return {}
+        if hashes is None:
+            self._warn()
+            return {}
+        return hashes
+
+    def close(self) -> None:
+        """Idempotent. Does not wait for what is being read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self, model: str, find: Callable[[], Path]) -> None:
+        try:
+            self._tokenizer = await self._run(lambda: Tokenizer.load(find()))
+            logger.info("tokenizer loaded model=%s", model)
+        except (ModelLoadError, OSError, ValueError) as error:
+            logger.warning("tokenizer of model %s cannot be loaded: %s", model, error)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("policy cache_aware has no tokenizer: prompts in text go by load. Give the router --model")
+
+
+def _existing(folder: str) -> Path:
+    if not Path(folder).is_dir():
+        raise ModelLoadError("the workers' folder is not on this machine: give the router --model")
+    return Path(folder)
+
+
+def hash_prompt(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, block_sizes: Collection[int]
+) -> BlockHashes | None:
+    """None: it takes a tokenizer to tell. Raises InvalidRequestError."""
+    tokens = first_prompt(path, body, tokenizer)
+    if tokens is None:
+        return None
+    return {size: [block_hash(name) for name in page_names(split_pages(tokens, size))] for size in set(block_sizes)}

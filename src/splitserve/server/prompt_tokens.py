@@ -1,0 +1,54 @@
+"""From a body's prompt to its token ids. Workers use it for what they compute, routers to know where it is cached.
+
+Pure but for the tokenizer: both get the same ids from the same body and the same model folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from splitserve.server import validation
+from splitserve.server.schemas import ChatBody, CompletionBody, GenerateBody
+from splitserve.server.tokenizer import Tokenizer
+from splitserve.server.tools import ToolUse, readable_calls
+
+
+def tokenize(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def chat_tokens(tokenizer: Tokenizer, body: ChatBody) -> tuple[list[int], ToolUse | None]:
+    """The conversation as its model reads it, and what may be called. Raises InvalidRequestError."""
+    continues = bool(body.continue_final_message)
+    template = tokenizer.chat_template
+    chat = validation.chat_messages(body.messages, continue_final_message=continues)
+    chat = readable_calls(chat, template)
+    use = ToolUse.of(body, template)
+    variables: dict[str, Any] = {}
+    if use is not None and template is not None:
+        chat, variables = use.prompt(chat, template)
+    token_ids = tokenizer.encode_chat(
+        chat,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        template_variables=variables | (body.chat_template_kwargs or {}),
+    )
+    return token_ids, use
+
+
+def first_prompt(path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int] | None:
+    """Of a body for this route, a batch by its first. None: only a tokenizer could tell. Raises InvalidRequestError."""
+    if path == "/v1/chat/completions":
+        chat = validation.parse(ChatBody, body)
+        return None if tokenizer is None else chat_tokens(tokenizer, chat)[0]
+    if path == "/v1/completions":
+        prompts, _ = validation.prompt_list(validation.parse(CompletionBody, body).prompt, "prompt")
+    else:
+        native = validation.parse(GenerateBody, body)
+        value = native.input_ids if native.text is None else native.text
+        prompts, _ = validation.prompt_list([] if value is None else value, "text")
+    prompt = prompts[0]
+    if isinstance(prompt, list):
+        return prompt
+    return None if tokenizer is None else tokenize(tokenizer, prompt)

@@ -1,0 +1,289 @@
+"""A router and workers that tell real KV events: prompts go where their blocks are, whatever happens to the events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import tokenizers
+from aiohttp import web
+from tokenizers import decoders, models, pre_tokenizers
+
+from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.prefix import split_pages
+from splitserve.events.index import BlockIndex
+from splitserve.events.publisher import ZmqEventPublisher
+from splitserve.events.schema import BlockRemoved, BlockStored, IndexSnapshot
+from splitserve.router.prompts import PromptReader
+from splitserve.testing.router_world import FakeWorker, start_router, start_worker
+
+SIZE = 4
+DEADLINE = 20.0
+ANY = "tcp://127.0.0.1:0"
+TEXT = "the quick brown fox jumps over the lazy dog"
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+PROMPT = byte_tokenizer().encode(TEXT).ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Of a model, as far as its tokenizer goes."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+class TellingWorker:
+    """Serves anything at once, and tells of what `tell` puts into its cache. `folder`: of its model, if it says so."""
+
+    def __init__(self, folder: str = "", *, tells: bool = True) -> None:
+        self.folder = folder
+        self.publisher = ZmqEventPublisher(0, ANY, ANY) if tells else None
+        self.index = BlockIndex()
+        self.fake: FakeWorker | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.fake is not None
+        return self.fake.url
+
+    @property
+    def num_served(self) -> int:
+        assert self.fake is not None
+        return self.fake.paths.count("/generate")
+
+    def tell(self, *events: Any) -> None:
+        assert self.publisher is not None
+        for event in events:
+            self.index.apply(event)
+        self.publisher.publish(events)
+
+    def hold(self, tokens: list[int]) -> None:
+        names = chain(tokens)
+        self.tell(BlockStored(names, None, tokens[: len(names) * SIZE], SIZE))
+
+    def restart(self) -> None:
+        """With an empty cache, and at other ports."""
+        assert self.publisher is not None
+        self.publisher.shutdown()
+        self.publisher, self.index = ZmqEventPublisher(0, ANY, ANY), BlockIndex()
+
+    async def handle(self, request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        answers = {"/server_info": self._info, "/kv_index": self._snapshot, "/model_info": self._model}
+        answer = answers.get(request.path, lambda: {"text": "ok"})()
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    def _info(self) -> Any:
+        if self.publisher is None:
+            return {"kv_events": None}
+        place = {"dp_rank": 0, "endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
+        return {"kv_events": {"topic": "", "block_size": SIZE, "publishers": [place]}}
+
+    def _snapshot(self) -> Any:
+        assert self.publisher is not None
+        return IndexSnapshot(self.publisher.next_sequence, time.time(), list(self.index.as_events()))
+
+    def _model(self) -> Any:
+        return {"tokenizer_path": self.folder}
+
+
+def chain(tokens: list[int]) -> list[int]:
+    return [block_hash(name) for name in page_names(split_pages(tokens, SIZE))]
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, router: str) -> None:
+        self._session = session
+        self._router = router
+
+    async def generate(self, **body: Any) -> None:
+        async with self._session.post(f"{self._router}/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+
+    async def remove(self, worker: TellingWorker) -> None:
+        async with self._session.delete(f"{self._router}/workers", params={"url": worker.url}) as response:
+            assert response.status == 200
+
+    async def add(self, worker: TellingWorker) -> None:
+        body = {"mode": "null", "registry_url": worker.url}
+        async with self._session.post(f"{self._router}/workers", json=body) as response:
+            assert response.status == 200
+
+    async def until_known(self, worker: TellingWorker, num_blocks: int | None) -> None:
+        """Wait until the router knows so many blocks of the worker; None: nothing of it."""
+        limit = time.monotonic() + DEADLINE
+        while (known := await self._num_cached_blocks(worker)) != num_blocks:
+            assert time.monotonic() < limit, f"{known} blocks are known instead of {num_blocks}"
+            await asyncio.sleep(0.02)
+
+    async def _num_cached_blocks(self, worker: TellingWorker) -> int | None:
+        async with self._session.get(f"{self._router}/workers") as response:
+            known = {w["url"]: w["num_cached_blocks"] for w in (await response.json())["workers"]}
+        found: int | None = known[worker.url]
+        return found
+
+
+@contextlib.asynccontextmanager
+async def routed(*workers: TellingWorker, **options: Any) -> AsyncIterator[Client]:
+    """Colocated workers behind a cache-aware router."""
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in workers:
+            worker.fake = await stack.enter_async_context(start_worker(worker.handle))
+            if worker.publisher is not None:
+                stack.callback(lambda worker=worker: worker.publisher.shutdown())
+        settings = {"policy": "cache_aware", "health_interval": 0.05, **options}
+        url = await stack.enter_async_context(start_router(workers=tuple(w.url for w in workers), **settings))
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)))
+        yield Client(session, url)
+
+
+async def test_a_prompt_goes_where_events_say_that_it_is_cached(folder) -> None:
+    workers = [TellingWorker(folder) for _ in range(3)]
+    workers[1].hold(PROMPT)
+    async with routed(*workers) as client:
+        await client.until_known(workers[1], len(PROMPT) // SIZE)
+        workers[2].hold([200, 201, 202, 203, 204])
+        await client.until_known(workers[2], 1)
+        for _ in range(4):
+            await client.generate(text=TEXT)
+            await client.generate(input_ids=PROMPT)
+            await client.generate(input_ids=[[200, 201, 202, 203], [1, 2, 3, 4]])
+        assert [w.num_served for w in workers] == [0, 8, 4]
+
+
+async def test_an_evicted_prefix_no_longer_draws_its_prompts() -> None:
+    workers = [TellingWorker(), TellingWorker()]
+    workers[0].hold(PROMPT)
+    workers[1].hold(PROMPT[: 2 * SIZE])
+    async with routed(*workers) as client:
+        await client.until_known(workers[0], len(PROMPT) // SIZE)
+        await client.until_known(workers[1], 2)
+        await client.generate(input_ids=PROMPT)
+        workers[0].tell(BlockRemoved(chain(PROMPT)[1:]))
+        await client.until_known(workers[0], 1)
+        await client.generate(input_ids=PROMPT)
+        assert [w.num_served for w in workers] == [1, 1]
+
+
+async def test_a_worker_whose_events_come_from_elsewhere_is_followed_there() -> None:
+    workers = [TellingWorker(), TellingWorker()]
+    workers[0].hold(PROMPT)
+    async with routed(*workers) as client:
+        await client.until_known(workers[0], len(PROMPT) // SIZE)
+        workers[0].restart()
+        await client.until_known(workers[0], 0)
+        workers[0].hold(PROMPT[:SIZE])
+        await client.until_known(workers[0], 1)
+
+
+def num_subscriptions() -> int:
+    return sum("KVEventSubscriber.run" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+async def test_a_worker_that_leaves_is_forgotten_and_followed_again_when_it_comes_back() -> None:
+    worker = TellingWorker()
+    worker.hold(PROMPT)
+    async with routed(worker) as client:
+        await client.until_known(worker, len(PROMPT) // SIZE)
+        assert num_subscriptions() == 1
+        await client.remove(worker)
+        limit = time.monotonic() + DEADLINE
+        while num_subscriptions():
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.02)
+        await client.add(worker)
+        await client.until_known(worker, len(PROMPT) // SIZE)
+
+
+async def test_workers_that_tell_nothing_serve_by_load_and_that_is_said_once(caplog) -> None:
+    worker = TellingWorker(tells=False)
+    with caplog.at_level(logging.WARNING, "splitserve.router.cache_follower"):
+        async with routed(worker) as client:
+            limit = time.monotonic() + DEADLINE
+            while worker.fake is not None and worker.fake.paths.count("/server_info") < 3:
+                assert time.monotonic() < limit
+                await asyncio.sleep(0.02)
+            await client.generate(text=TEXT)
+            assert worker.num_served == 1
+    assert [r.getMessage() for r in caplog.records if "tells no KV events" in r.getMessage()] == [
+        f"worker url={worker.url} tells no KV events, so cache_aware chooses it by load alone: start it with "
+        "--kv-events-config"
+    ]
+
+
+@pytest.mark.parametrize("folder", ["", "/nowhere/at/all"])
+async def test_text_goes_by_load_where_no_tokenizer_can_be_had_and_that_is_said_once(folder, caplog) -> None:
+    worker = TellingWorker(folder)
+    with caplog.at_level(logging.WARNING, "splitserve.router.prompts"):
+        async with routed(worker) as client:
+            await client.until_known(worker, 0)
+            await client.generate(text=TEXT)
+            await client.generate(text=TEXT)
+            assert worker.num_served == 2
+    assert sum("policy cache_aware has no tokenizer" in r.getMessage() for r in caplog.records) == 1
+
+
+async def test_the_routers_own_model_reads_prompts_where_workers_name_none(folder) -> None:
+    workers = [TellingWorker(), TellingWorker()]
+    workers[1].hold(PROMPT)
+    async with routed(*workers, model=folder) as client:
+        await client.until_known(workers[1], len(PROMPT) // SIZE)
+        for _ in range(4):
+            await client.generate(text=TEXT)
+        assert [w.num_served for w in workers] == [0, 4]
+
+
+async def test_nothing_is_followed_and_no_prompt_is_read_for_other_policies(folder, monkeypatch) -> None:
+    monkeypatch.setattr("splitserve.router.prompts.hash_prompt", None)
+    worker = TellingWorker(folder)
+    async with routed(worker, policy="least_load") as client:
+        await client.generate(text=TEXT)
+        assert worker.fake is not None
+        assert "/server_info" not in worker.fake.paths
+
+
+@pytest.mark.parametrize("body", [{"text": 5}, {}, {"input_ids": [2**70] * SIZE}, {"input_ids": []}])
+async def test_what_cannot_be_read_has_no_blocks_and_a_worker_says_what_is_wrong_with_it(body) -> None:
+    reader = PromptReader()
+    try:
+        assert await reader.read("/generate", body, {SIZE}) == {}
+    finally:
+        reader.close()
+
+
+async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
+    monkeypatch.setattr("splitserve.router.prompts.hash_prompt", lambda *_: {SIZE: [threading.get_ident()]})
+    reader = PromptReader()
+    try:
+        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) != {SIZE: [threading.get_ident()]}
+    finally:
+        reader.close()
+
+
+async def test_a_prompt_that_takes_too_long_to_read_is_served_without(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("splitserve.router.prompts.READ_TIMEOUT", 0.05)
+    reader = PromptReader()
+    stands_still = asyncio.Event()
+    monkeypatch.setattr(reader, "_run", lambda work: stands_still.wait())
+    try:
+        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == {}
+    finally:
+        reader.close()
+    assert "prompt not read, its request goes by load: TimeoutError" in caplog.text

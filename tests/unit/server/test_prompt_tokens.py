@@ -1,0 +1,129 @@
+"""Whoever reads a body's prompt with the model's tokenizer has the tokens, and names the blocks, that a worker has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.cache.block_record import BlockRecord
+from splitserve.cache.radix import RadixCache
+from splitserve.cache.told_prefix import ToldPrefixCache
+from splitserve.config import WorkerConfig
+from splitserve.errors import InvalidRequestError
+from splitserve.events.schema import BlockStored
+from splitserve.router.prompts import hash_prompt
+from splitserve.server.app import build_app
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.native import prepare
+from splitserve.server.openai import prepare_chat, prepare_completion
+from splitserve.server.prompt_tokens import first_prompt
+from splitserve.server.schemas import ChatBody, CompletionBody, GenerateBody
+from splitserve.server.tokenizer import Tokenizer
+
+from .server_fakes import READY, SteppedScheduler
+
+NATIVE, COMPLETION, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+SIZE = 4
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+ids = st.lists(st.integers(0, 255), min_size=1, max_size=20)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": texts}),
+    min_size=1,
+    max_size=3,
+)
+chats = st.builds(
+    lambda chat, more: {"messages": chat, **more},
+    messages,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "add_generation_prompt": st.booleans(),
+            "tools": st.just([TOOL]),
+            "chat_template_kwargs": st.just({"x": 1}),
+        },
+    ),
+)
+bodies = st.one_of(
+    st.tuples(st.just(NATIVE), texts.map(lambda t: {"text": t})),
+    st.tuples(st.just(NATIVE), ids.map(lambda t: {"input_ids": t})),
+    st.tuples(st.just(NATIVE), st.lists(texts, min_size=1, max_size=3).map(lambda t: {"text": t})),
+    st.tuples(st.just(NATIVE), st.lists(ids, min_size=1, max_size=3).map(lambda t: {"input_ids": t})),
+    st.tuples(st.just(COMPLETION), texts.map(lambda t: {"prompt": t})),
+    st.tuples(st.just(COMPLETION), st.lists(texts, min_size=1, max_size=3).map(lambda t: {"prompt": t})),
+    st.tuples(st.just(COMPLETION), ids.map(lambda t: {"prompt": t})),
+    st.tuples(st.just(CHAT), chats),
+)
+
+
+class RoomyScheduler(SteppedScheduler):
+    info = msgspec.structs.replace(READY, max_total_tokens_per_request=10_000)
+
+
+def front(tokenizer: Tokenizer) -> FrontEnd:
+    app = build_app(
+        config=WorkerConfig(), scheduler=RoomyScheduler(), tokenizer=tokenizer, model_path="/m", bootstrap_port=None
+    )
+    found: FrontEnd = app.state.front
+    return found
+
+
+def computed(front: FrontEnd, path: str, body: dict[str, Any]) -> list[int]:
+    """What this worker's scheduler would get of the body's first prompt."""
+    if path == NATIVE:
+        fanout, _ = prepare(front, GenerateBody.model_validate(body), "r")
+    elif path == COMPLETION:
+        _, fanout = prepare_completion(front, CompletionBody.model_validate(body), "r", "r")
+    else:
+        _, fanout = prepare_chat(front, ChatBody.model_validate(body), "r", "r")
+    return fanout.samples[0].request.prompt_ids
+
+
+def told(prompt: list[int]) -> list[int]:
+    """The blocks that a worker tells of when it has computed this prompt."""
+    record = BlockRecord(SIZE)
+    whole = len(prompt) // SIZE
+    ToldPrefixCache(RadixCache(SIZE), record).insert(prompt[: whole * SIZE], list(range(whole)))
+    return [name for event in record.take_news() if isinstance(event, BlockStored) for name in event.block_hashes]
+
+
+@given(bodies)
+def test_a_router_reads_the_tokens_and_names_the_blocks_of_a_worker(tokenizer, case) -> None:
+    path, body = case
+    expected = computed(front(tokenizer), path, body)
+    assert first_prompt(path, body, tokenizer) == expected
+    hashes = hash_prompt(path, body, tokenizer, {SIZE, 7})
+    assert hashes is not None
+    assert hashes[SIZE] == told(expected)
+    assert len(hashes[7]) == len(expected) // 7
+
+
+def test_a_final_message_is_continued_as_a_worker_does(tokenizer) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello th"}]
+    body = {"messages": chat, "continue_final_message": True}
+    assert first_prompt(CHAT, body, tokenizer) == computed(front(tokenizer), CHAT, body)
+
+
+def test_without_a_tokenizer_only_ids_are_read() -> None:
+    assert first_prompt(NATIVE, {"input_ids": [[1, 2], [3]]}, None) == [1, 2]
+    assert first_prompt(COMPLETION, {"prompt": [1, 2]}, None) == [1, 2]
+    for path, body in (
+        (NATIVE, {"text": "a"}),
+        (COMPLETION, {"prompt": "a"}),
+        (CHAT, {"messages": [{"role": "user"}]}),
+    ):
+        assert first_prompt(path, body, None) is None
+        assert hash_prompt(path, body, None, {SIZE}) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(NATIVE, {}), (NATIVE, {"text": 5}), (COMPLETION, {"prompt": []}), (CHAT, {"messages": "a"})]
+)
+def test_a_body_without_a_readable_prompt_is_refused(path, body, tokenizer) -> None:
+    with pytest.raises(InvalidRequestError):
+        first_prompt(path, body, tokenizer)
