@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from splitserve import __version__, cli
 from splitserve.launch.checks import num_bytes
@@ -91,6 +92,9 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["up", "--prefill", "1", "--decode", "0"], "each kind needs the other"),
         (["up", "--dtype", "int3"], "--dtype"),
         (["up", "smollm2", "another"], "after --"),
+        (["up", "smollm2", "--", "--disaggregation-mode=prefill"], "say how many of each kind: --prefill N"),
+        (["up", "smollm2", "--", "--page-size", "8", "--port", "1"], "--port after --: workers take free ports"),
+        (["up", "smollm2", "--", "--dp-size", "2"], "give --prefill-dp-size and --decode-dp-size"),
         (["up", "--transfer-backend", "pigeon"], "--transfer-backend"),
         (["serve", "--disaggregation-transfer-backend", "pigeon"], "--disaggregation-transfer-backend"),
         (["up", "--log-level", "info", "--prefill", "0", "--decode", "0"], "at least one worker"),
@@ -186,3 +190,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     assert run(*args) == 2
     assert named in capsys.readouterr().err
+
+
+def test_no_name_of_an_option_is_cut_however_narrow_the_terminal_is():
+    narrow = {"COLUMNS": "60", "TERMINAL_WIDTH": "60"}
+    for command in ("serve", "up", "router"):
+        out = CliRunner().invoke(cli.app, [command, "--help"], env=narrow).output
+        assert "…" not in out
+    assert "--disaggregation-transfer-backend" in CliRunner().invoke(cli.app, ["serve", "--help"], env=narrow).output

@@ -35,7 +35,7 @@ from splitserve.cli.options import (
 )
 from splitserve.cli.serve import serve
 from splitserve.errors import ConfigError, SplitserveError
-from splitserve.launch.checks import check_backend, check_dtype
+from splitserve.launch.checks import check_backend, check_dtype, check_worker_options
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 from splitserve.router.policies import POLICIES
 
@@ -45,6 +45,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Tables would cut the names of options where the terminal is narrow, or none.
+    rich_markup_mode=None,
 )
 app.add_typer(bench_app)
 
@@ -91,6 +93,7 @@ def up(
         worker_args += ["--quantization", quantization]
     if worker_options and not worker_options[0].startswith("-"):
         raise ConfigError(f"{worker_options[0]!r}: one model; options of the workers follow after --")
+    check_worker_options(worker_options or [], has_pairs=prefill > 0)
     worker_args += worker_options or []
     if max_total_tokens is not None:
         worker_args += ["--max-total-tokens", str(max_total_tokens)]

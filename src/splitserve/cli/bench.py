@@ -14,7 +14,7 @@ from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, Quic
 from splitserve.config import DTYPES
 from splitserve.launch.checks import check_backend
 
-bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True)
+bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @bench_app.command("main")

@@ -43,6 +43,10 @@ class EngineOptions(TypedDict, total=False):
     max_queued_requests: int
     schedule_policy: str
     num_reserved_decode_tokens: int
+    enable_priority: bool
+    # Bytes.
+    retraction_host_memory: int
+    prefix_host_memory: int
     grammar_timeout: float
     speculative_algorithm: str
     speculative_num_draft_tokens: int

@@ -50,12 +50,10 @@ class ToolCallParser:
         return parsed
 
     def finish(self) -> Parsed:
-        """What was held back, where the answer broke off."""
+        """What was held back, where the answer broke off. The beginning of a call that has no name yet is nobody's."""
         held, self._held = self._held, ""
-        if self._step == self._take_name:
-            held = self._form.prefix + held
-        is_text = self._step in (self._take_text, self._take_name)
-        return Parsed(held if is_text and (held.strip() or not self.num_calls) else "")
+        # Behind a call, what looks like the beginning of another is one.
+        return Parsed(held if self._step == self._take_text and not self.num_calls else "")
 
     def _take_text(self, parsed: Parsed) -> bool:
         """Each step returns whether to go on with the next."""

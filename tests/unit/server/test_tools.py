@@ -174,7 +174,9 @@ CASES = [
     (BARE, 'Just {"name" in text', 'Just {"name" in text', []),
     # Cut off by max_tokens: within the prefix, the name, the arguments, the suffix.
     (TAGGED, "Hm <tool_call>\n{", "Hm <tool_call>\n{", []),
-    (TAGGED, '<tool_call>\n{"name": "ab', '<tool_call>\n{"name": "ab', []),
+    (TAGGED, '<tool_call>\n{"name": "ab', "", []),
+    (TAGGED, 'Hm <tool_call>\n{"name": "ab', "Hm", []),
+    (TAGGED, TAGGED.write("a", "{}") + '\n<tool_call>\n{"', "", [("a", "{}")]),
     (TAGGED, '<tool_call>\n{"name": "a", "arguments": {"x": "}', "", [("a", '{"x": "}')]),
     (TAGGED, '<tool_call>\n{"name": "a", "arguments": {}}\n</to', "", [("a", "{}")]),
 ]
