@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from splitserve import __version__
@@ -20,7 +21,7 @@ from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
 from splitserve.router.client_stream import ExchangeResponse
-from splitserve.router.failure import UpstreamError, body_of, headers_of
+from splitserve.router.failure import UpstreamError, body_of, error_body, headers_of
 from splitserve.router.key_guard import KeyGuard, caller_of
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
 from splitserve.router.upstream import REQUEST_HEADERS
@@ -58,6 +59,7 @@ def build_router_app(args: LBArgs) -> FastAPI:
     app.state.balancer = balancer
     app.add_exception_handler(SplitserveError, _answer_error)
     app.add_exception_handler(UpstreamError, _answer_upstream_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
     for path in GENERATE_ROUTES:
         app.add_api_route(path, _generate_route(balancer), methods=["POST"])
     for path, method, target in ANY_WORKER_ROUTES:
@@ -260,6 +262,15 @@ def _json(value: object, status: int = 200) -> Response:
 async def _answer_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, SplitserveError)
     return Response(body_of(error), error.http_status, headers_of(error), media_type="application/json")
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """A route or method that is not there."""
+    assert isinstance(error, HTTPException)
+    code = "not_found" if error.status_code == 404 else "invalid_request"
+    body = error_body(f"{request.method} {request.url.path}: {error.detail}", "invalid_request_error", code)
+    headers = dict(error.headers or {})
+    return Response(body, error.status_code, headers, media_type="application/json")
 
 
 async def _answer_upstream_error(_: Request, error: Exception) -> Response:

@@ -218,3 +218,16 @@ async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_ca
         assert got == b"".join(b'data: {"i": %d}\n\n' % i for i in range(5)) + b"data: [DONE]\n\n"
         status, body = await post(pools.router + "/workers/drain", {"url": second, "migrate": True})
         assert (status, "no other decode worker" in body["error"]["message"]) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"), [("/v1/embeddings", 404, "not_found"), ("/v1/completions", 405, "invalid_request")]
+)
+async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
+    path: str, status: int, code: str
+) -> None:
+    async with start_router() as router:
+        answered, body = await get(router + path)
+    assert answered == status
+    assert body["error"]["code"] == code
+    assert f"GET {path}" in body["error"]["message"]
