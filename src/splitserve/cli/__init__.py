@@ -145,7 +145,7 @@ def router(
     connect_timeout: Annotated[float, typer.Option(help="Seconds to reach a worker.")] = 5.0,
     idle_timeout: Annotated[float, typer.Option(help="Seconds a worker may be silent while it answers.")] = 600.0,
     health_interval: Annotated[float, typer.Option(help="Seconds between two health checks.")] = 2.0,
-    hang_timeout: Annotated[float, typer.Option(help="Seconds without a sign of life until a worker hangs.")] = 15.0,
+    hang_timeout: Annotated[float, typer.Option(help="Seconds without a sign of life until a worker hangs.")] = 30.0,
     max_retries: Annotated[int, typer.Option(help="Other workers a request may go to without a new token.")] = 3,
     drain_timeout: Annotated[float, typer.Option(help="Seconds running requests get at the end.")] = 30.0,
     log_level: LogLevelOption = "info",

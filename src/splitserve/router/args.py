@@ -67,7 +67,7 @@ class LBArgs:
     # Seconds between two questions to a worker how it is.
     health_interval: float = 2.0
     # Seconds without a sign of life after which a worker that is asked for one counts as hung.
-    hang_timeout: float = 15.0
+    hang_timeout: float = 30.0
     # Other workers that a request may be given to, one after the other, where those it has fail; in a stream anew after
     # each token.
     max_retries: int = 3

@@ -22,7 +22,7 @@ from splitserve.events.publisher import (
 from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, IndexSnapshot, decode
 from splitserve.events.subscriber import KVEventSubscriber, Sequencer, Verdict
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 ANY = "tcp://127.0.0.1:0"
 
 

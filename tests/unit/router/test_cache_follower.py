@@ -27,7 +27,7 @@ from splitserve.router.prompts import PromptReader
 from splitserve.testing.router_world import FakeWorker, start_router, start_worker
 
 SIZE = 4
-DEADLINE = 20.0
+DEADLINE = 60.0
 ANY = "tcp://127.0.0.1:0"
 TEXT = "the quick brown fox jumps over the lazy dog"
 

@@ -41,7 +41,7 @@ class Lines(logging.Handler):
         self.seen.put_nowait(dict(word.split("=", 1) for word in words))
 
     async def next(self) -> dict[str, str]:
-        return await asyncio.wait_for(self.seen.get(), 10)
+        return await asyncio.wait_for(self.seen.get(), 60)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ async def test_a_client_that_leaves_is_a_499_on_its_own_side(lines: Lines) -> No
     async with serve_pair(never(), never()) as pair:
         async with aiohttp.ClientSession() as client:
             asking = asyncio.ensure_future(client.post(pair.router + "/generate", json={"text": "a"}))
-            await asyncio.wait_for(pair.decode.arrived.wait(), 10)
+            await asyncio.wait_for(pair.decode.arrived.wait(), 60)
             asking.cancel()
         line = await lines.next()
         assert (line["status"], line["side"], line["ttft_s"], line["tries"]) == ("499", "client", "-", "1")
