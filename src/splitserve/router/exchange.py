@@ -21,11 +21,12 @@ import msgspec
 
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Headers, UpstreamError, error_in_event
-from splitserve.router.journal import JOURNAL_HEADER, DeltaReader, Journal
+from splitserve.router.journal import DeltaReader, Journal
 from splitserve.router.logprobs import merge_answer, merge_event
 from splitserve.router.sse import EventSplitter, encode_event, event_data
 from splitserve.router.upstream import Upstream, answer_headers
 from splitserve.router.worker import Pair, Worker
+from splitserve.server.dispatch import JOURNAL_HEADER
 
 # Seconds the second side gets to report its cause after the first has failed without a conclusive one.
 GRACE_SECONDS = 0.25

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from splitserve.router.failure import error_in_event
 from splitserve.router.sse import EventSplitter, event_data
 
-# The header of a worker's answer that has a journal.
-JOURNAL_HEADER = "x-splitserve-journal"
 _DONE = b"data: [DONE]\n\n"
 
 
