@@ -40,9 +40,9 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self.log_path = folder / f"{name}.log"
-        self._ready_path = folder / f"{name}.ready.json"
+        self.ready_path = folder / f"{name}.ready.json"
         self._ready: ReadyInfo | None = None
-        command = [*program, *args, "--exit-with-parent", "--ready-file", str(self._ready_path)]
+        command = [*program, *args, "--exit-with-parent", "--ready-file", str(self.ready_path)]
         with self.log_path.open("wb") as log:
             # A session of its own: a Ctrl-C in the terminal is this process's business alone.
             self._process = subprocess.Popen(
@@ -68,7 +68,7 @@ class ChildProcess:
     def ready(self) -> ReadyInfo | None:
         """What it said when it was ready; None before."""
         if self._ready is None:
-            self._ready = read_ready_file(self._ready_path)
+            self._ready = read_ready_file(self.ready_path)
         return self._ready
 
     def log_tail(self, num_lines: int = 20) -> str:

@@ -27,7 +27,7 @@ from typing import Self
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import moves_gpu_memory
 from splitserve.errors import ConfigError, SplitserveError
-from splitserve.launch.child import POLL_INTERVAL, ChildProcess, wait_until_ended
+from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess, wait_until_ended
 from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.http_server import bind, port_of, reachable_host
 
@@ -64,6 +64,7 @@ class LocalCluster:
     `splitserve router`. `threads`: of each scheduler, None: the cores divided fairly.
     `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
     `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
+    `worker_program`: what runs as a worker, with the arguments of `splitserve serve`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LocalCluster:
         cluster_token_file: Path | None = None,
         hand_over: bool = False,
         log_level: str = "info",
+        worker_program: Sequence[str] = PROGRAM,
     ) -> None:
         if (prefill > 0) != (decode > 0):
             raise ConfigError(f"{prefill} prefill and {decode} decode workers: each kind needs the other")
@@ -100,6 +102,7 @@ class LocalCluster:
         self._host = host
         self._port = port
         self._log_level = log_level
+        self._worker_program = worker_program
         self._dp_sizes = {DisaggregationMode.PREFILL: prefill_dp_size, DisaggregationMode.DECODE: decode_dp_size}
         for role, size in self._dp_sizes.items():
             if size < 1:
@@ -171,9 +174,20 @@ class LocalCluster:
             args += ["--router", self.router_url]
         # What torch's own pools take from the environment, before any option of ours is read.
         env = {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
-        child = ChildProcess(name, [*args, *self._common], self.log_folder, env=env)
+        # What a worker that is killed leaves behind goes with the cluster.
+        env["TMPDIR"] = str(self.log_folder)
+        child = ChildProcess(name, [*args, *self._common], self.log_folder, env=env, program=self._worker_program)
         self._workers.append((role, child))
         return child
+
+    def children_of(self, role: DisaggregationMode) -> list[ChildProcess]:
+        """The workers that were started in this role and still run."""
+        return [child for r, child in self._workers if r is role and child.exit_code is None]
+
+    def remove_worker(self, child: ChildProcess) -> None:
+        """Stop it at once, if it still runs, and forget it. Its log stays with the others."""
+        child.close()
+        self._workers = [(role, c) for role, c in self._workers if c is not child]
 
     @property
     def log_folder(self) -> Path:

@@ -174,6 +174,8 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def resume_worker(request: Request) -> Response:
         worker = registry.get(_parse(WorkerOrder, await request.body(), "find").url)
         worker.is_draining = False
+        # Who orders this has looked at it.
+        worker.forgive()
         return _json(_describe(worker))
 
 

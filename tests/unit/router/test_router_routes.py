@@ -206,6 +206,20 @@ async def test_an_operator_adds_drains_resumes_and_removes_workers() -> None:
         assert [w["url"] for w in (await get(router + "/workers"))[1]["workers"]] == [p.url]
 
 
+async def test_a_worker_that_an_operator_resumes_is_trusted_again_at_once() -> None:
+    failing = answers({"error": {"message": "broken", "type": "server_error", "code": "engine_error"}}, 500)
+    async with serve_pools([answers({})], [failing, answers({"text": "b"})], health_interval=60) as pools:
+        broken = pools.decode[0]
+        for _ in range(6):
+            assert (await pools.post("/generate", {"text": "a"}))[0] == 200
+        # It failed, and failed again on trial.
+        assert len(broken.bodies) == 2
+        await post(pools.router + "/workers/resume", {"url": broken.url})
+        for _ in range(6):
+            assert (await pools.post("/generate", {"text": "a"}))[0] == 200
+        assert len(broken.bodies) == 4
+
+
 async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_can_go_nowhere() -> None:
     decodes = [journals(5, until=2, hang=True), journals(5)]
     async with serve_pools([answers({})], decodes) as pools:

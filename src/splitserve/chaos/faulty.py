@@ -1,0 +1,29 @@
+"""A worker that fails on order: `python -m splitserve.chaos.faulty serve ...`, like `splitserve serve ...` otherwise.
+
+Its schedulers look for orders in a file beside its ready file (see `orders.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from splitserve.chaos.orders import fault_file
+from splitserve.cli import main
+from splitserve.launch import scheduler_link
+
+PROGRAM = (sys.executable, "-m", "splitserve.chaos.faulty")
+# Names the file to the scheduler's process.
+FAULT_FILE = "SPLITSERVE_FAULT_FILE"
+
+
+def run() -> None:
+    ready_file = Path(sys.argv[sys.argv.index("--ready-file") + 1])
+    os.environ[FAULT_FILE] = str(fault_file(ready_file))
+    scheduler_link.SCHEDULER_COMMAND = (sys.executable, "-m", "splitserve.chaos.faulty_scheduler")
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,17 @@
+"""The scheduler's process of a worker that fails on order (see `faulty.py`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from splitserve.chaos.faulty import FAULT_FILE
+from splitserve.chaos.orders import Trap
+from splitserve.chaos.points import install
+from splitserve.launch.scheduler_process import main
+
+if __name__ == "__main__":
+    # The front end goes with it, as on a machine that fails.
+    install(Trap(Path(os.environ[FAULT_FILE]), (os.getppid(), os.getpid())).visit)
+    sys.exit(main())

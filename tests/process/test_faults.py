@@ -1,0 +1,136 @@
+"""The real model under faults: workers are killed and stopped at every stage that a request passes.
+
+With two of each kind every stream ends as if nothing had happened; with one of each it ends, at the least in a clear
+error. `make soak` runs this; `make test` has a part of it in test_migration.py, with a tiny model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+
+from splitserve.chaos.faulty import PROGRAM
+from splitserve.chaos.injector import order_fault, replace_worker, signal_worker
+from splitserve.chaos.orders import Fault
+from splitserve.chaos.points import Stage
+from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, make_requests
+from splitserve.core.request import DisaggregationMode
+from splitserve.launch.local import LocalCluster
+from splitserve.testing.deployment import MODEL, Deployment
+
+pytestmark = [pytest.mark.process, pytest.mark.soak]
+
+NUM_STREAMS = 30
+NUM_TOKENS = 24
+# Seconds that all streams of a case may take.
+DEADLINE = 180.0
+HANG_TIMEOUT = 6.0
+ROUTER_ARGS = ["--hang-timeout", str(HANG_TIMEOUT), "--health-interval", "0.5"]
+# Long prompts take several chunks.
+WORKER_ARGS = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64"]
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+CASES = list(itertools.product((signal.SIGKILL, signal.SIGSTOP), (PREFILL, DECODE), Stage))
+
+
+@dataclass
+class World:
+    deployment: Deployment
+    requests: list[StreamRequest]
+    expected: dict[int, Outcome]
+    num_replaced: int = 0
+
+    @property
+    def cluster(self) -> LocalCluster:
+        return self.deployment.cluster
+
+    def run_with_fault(self, number: signal.Signals, role: DisaggregationMode, stage: Stage) -> dict[int, Outcome]:
+        """All streams, with the first worker of that role failing at that stage; it is there again afterwards."""
+        victim = self.cluster.children_of(role)[0]
+        url = self.cluster.router_url
+        # The cases before left their prompts in the caches, whose chunks nobody would have to compute or send.
+        self.deployment.flush()
+        try:
+            if stage is Stage.MID_STREAM:
+                outcomes = follow_all(
+                    url,
+                    self.requests,
+                    timeout=DEADLINE,
+                    disturb=lambda: signal_worker(victim, number),
+                    after=2,
+                )
+            else:
+                order = order_fault(victim, Fault(stage, number, skip=3))
+                outcomes = follow_all(url, self.requests, timeout=DEADLINE)
+                assert not order.withdraw(), f"no request met {stage}"
+        finally:
+            self._bring_back(victim, number, role)
+        return outcomes
+
+    def _bring_back(self, victim, number: signal.Signals, role: DisaggregationMode) -> None:
+        if number is signal.SIGKILL:
+            self.num_replaced += 1
+            replace_worker(self.cluster, role, victim, f"{role}-again-{self.num_replaced}")
+        else:
+            signal_worker(victim, signal.SIGCONT)
+        self.cluster.wait_ready(timeout=300)
+        for url in self.deployment.workers():
+            # A stopped one would be passed over for half a minute.
+            order = {"url": url}
+            assert self.deployment.client.post(f"{self.cluster.router_url}/workers/resume", json=order).is_success
+        self.deployment.check_nothing_is_held()
+
+
+@contextmanager
+def world(num_workers: int) -> Iterator[World]:
+    with (
+        LocalCluster(
+            MODEL,
+            prefill=num_workers,
+            decode=num_workers,
+            dtype="float32",
+            threads=1,
+            worker_args=WORKER_ARGS,
+            router_args=ROUTER_ARGS,
+            worker_program=PROGRAM,
+        ) as cluster,
+        httpx.Client(timeout=60) as client,
+    ):
+        cluster.wait_ready(timeout=300)
+        requests = make_requests(NUM_STREAMS, NUM_TOKENS)
+        expected = follow_all(cluster.router_url, requests, timeout=DEADLINE)
+        assert {i: o.error for i, o in expected.items() if o.error or not o.is_done} == {}
+        yield World(Deployment(cluster, client), requests, expected)
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_with_two_of_each_every_stream_ends_as_if_nothing_had_happened():
+    with world(2) as w:
+        for number, role, stage in CASES:
+            outcomes = w.run_with_fault(number, role, stage)
+            problems = {i: problem for i, o in outcomes.items() if (problem := o.difference(w.expected[i]))}
+            assert problems == {}, (number, role, stage)
+
+
+def test_with_one_of_each_every_stream_ends_in_time_and_says_why():
+    with world(1) as w:
+        for number, role, stage in CASES:
+            began = time.monotonic()
+            outcomes = w.run_with_fault(number, role, stage)
+            errors = [o.error for o in outcomes.values() if o.error is not None]
+            assert all(o.is_done for o in outcomes.values()), (number, role, stage)
+            assert errors, (number, role, stage)
+            for error in errors:
+                assert f"{role} worker" in error["message"], (number, role, stage, error)
+            for i, outcome in outcomes.items():
+                if outcome.error is None:
+                    assert outcome.difference(w.expected[i]) == "", (number, role, stage)
+            # Nobody waits for a deadline of minutes.
+            assert time.monotonic() - began < DEADLINE
