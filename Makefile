@@ -5,13 +5,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup system-packages demo test check bench performance soak format clean
+.PHONY: help setup system-packages demo test check bench performance soak chaos format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
 	@echo "make test    all tests            make check   ruff, ruff format, mypy"
 	@echo "make bench   figures, half an hour make soak    the long random test"
 	@echo "make performance  the figures and plots of docs/performance.md"
+	@echo "make chaos   ten minutes of workers that die under load"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
 setup: .venv/.installed
@@ -73,6 +74,9 @@ performance: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+chaos: setup
+	@$(BIN)/splitserve chaos --seconds 600 --append-to docs/log.md
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,9 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from splitserve.chaos.faulty import PROGRAM
 from splitserve.chaos.injector import order_fault, replace_worker, signal_worker
-from splitserve.chaos.orders import Fault
+from splitserve.chaos.orders import PROGRAM, Fault
 from splitserve.chaos.points import Stage
 from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, make_requests
 from splitserve.core.request import DisaggregationMode

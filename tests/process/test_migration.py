@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +17,12 @@ import httpx
 import psutil
 import pytest
 
+from splitserve.chaos.injector import order_fault, signal_worker
+from splitserve.chaos.orders import PROGRAM, Fault
+from splitserve.chaos.points import Stage
 from splitserve.chaos.streams import Outcome, follow, follow_all, make_requests, open_session
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.child import POLL_INTERVAL, ChildProcess
+from splitserve.launch.child import POLL_INTERVAL
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.tiny_models import make_tiny_model
 
@@ -41,13 +43,6 @@ def check_same(outcomes: dict[int, Outcome], expected: dict[int, Outcome]) -> No
     assert {i: problem for i, o in outcomes.items() if (problem := o.difference(expected[i]))} == {}
 
 
-def kill(child: ChildProcess) -> None:
-    """Front end and scheduler at once, as a machine goes."""
-    assert child.ready is not None
-    for pid in (*child.ready.scheduler_pids, child.pid):
-        os.kill(pid, signal.SIGKILL)
-
-
 def migrations(url: str) -> int:
     async def ask() -> str:
         async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as response:
@@ -62,29 +57,42 @@ def serving(folder: Any, *router_args: str) -> Iterator[LocalCluster]:
     model = str(make_tiny_model("llama", folder / "llama"))
     args = ["--max-total-tokens", "20000"]
     with LocalCluster(
-        model, prefill=2, decode=2, dtype="float32", threads=1, worker_args=args, router_args=router_args
+        model,
+        prefill=2,
+        decode=2,
+        dtype="float32",
+        threads=1,
+        worker_args=args,
+        router_args=router_args,
+        worker_program=PROGRAM,
     ) as cluster:
         cluster.wait_ready(timeout=300)
         yield cluster
 
 
-def test_streams_outlive_their_decode_worker_and_the_last_ones_end_with_an_error(tmp_path):
+def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_path):
     with serving(tmp_path) as cluster:
         url, numbers = cluster.router_url, range(6)
         expected = run(url, numbers)
         first, second = cluster.children_of(DECODE)
-        outcomes = run(url, numbers, lambda: kill(first), after=3)
-        check_same(outcomes, expected)
-        assert migrations(url) > 0
-        # A prefill that is gone is not noticed at all: nothing has been sent when it fails.
-        kill(cluster.children_of(PREFILL)[0])
+        order_fault(first, Fault(Stage.MID_STREAM, signal.SIGKILL, skip=20))
         check_same(run(url, numbers), expected)
+        assert migrations(url) > 0
+        # Nothing of these prompts may be cached: a chunk that is not computed is not met.
+        for child in (*cluster.children_of(PREFILL), second):
+            httpx.post(f"{child.ready.url}/flush_cache").raise_for_status()
+        # A prefill that goes is not noticed at all, whatever half of a write it leaves behind.
+        order = order_fault(cluster.children_of(PREFILL)[0], Fault(Stage.MID_TRANSFER, signal.SIGKILL, skip=2))
+        check_same(run(url, numbers), expected)
+        assert order.is_taken
         # Nobody is left.
-        for outcome in run(url, numbers, lambda: kill(second), after=3).values():
-            assert outcome.is_done
-            assert outcome.error is not None
-            assert "stage: streaming" in outcome.error["message"]
-            assert "decode worker" in outcome.error["message"]
+        order_fault(second, Fault(Stage.MID_STREAM, signal.SIGKILL, skip=20))
+        outcomes = run(url, numbers).values()
+        assert all(outcome.is_done for outcome in outcomes)
+        messages = [outcome.error["message"] for outcome in outcomes if outcome.error is not None]
+        assert len(messages) == len(outcomes)
+        assert all("decode worker" in message for message in messages)
+        assert any("stage: streaming" in message for message in messages)
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -93,17 +101,12 @@ def test_streams_outlive_a_decode_worker_that_is_stopped(tmp_path):
     with serving(tmp_path, "--hang-timeout", "3", "--health-interval", "0.5") as cluster:
         expected = run(cluster.router_url, range(12))
         first, _ = cluster.children_of(DECODE)
-        assert first.ready is not None
-        pids = (*first.ready.scheduler_pids, first.pid)
         try:
-            check_same(
-                run(cluster.router_url, range(12), lambda: [os.kill(p, signal.SIGSTOP) for p in pids], after=3),
-                expected,
-            )
+            stopped = run(cluster.router_url, range(12), lambda: signal_worker(first, signal.SIGSTOP), after=3)
+            check_same(stopped, expected)
             assert migrations(cluster.router_url) > 0
         finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+            signal_worker(first, signal.SIGCONT)
 
 
 @pytest.mark.soak

@@ -9,13 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from splitserve.chaos.orders import fault_file
+from splitserve.chaos.orders import FAULT_FILE, fault_file
 from splitserve.cli import main
 from splitserve.launch import scheduler_link
-
-PROGRAM = (sys.executable, "-m", "splitserve.chaos.faulty")
-# Names the file to the scheduler's process.
-FAULT_FILE = "SPLITSERVE_FAULT_FILE"
 
 
 def run() -> None:

@@ -6,8 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from splitserve.chaos.faulty import FAULT_FILE
-from splitserve.chaos.orders import Trap
+from splitserve.chaos.orders import FAULT_FILE, Trap
 from splitserve.chaos.points import install
 from splitserve.launch.scheduler_process import main
 

@@ -1,4 +1,4 @@
-"""Makes workers of a local cluster fail, and brings them back. They must run `faulty.PROGRAM` to fail at a stage."""
+"""Makes workers of a local cluster fail, and brings them back. They must run `orders.PROGRAM` to fail at a stage."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ import msgspec
 
 from splitserve.chaos.points import Stage
 
+# Runs as a worker that takes orders.
+PROGRAM = (sys.executable, "-m", "splitserve.chaos.faulty")
+# The environment variable that names the file to the worker's schedulers.
+FAULT_FILE = "SPLITSERVE_FAULT_FILE"
 _SUFFIX = ".fault.json"
 
 

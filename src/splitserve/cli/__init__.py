@@ -15,6 +15,7 @@ import typer
 
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
+from splitserve.cli.chaos import chaos
 from splitserve.cli.options import (
     ApiKeysOption,
     DeviceOption,
@@ -280,6 +281,9 @@ def verify(
         quantization=quantization,
     )
     raise typer.Exit(run_verify(options, as_json=as_json))
+
+
+app.command()(chaos)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import typer
 
 from splitserve.cli.bench_gpu import bench_gpu
 from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
+from splitserve.cli.bench_routing import bench_routing
 from splitserve.cli.bench_serve import bench_serve
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
 from splitserve.config import DTYPES
@@ -50,6 +51,7 @@ def bench_transfer(
 
 
 bench_app.command("serve")(bench_serve)
+bench_app.command("routing")(bench_routing)
 bench_app.command("growth")(bench_growth)
 bench_app.command("scheduler")(bench_scheduler)
 bench_app.command("startup")(bench_startup)

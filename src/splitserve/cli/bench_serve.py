@@ -85,7 +85,7 @@ def bench_serve(
         output_tokens=output_tokens,
         num_prompts=num_prompts,
         duration=duration,
-        trace=_trace(trace, num_prompts, trace_length_scale, trace_speed),
+        trace=make_trace(trace, num_prompts, trace_length_scale, trace_speed),
         seed=seed,
     )
     options = ServeBenchOptions(
@@ -138,7 +138,8 @@ def make_plan(
     )
 
 
-def _trace(path: Path | None, count: int | None, length_scale: float, speed: float) -> Trace | None:
+def make_trace(path: Path | None, count: int | None, length_scale: float, speed: float) -> Trace | None:
+    """None without a file. Raises ConfigError."""
     from splitserve.bench.trace import Trace, read_trace
 
     for option, value in (("--trace-length-scale", length_scale), ("--trace-speed", speed)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from splitserve.chaos.leaks import held
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 
@@ -53,24 +54,12 @@ class Deployment:
         for url in self.workers():
             assert self.client.post(f"{url}/flush_cache").status_code == 200
 
-    def check_nothing_is_held(self, within: float = 15.0) -> None:
+    def check_nothing_isheld(self, within: float = 15.0) -> None:
         """Every page, row and metadata slot is back, on every worker, and no conservation check ever failed."""
         deadline = time.monotonic() + within
         for url in self.workers():
-            while problem := _held(self.state(url)):
+            while problem := held(self.state(url)):
                 assert time.monotonic() < deadline, f"{url} keeps something: {problem}"
-
-
-def _held(state: dict[str, Any]) -> str:
-    balanced = (
-        state["num_running_reqs"] == state["num_waiting_reqs"] == state["pages_leased"] == 0
-        and state["pages_free"] + state["pages_cached"] == state["pages_total"]
-        and state["rows_free"] == state["rows_total"]
-        and state["num_retracted_reqs"] == state["retraction_host_bytes"] == 0
-        and state["metadata_slots_free"] == state["metadata_slots_total"]
-        and state["num_invariant_violations_total"] == 0
-    )
-    return "" if balanced else str(state)
 
 
 def deploy(

@@ -1,0 +1,230 @@
+"""`splitserve chaos`: a local cluster under load whose workers die, stop and restart all the time.
+
+1. A router, prefill and decode workers start. A fixed set of requests of all forms runs undisturbed; its outcomes are
+   what every later one is held against.
+2. Clients send these requests again and again, and some leave halfway. Two saboteurs (see `saboteur.py`) break workers.
+3. When the time is over the faults end first, then the load. Then nothing may be held anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from splitserve.bench.machine import check_writable, describe_machine
+from splitserve.bench.publish import publish
+from splitserve.chaos.leaks import held
+from splitserve.chaos.orders import PROGRAM
+from splitserve.chaos.report import ChaosReport, Tally
+from splitserve.chaos.saboteur import Saboteur
+from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_all, make_requests, open_session
+from splitserve.core.request import DisaggregationMode
+from splitserve.engine.sources import resolve_model
+from splitserve.launch.child import POLL_INTERVAL
+from splitserve.launch.local import LocalCluster
+
+# Different requests that there are.
+_NUM_REQUESTS = 30
+# Of the clients, those that leave halfway.
+_LEAVING = 0.05
+# Seconds: for the workers to load, for a stream, and for everything to come back when all is over.
+_READY, _STREAM, _SETTLE = 600.0, 300.0, 60.0
+_RETRIES = re.compile(r'^splitserve_router:retries_total\{kind="(\w+)".*\} ([\d.e+]+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    # As it can be typed again.
+    command: str
+    model: str
+    seconds: float
+    # At any time under way.
+    num_streams: int
+    prefill: int
+    decode: int
+    # Of each output.
+    num_tokens: int
+    backend: str
+    hang_timeout: float
+    seed: int
+    append_to: Path | None
+    as_json: bool
+
+
+def run_chaos(options: ChaosOptions) -> int:
+    """Returns the exit code: 0 where no client lost anything and nothing leaked."""
+    console = Console(stderr=True)
+    if options.append_to is not None:
+        check_writable(options.append_to)
+    resolve_model(options.model)
+    report = _run(options, console)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    return 0 if report.is_good else 1
+
+
+def _run(options: ChaosOptions, console: Console) -> ChaosReport:
+    requests = make_requests(_NUM_REQUESTS, options.num_tokens)
+    tally = Tally()
+    with _cluster(options) as cluster:
+        console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
+        cluster.wait_ready(_READY)
+        expected = follow_all(cluster.router_url, requests, timeout=_STREAM)
+        console.print(f"now with faults, for {options.seconds:.0f} s (seed {options.seed})", highlight=False)
+        try:
+            _disturb(_Run(options, cluster, requests, expected, tally))
+            leaks = asyncio.run(_await_release(cluster))
+            moves = asyncio.run(_count_moves(cluster.router_url))
+        except BaseException:
+            cluster.keep_logs()
+            raise
+        if tally.errors or tally.differences or leaks:
+            cluster.keep_logs()
+            console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
+    return ChaosReport(
+        command=options.command,
+        machine=describe_machine(),
+        seed=options.seed,
+        seconds=options.seconds,
+        tally=tally,
+        num_migrations=moves.get("migration", 0),
+        num_retries=moves.get("retry", 0),
+        leaks=leaks + _processes_left(),
+    )
+
+
+def _disturb(run: _Run) -> None:
+    try:
+        asyncio.run(run.run())
+    except ExceptionGroup as group:
+        # The first is the cause: the others were cancelled for it, or met the same.
+        raise group.exceptions[0] from None
+
+
+def _cluster(options: ChaosOptions) -> LocalCluster:
+    return LocalCluster(
+        options.model,
+        prefill=options.prefill,
+        decode=options.decode,
+        # Outputs are compared, and the sums of a step depend on who else is in it.
+        dtype="float32",
+        backend=options.backend,
+        threads=1,
+        # Long prompts take several chunks.
+        worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
+        router_args=["--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"],
+        worker_program=PROGRAM,
+    )
+
+
+class _Run:
+    def __init__(
+        self,
+        options: ChaosOptions,
+        cluster: LocalCluster,
+        requests: list[StreamRequest],
+        expected: dict[int, Outcome],
+        tally: Tally,
+    ) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._requests = requests
+        self._expected = expected
+        self._tally = tally
+        self._clients_rng = random.Random(f"clients {options.seed}")
+
+    async def run(self) -> None:
+        faults_over, load_over = asyncio.Event(), asyncio.Event()
+        async with open_session(_STREAM) as session, asyncio.TaskGroup() as group:
+            for _ in range(self._options.num_streams):
+                group.create_task(self._client(session, load_over))
+            saboteurs = [group.create_task(s.run(faults_over)) for s in self._saboteurs()]
+            await asyncio.wait(saboteurs, timeout=self._options.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            faults_over.set()
+            # They bring back whom they broke.
+            await asyncio.wait(saboteurs)
+            load_over.set()
+
+    def _saboteurs(self) -> list[Saboteur]:
+        return [
+            Saboteur(
+                self._cluster,
+                role,
+                self._tally,
+                self._options.hang_timeout,
+                random.Random(f"{role} {self._options.seed}"),
+            )
+            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+        ]
+
+    async def _client(self, session: aiohttp.ClientSession, is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            i = self._clients_rng.randrange(len(self._requests))
+            if self._clients_rng.random() < _LEAVING:
+                await self._leave_halfway(session, i)
+            else:
+                await self._follow(session, i)
+
+    async def _follow(self, session: aiohttp.ClientSession, i: int) -> None:
+        outcome, name = Outcome(), f"request {i} ({self._requests[i].path})"
+        try:
+            await follow(session, self._cluster.router_url, self._requests[i], outcome)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            self._tally.errors.append(f"{name}: {type(error).__name__} {error}")
+        else:
+            self._tally.judge(name, outcome, self._expected[i])
+
+    async def _leave_halfway(self, session: aiohttp.ClientSession, i: int) -> None:
+        outcome = Outcome()
+        stream = asyncio.create_task(follow(session, self._cluster.router_url, self._requests[i], outcome))
+        await asyncio.wait({stream}, timeout=self._clients_rng.uniform(0.1, 5.0))
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        self._tally.num_left += 1
+
+
+async def _await_release(cluster: LocalCluster) -> list[str]:
+    """What workers hold that nobody asks for any more, after the time that they get."""
+    deadline = time.monotonic() + _SETTLE
+    async with aiohttp.ClientSession() as client:
+        while found := [problem for url in _urls(cluster) if (problem := await _problem(client, url))]:
+            if time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(POLL_INTERVAL * 10)
+    return []
+
+
+def _urls(cluster: LocalCluster) -> list[str]:
+    return [url for role in DisaggregationMode for url in cluster.urls(role)]
+
+
+async def _problem(client: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with client.get(f"{url}/server_info") as response:
+            states = (await response.json())["internal_states"]
+    except aiohttp.ClientError as error:
+        return f"{url} does not answer: {error or type(error).__name__}"
+    return "; ".join(f"{url} keeps {what}" for state in states if (what := held(state)))
+
+
+async def _count_moves(router_url: str) -> dict[str, int]:
+    """Requests that went on elsewhere, by kind."""
+    async with aiohttp.ClientSession() as client, client.get(f"{router_url}/metrics") as response:
+        text = await response.text()
+    counts: dict[str, int] = {}
+    for kind, count in _RETRIES.findall(text):
+        counts[kind] = counts.get(kind, 0) + int(float(count))
+    return counts
+
+
+def _processes_left() -> list[str]:
+    """After the cluster's end."""
+    family = psutil.Process().children(recursive=True)
+    return [f"process {p.pid} is left" for p in family if p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,155 @@
+"""Whoever makes the workers of one role fail, one at a time, and sees to it that each comes back.
+
+There are two in a run, one for each role. So at any time somebody of each role is left, and no client has a reason to
+fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from splitserve.chaos.injector import order_fault, replace_worker, signal_worker
+from splitserve.chaos.orders import Fault
+from splitserve.chaos.points import Stage
+from splitserve.chaos.report import Tally
+from splitserve.core.request import DisaggregationMode
+from splitserve.launch.child import POLL_INTERVAL, ChildProcess
+from splitserve.launch.local import ClusterError, LocalCluster
+
+# Seconds: for a stage to be met, for a worker to load, drain or end, and between two faults.
+_MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)
+
+
+class Saboteur:
+    """`hang_timeout`: the router's, seconds."""
+
+    def __init__(
+        self, cluster: LocalCluster, role: DisaggregationMode, tally: Tally, hang_timeout: float, rng: random.Random
+    ) -> None:
+        self._cluster = cluster
+        self._role = role
+        self._tally = tally
+        self._hang_timeout = hang_timeout
+        self._rng = rng
+        self._num_replaced = 0
+        self._kinds: list[Callable[[ChildProcess], Awaitable[str]]] = [
+            self._kill,
+            self._stop,
+            self._pause,
+            self._kill_scheduler,
+            self._kill_front_end,
+            self._restart,
+        ]
+
+    async def run(self, is_over: asyncio.Event) -> None:
+        """Until it is over. Raises ClusterError where a worker does not come back."""
+        while not is_over.is_set():
+            victim = self._rng.choice(self._cluster.children_of(self._role))
+            name = await self._weighted_kind()(victim)
+            self._tally.faults[f"{self._role} {name}"] += 1
+            await self._wait_usable()
+            try:
+                await asyncio.wait_for(is_over.wait(), self._rng.uniform(*_CALM))
+            except TimeoutError:
+                continue
+
+    def _weighted_kind(self) -> Callable[[ChildProcess], Awaitable[str]]:
+        # Those with stages are most of what can happen.
+        return self._rng.choices(self._kinds, [6, 4, 1, 1, 1, 2])[0]
+
+    async def _kill(self, victim: ChildProcess) -> str:
+        stage = await self._strike(victim, signal.SIGKILL)
+        await self._replace(victim)
+        return f"killed {stage}"
+
+    async def _stop(self, victim: ChildProcess) -> str:
+        """For so long that it counts as hung."""
+        stage = await self._strike(victim, signal.SIGSTOP)
+        await asyncio.sleep(self._hang_timeout * 2)
+        signal_worker(victim, signal.SIGCONT)
+        return f"stopped {stage}"
+
+    async def _pause(self, victim: ChildProcess) -> str:
+        """For less time than that."""
+        signal_worker(victim, signal.SIGSTOP)
+        await asyncio.sleep(self._hang_timeout / 3)
+        signal_worker(victim, signal.SIGCONT)
+        return "paused"
+
+    async def _kill_scheduler(self, victim: ChildProcess) -> str:
+        assert victim.ready is not None
+        os.kill(victim.ready.scheduler_pids[0], signal.SIGKILL)
+        await self._replace(victim)
+        return "scheduler killed"
+
+    async def _kill_front_end(self, victim: ChildProcess) -> str:
+        victim.send_signal(signal.SIGKILL)
+        await self._replace(victim)
+        return "front end killed"
+
+    async def _restart(self, victim: ChildProcess) -> str:
+        """As an operator does it."""
+        assert victim.ready is not None
+        await self._post("/workers/drain", {"url": victim.ready.url, "migrate": True})
+        victim.send_signal()
+        if not await asyncio.to_thread(victim.wait, _COME_BACK):
+            raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")
+        await self._replace(victim)
+        return "drained and restarted"
+
+    async def _strike(self, victim: ChildProcess, number: signal.Signals) -> str:
+        """Where it was struck."""
+        stage = self._rng.choice(list(Stage))
+        order = order_fault(victim, Fault(stage, number, skip=self._rng.randrange(6)))
+        deadline = time.monotonic() + _MEET
+        while time.monotonic() < deadline:
+            if order.is_taken:
+                return str(stage)
+            await asyncio.sleep(POLL_INTERVAL)
+        if not order.withdraw():
+            return str(stage)
+        signal_worker(victim, number)
+        return "anywhere"
+
+    async def _replace(self, victim: ChildProcess) -> None:
+        self._num_replaced += 1
+        name = f"{self._role}-again-{self._num_replaced}"
+        await asyncio.to_thread(replace_worker, self._cluster, self._role, victim, name)
+
+    async def _wait_usable(self) -> None:
+        """Until the router uses every worker of the role."""
+        began = time.monotonic()
+        while not await self._all_usable():
+            if time.monotonic() - began > _COME_BACK:
+                states = "\n".join(child.log_tail() for child in self._cluster.children_of(self._role))
+                raise ClusterError(f"not all {self._role} workers came back within {_COME_BACK:g} s:\n{states}")
+            await asyncio.sleep(POLL_INTERVAL * 4)
+        self._tally.recoveries.append(time.monotonic() - began)
+
+    async def _all_usable(self) -> bool:
+        children = self._cluster.children_of(self._role)
+        known = {w["url"]: w for w in (await self._get("/workers"))["workers"]}
+        return all(c.ready is not None and known.get(c.ready.url, {"healthy": False})["healthy"] for c in children)
+
+    async def _get(self, path: str) -> Any:
+        try:
+            async with aiohttp.ClientSession() as client, client.get(self._cluster.router_url + path) as response:
+                return await response.json()
+        except aiohttp.ClientError as error:
+            raise ClusterError(f"the router does not answer {path}: {error or type(error).__name__}") from error
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(self._cluster.router_url + path, json=body) as response,
+        ):
+            if response.status != 200:
+                raise ClusterError(f"{path} {body}: {response.status} {(await response.text())[:500]}")

@@ -1,0 +1,49 @@
+"""The command `splitserve chaos`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+import typer
+
+from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, typed_again
+from splitserve.launch.checks import check_backend
+
+
+def chaos(
+    ctx: typer.Context,
+    model: ModelArgument = "smollm2",
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long workers are made to fail.")] = 120.0,
+    streams: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 30,
+    prefill: Annotated[int, typer.Option(min=2, help="Prefill workers.")] = 2,
+    decode: Annotated[int, typer.Option(min=2, help="Decode workers.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each output.")] = 24,
+    transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    hang_timeout: Annotated[float, typer.Option(min=1.0, help="The router's, seconds.")] = 6.0,
+    seed: Annotated[int | None, typer.Option(help="Of the choice of faults; default: another each time.")] = None,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill, stop and restart workers of a local cluster under load. Exit code 0: no client lost anything.
+
+    Every answer is compared with that of an undisturbed run, and in the end nothing may be held anywhere.
+    """
+    from splitserve.chaos.run import ChaosOptions, run_chaos
+
+    check_backend(transfer_backend, "--transfer-backend")
+    options = ChaosOptions(
+        command=typed_again(ctx),
+        model=model,
+        seconds=seconds,
+        num_streams=streams,
+        prefill=prefill,
+        decode=decode,
+        num_tokens=max_tokens,
+        backend=transfer_backend,
+        hang_timeout=hang_timeout,
+        seed=secrets.randbelow(1 << 16) if seed is None else seed,
+        append_to=append_to,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_chaos(options))
