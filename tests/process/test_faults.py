@@ -125,7 +125,11 @@ def test_with_one_of_each_every_stream_ends_in_time_and_says_why():
             outcomes = w.run_with_fault(number, role, stage)
             errors = [o.error for o in outcomes.values() if o.error is not None]
             assert all(o.is_done for o in outcomes.values()), (number, role, stage)
-            assert errors, (number, role, stage)
+            if (role, stage) == (PREFILL, Stage.MID_STREAM):
+                # Nobody needs it any more.
+                assert not errors
+            else:
+                assert errors, (number, role, stage)
             for error in errors:
                 assert f"{role} worker" in error["message"], (number, role, stage, error)
             for i, outcome in outcomes.items():
