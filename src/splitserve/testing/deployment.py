@@ -54,7 +54,7 @@ class Deployment:
         for url in self.workers():
             assert self.client.post(f"{url}/flush_cache").status_code == 200
 
-    def check_nothing_isheld(self, within: float = 15.0) -> None:
+    def check_nothing_is_held(self, within: float = 15.0) -> None:
         """Every page, row and metadata slot is back, on every worker, and no conservation check ever failed."""
         deadline = time.monotonic() + within
         for url in self.workers():
