@@ -77,6 +77,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Token budget of one step.
     chunked_prefill_size: int = 2048
+    # Decode: of that, what prompts may have which are computed there, so that no stream waits long for them.
+    local_prefill_size: int = 256
     max_running_requests: int = 256
     # Requests waiting at most; beyond that a request is refused with 503.
     max_queued_requests: int = 4096

@@ -150,6 +150,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     metadata_slots_free: int = 0
     # Since the start.
     num_transfer_failed_reqs_total: int = 0
+    # Decode: requests whose prompt it was told to compute itself.
+    num_local_prefill_reqs_total: int = 0
     num_retracted_requests_total: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found

@@ -5,15 +5,19 @@ some alone. `make soak` runs the whole cross: 20 prompts of up to 3,000 tokens w
 2,048.
 """
 
+import asyncio
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import torch
 import transformers
 
 from splitserve.engine.sources import resolve_model
+from splitserve.router.args import PrefillConfig
 from splitserve.testing.deployment import MODEL, Deployment, deploy
 from splitserve.testing.reference import NUM_OUTPUT_TOKENS, NUM_SOAK_TOKENS, Reference, greedy_reference
+from splitserve.testing.router_world import start_router
 
 pytestmark = pytest.mark.process
 
@@ -62,6 +66,41 @@ def test_all_at_once_equal_generate(deployment, prompts, reference, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_some_alone_equal_generate(deployment, prompts, reference, mode):
     check_greedy(deployment, mode, prompts[4:-2:13], reference, at_a_time=1)
+
+
+async def test_short_prompts_computed_on_decode_equal_generate_and_prefill_sees_the_long_ones_only(
+    deployment, prompts, reference
+):
+    chosen = [p for p in prompts if len(p) in (1, 17, 64, 128, 129, 513)]
+    params = {"temperature": 0.0, "max_new_tokens": NUM_OUTPUT_TOKENS, "min_new_tokens": NUM_OUTPUT_TOKENS}
+    deployment.flush()
+    workers = deployment.client.get(f"{deployment.url('disaggregated')}/workers").json()["workers"]
+    ports = {w["url"]: w["bootstrap_port"] for w in workers}
+    prefill, decode = deployment.worker("prefill"), deployment.worker("decode")
+    before = deployment.state(prefill)["num_finished_reqs_total"], deployment.state(decode)["num_computed_tokens_total"]
+
+    async def ask(client: httpx.AsyncClient, router: str, prompt: list[int]) -> list[int]:
+        body = {"input_ids": prompt, "sampling_params": params}
+        answer = await client.post(f"{router}/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["output_ids"]
+
+    configs = (PrefillConfig(prefill, ports[prefill]),)
+    async with (
+        start_router(prefill=configs, decode=(decode,), disaggregate_above=128) as router,
+        httpx.AsyncClient(timeout=300) as client,
+    ):
+        outputs = await asyncio.gather(*(ask(client, router, prompt) for prompt in chosen))
+        routed = (await client.get(f"{router}/metrics")).text
+    assert outputs == [reference(prompt, NUM_OUTPUT_TOKENS) for prompt in chosen]
+    num_short = sum(len(prompt) <= 128 for prompt in chosen)
+    assert f"splitserve_router:local_prefills_total {num_short:.1f}" in routed
+    after = deployment.state(prefill)["num_finished_reqs_total"], deployment.state(decode)["num_computed_tokens_total"]
+    assert after[0] - before[0] == len(chosen) - num_short == 2
+    # Of what prefill handed over decode computes no prompt.
+    num_local = sum(len(prompt) for prompt in chosen if len(prompt) <= 128)
+    assert after[1] - before[1] == num_local + len(chosen) * (NUM_OUTPUT_TOKENS - 1)
+    deployment.check_nothing_is_held()
 
 
 @pytest.mark.soak

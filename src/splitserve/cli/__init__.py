@@ -140,6 +140,10 @@ def router(
     model: Annotated[
         str | None, typer.Option(help="cache_aware: whose tokenizer reads prompts; default: the workers' own.")
     ] = None,
+    disaggregate_above: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Prompts with at most N tokens not cached on decode are computed there."),
+    ] = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take in all.")] = 1800.0,
@@ -186,6 +190,7 @@ def router(
         balance_abs_threshold=balance_abs_threshold,
         balance_rel_threshold=balance_rel_threshold,
         model=model,
+        disaggregate_above=disaggregate_above,
         prefill=tuple(PrefillConfig.parse(text) for text in prefill or ()),
         decode=tuple(parse_url(url) for url in decode or ()),
         workers=tuple(parse_url(url) for url in worker or ()),

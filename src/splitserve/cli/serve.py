@@ -115,6 +115,9 @@ def serve(
     ] = True,
     prefix_host_memory: PrefixHostMemoryOption = "0",
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens computed in a step.")] = 2048,
+    local_prefill_size: Annotated[
+        int, typer.Option(help="Decode: of these, tokens of prompts that are computed here.")
+    ] = 256,
     max_running_requests: Annotated[int, typer.Option(help="Requests computed together.")] = 256,
     max_queued_requests: Annotated[int, typer.Option(help="Requests waiting, beyond that: 503.")] = 4096,
     num_reserved_decode_tokens: ReservedTokensOption = 512,
@@ -174,6 +177,7 @@ def serve(
         ),
         scheduler=SchedulerConfig(
             chunked_prefill_size=chunked_prefill_size,
+            local_prefill_size=local_prefill_size,
             max_running_requests=max_running_requests,
             max_queued_requests=max_queued_requests,
             grammar_timeout=grammar_timeout,

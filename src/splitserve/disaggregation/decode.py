@@ -73,6 +73,8 @@ class DecodePreallocQueue:
         self._admit = admit
         self._order = order
         self._entries: dict[str, DecodeEntry] = {}
+        # Rank of whoever found no room at the last look; None: nobody.
+        self.first_without_room: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -91,17 +93,26 @@ class DecodePreallocQueue:
         request.bootstrap = bootstrap
         self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver, is_retracted)
 
-    def pop_preallocated(self, *, may_admit: bool = True) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
-        """(those whose pages are announced now, those that failed)."""
+    def pop_preallocated(
+        self, *, may_admit: bool = True, before: tuple[int, int] | None = None
+    ) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+        """(those whose pages are announced now, those that failed).
+
+        `before`: rank of somebody who waits for room elsewhere, whom nobody new is to pass.
+        """
         states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
         failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
         ready = [self._entries[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
         back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
-        new = self._order([e.request for e in ready if not e.is_retracted])
+        new = self._order(
+            [e.request for e in ready if not e.is_retracted and (before is None or e.request.rank < before)]
+        )
+        self.first_without_room = None
         for request in (*back, *new) if may_admit else ():
             # The first that does not fit stops those behind it, so that a large request is never starved.
             if not self._preallocate(self._entries[request.rid]):
+                self.first_without_room = request.rank
                 break
             announced.append(self._entries.pop(request.rid))
         return announced, failed

@@ -113,11 +113,11 @@ def _grammars(
 def _running_set(
     config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache, speculation: Speculation | None
 ) -> RunningSet:
-    scheduler, is_prefill = config.scheduler, config.disaggregation.mode is DisaggregationMode.PREFILL
+    scheduler, mode = config.scheduler, config.disaggregation.mode
     admission = Admission(
         cache,
         num_reserved_decode_tokens=scheduler.num_reserved_decode_tokens,
-        tokens_at_most=_prompt_only if is_prefill else _to_the_end,
+        tokens_at_most=_prompt_only if mode is DisaggregationMode.PREFILL else _to_the_end,
     )
     return RunningSet(
         cache,
@@ -127,6 +127,7 @@ def _running_set(
         token_budget=scheduler.chunked_prefill_size,
         max_running=scheduler.max_running_requests,
         speculation=speculation,
+        prompt_budget=scheduler.local_prefill_size if mode is DisaggregationMode.DECODE else None,
     )
 
 

@@ -49,6 +49,7 @@ _COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "prefix_cache_host_hits": "Of the prompt tokens found, those copied back from host memory.",
     "num_transfer_failed_reqs_total": "Requests whose KV hand-over failed.",
+    "num_local_prefill_reqs_total": "Requests that came to a decode worker without a prefill worker, on purpose.",
     "num_retracted_requests_total": "Times that a running request gave its pages back because the pool ran dry.",
     "num_steps_total": "Forward passes.",
     "num_computed_tokens_total": "Tokens whose KV was computed by forward passes.",

@@ -1,7 +1,7 @@
 """The access log: one line a request, when it has ended, with its timeline.
 
-    request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 output_tokens=64 queued_s=0.0000
-    router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
+    request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 uncached_tokens=- output_tokens=64
+    queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
 
 `-` is what did not come to be, or is not known. Tokens are what workers said, in passing: in a usage, in a journal.
 """
@@ -57,6 +57,7 @@ class Visit:
             "status": client.status if self.status is None else self.status,
             "side": self.side,
             "prompt_tokens": prompt_tokens,
+            "uncached_tokens": None if tries is None else tries.num_uncached,
             "output_tokens": output_tokens,
             "queued_s": None if tries is None or tries.queued is None else f"{tries.queued:.4f}",
             "router_s": self._since_arrival(None if tries is None else tries.dispatched_at),
@@ -91,12 +92,7 @@ class _Answer(msgspec.Struct):
     meta_info: _Counts | None = None
 
 
-class _Told(msgspec.Struct):
-    token_ids: list[int] = []
-
-
 _ANSWERS = msgspec.json.Decoder(_Answer | list[_Answer])
-_TOLD = msgspec.json.Decoder(_Told)
 
 
 def _count_tokens(client: ClientStream, journal: Journal) -> tuple[int | None, int | None]:
@@ -106,7 +102,7 @@ def _count_tokens(client: ClientStream, journal: Journal) -> tuple[int | None, i
     prompt_tokens = sum(c.prompt_tokens for c in counts) if counts else None
     if journal.lines and not (answers and answers[0].usage):
         # An event tells of its own sample only, the journal of all.
-        return prompt_tokens, _count_told(journal)
+        return prompt_tokens, journal.count_tokens()
     return prompt_tokens, sum(c.completion_tokens for c in counts) if counts else None
 
 
@@ -127,10 +123,3 @@ def _answers(raw: bytes) -> list[_Answer]:
     except (msgspec.MsgspecError, RecursionError):
         return []
     return found if isinstance(found, list) else [found]
-
-
-def _count_told(journal: Journal) -> int | None:
-    try:
-        return sum(len(_TOLD.decode(line).token_ids) for line in journal.lines)
-    except msgspec.MsgspecError:
-        return None

@@ -56,6 +56,9 @@ class LBArgs:
     # Whose tokenizer reads the prompts for it: a folder or a name, as for a worker; None: that of the workers, where
     # their folder is one of this machine.
     model: str | None = None
+    # A request goes to a decode worker alone where that has to compute so many tokens of its prompt, or fewer; None:
+    # never.
+    disaggregate_above: int | None = None
     prefill: tuple[PrefillConfig, ...] = ()
     decode: tuple[str, ...] = ()
     # Colocated workers: used where there is no prefill and decode pair.
@@ -101,6 +104,8 @@ class LBArgs:
             raise ConfigError("--max-running-requests must be at least 1")
         if self.max_queued_requests < 0:
             raise ConfigError("--max-queued-requests must be 0 or more")
+        if self.disaggregate_above is not None and self.disaggregate_above < 1:
+            raise ConfigError("--disaggregate-above must be at least 1: a decode worker computes one token at least")
         self._check_rate()
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -143,6 +148,7 @@ class LBArgs:
         parser.add_argument("--balance-abs-threshold", type=int, default=defaults.balance_abs_threshold)
         parser.add_argument("--balance-rel-threshold", type=float, default=defaults.balance_rel_threshold)
         parser.add_argument("--model")
+        parser.add_argument("--disaggregate-above", type=int, metavar="N")
         parser.add_argument("--prefill", action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
         parser.add_argument("--decode", action="append", default=[], metavar="URL")
         parser.add_argument("--worker", action="append", default=[], metavar="URL")
@@ -174,6 +180,7 @@ class LBArgs:
             balance_abs_threshold=args.balance_abs_threshold,
             balance_rel_threshold=args.balance_rel_threshold,
             model=args.model,
+            disaggregate_above=args.disaggregate_above,
             prefill=tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill),
             decode=tuple(parse_url(url) for url in args.decode),
             workers=tuple(parse_url(url) for url in args.worker),

@@ -6,7 +6,7 @@
 3. Ask again from time to time. Other addresses, or a subscription that failed: begin anew.
 4. The worker leaves: what was known of it is forgotten.
 
-Only workers whose policy looks at it are followed. It does not know what is made of it.
+Only workers of whom somebody wants to know it are followed. It does not know what is made of it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class CacheFollower:
         self._interval = interval
 
     async def run(self) -> None:
-        """For ever; cancel it. At once over where no policy looks at caches."""
-        if not self._registry.cache_aware_modes:
+        """For ever; cancel it. At once over where nobody wants to know."""
+        if not self._registry.followed_modes:
             return
         async with aiohttp.ClientSession() as session:
             watches = Watches(lambda worker: self._watch(session, worker))
@@ -63,7 +63,7 @@ class CacheFollower:
                 if self._model is not None:
                     await self._prompts.load(self._model)
                 while True:
-                    modes = self._registry.cache_aware_modes
+                    modes = self._registry.followed_modes
                     await watches.update(w for w in self._registry.all() if w.mode in modes)
                     await asyncio.sleep(self._interval)
             finally:
@@ -78,18 +78,19 @@ class CacheFollower:
                 logger.debug("worker url=%s cannot be asked for its KV events: %s", worker.url, error)
                 await asyncio.sleep(self._interval)
                 continue
-            if info is not None:
+            if info is not None or self._registry.disaggregate_above is not None:
                 # First: whose blocks are known, for him prompts are read.
                 await self._learn_model(worker)
+            if info is not None:
                 await self._follow(session, worker, info)
                 await asyncio.sleep(self._interval)
                 continue
             if not is_told_of:
                 is_told_of = True
+                is_chosen_by_it = worker.mode in self._registry.cache_aware_modes
+                effect = "cache_aware chooses it by load alone" if is_chosen_by_it else "no prompt counts as cached"
                 logger.warning(
-                    "worker url=%s tells no KV events, so cache_aware chooses it by load alone: start it with "
-                    "--kv-events-config",
-                    worker.url,
+                    "worker url=%s tells no KV events, so %s: start it with --kv-events-config", worker.url, effect
                 )
             await asyncio.sleep(_LOOK_EVERY * self._interval)
 

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from splitserve.core.request import DisaggregationMode
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Headers, UpstreamError, error_in_event
 from splitserve.router.journal import DeltaReader, Journal
@@ -49,8 +50,9 @@ class Call:
 
 
 async def forward_single(upstream: Upstream, worker: Worker, call: Call, client: ClientStream) -> None:
-    """Serve a request by one colocated worker. Raises UpstreamError."""
-    await _Answer(upstream, worker, "colocated", call, client).forward(None)
+    """Serve a request by one worker. Raises UpstreamError."""
+    side = "colocated" if worker.mode is DisaggregationMode.NULL else worker.mode.value
+    await _Answer(upstream, worker, side, call, client).forward(None)
 
 
 class PairExchange:

@@ -4,17 +4,26 @@ A worker that keeps one (it says so in a header) sends the events of one delta a
 says what they were. Whole deltas go to the client, the lines stay here and go to the next worker as they came. So a
 delta is with the client if and only if its line is in `lines`, wherever the stream breaks.
 
-It does not know what the lines say.
+It does not know what the lines say, but for how many tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from splitserve.router.failure import error_in_event
 from splitserve.router.sse import EventSplitter, event_data
 
 _DONE = b"data: [DONE]\n\n"
+
+
+class _Told(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+_TOLD = msgspec.json.Decoder(_Told)
 
 
 @dataclass(slots=True)
@@ -25,6 +34,13 @@ class Journal:
     lines: list[bytes] = field(default_factory=list)
     # The end of the stream was accepted for the client.
     is_done: bool = False
+
+    def count_tokens(self) -> int | None:
+        """Of the output, over all samples; None: the lines are in no form that we know."""
+        try:
+            return sum(len(_TOLD.decode(line).token_ids) for line in self.lines)
+        except msgspec.MsgspecError:
+            return None
 
 
 @dataclass(slots=True)

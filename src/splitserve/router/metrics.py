@@ -25,6 +25,11 @@ class RouterMetrics:
             ["kind", "side"],
             registry=self._registry,
         )
+        self.local_prefills = Counter(
+            "splitserve_router:local_prefills",
+            "Requests given to a decode worker alone, for their prompts were short (--disaggregate-above)",
+            registry=self._registry,
+        )
         self.disconnects = Counter(
             "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self._registry
         )

@@ -79,6 +79,12 @@ def with_rooms(
     return paired
 
 
+def without_rooms(body: Body) -> Body:
+    """The body for a decode worker that is to serve it alone."""
+    own = {name: value for name, value in body.items() if not name.startswith("bootstrap_")}
+    return own | {"local_prefill": True}
+
+
 def count_native_samples(body: Body) -> tuple[int, bool]:
     """Samples of a /generate body, and whether it is answered by a list."""
     prompts, is_batch = 1, False

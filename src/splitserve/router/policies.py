@@ -19,6 +19,7 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from splitserve.errors import ConfigError
+from splitserve.router.local_prefill import PromptBlocks
 from splitserve.router.worker import Worker
 
 T = TypeVar("T")
@@ -48,6 +49,9 @@ class Wish:
     session: str | None = None
     # Hashes of its prompt's whole blocks, by block size; empty: they are not known.
     hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # All its prompts, where that matters and is known; and tokens of output that must be computed with them.
+    prompts: Sequence[PromptBlocks] = ()
+    num_told: int = 0
 
 
 ANY = Wish()

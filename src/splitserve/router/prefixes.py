@@ -10,6 +10,7 @@ A block is named by its hash, which stands for all tokens up to its end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from splitserve.clock import Clock, SystemClock
 from splitserve.events.index import BlockIndex
@@ -47,6 +48,14 @@ class CachedPrefixes:
     def longest_match(self, hashes: Sequence[int]) -> int:
         """Of all ranks."""
         return max((self.match(hashes, rank) for rank in self.ranks), default=0)
+
+    def told_match(self, hashes: Sequence[int]) -> int:
+        """How many of a prompt's first tokens it told of; of its ranks that of the one with fewest, for nobody knows
+        to which a request will come that is not sent to one."""
+        counts = []
+        for index in self._indexes:
+            counts.append(sum(1 for _ in takewhile(index.__contains__, hashes)))
+        return self.block_size * min(counts, default=0)
 
     def expect(self, hashes: Sequence[int], rank: int) -> None:
         """A prompt with these blocks is on its way to this rank."""

@@ -2,7 +2,8 @@
 
 1. The tokenizer is that of `--model`, or that of the first worker whose model lies in a folder of this machine.
 2. A prompt is tokenized and its blocks are hashed in a thread, so that a long one holds up nobody else.
-3. Whatever cannot be read has no blocks, and its request goes where load says. What is wrong with it, a worker says.
+3. Whatever cannot be read has no blocks, and its request goes where load says, to a pair. What is wrong with it, a
+   worker says.
 
 It does not know who holds which block.
 """
@@ -20,7 +21,8 @@ from splitserve.cache.page_names import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import InvalidRequestError, ModelLoadError
-from splitserve.server.prompt_tokens import first_prompt
+from splitserve.router.local_prefill import PromptBlocks
+from splitserve.server.prompt_tokens import all_prompts, first_prompt
 from splitserve.server.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -60,22 +62,31 @@ class PromptReader:
         """The blocks of the body's prompt, of a batch's first; nothing where they cannot be known."""
         if not block_sizes:
             return {}
-        try:
-            async with asyncio.timeout(READ_TIMEOUT):
-                hashes = await self._run(lambda: hash_prompt(path, body, self._tokenizer, block_sizes))
-        except InvalidRequestError:
-            return {}
-        except Exception as error:  # Templates and tokenizers raise what they like, and a worker will say so.
-            logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
-            return {}
-        if hashes is None:
-            self._warn()
-            return {}
-        return hashes
+        return await self._read(lambda: hash_prompt(path, body, self._tokenizer, block_sizes)) or {}
+
+    async def read_all(
+        self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]
+    ) -> Sequence[PromptBlocks]:
+        """All prompts of the body; nothing where they cannot be known."""
+        return await self._read(lambda: hash_prompts(path, body, self._tokenizer, block_sizes)) or ()
 
     def close(self) -> None:
         """Idempotent. Does not wait for what is being read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, work: Callable[[], T | None]) -> T | None:
+        """What `work` finds out; None where it cannot."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                found = await self._run(work)
+        except InvalidRequestError:
+            return None
+        except Exception as error:  # Templates and tokenizers raise what they like, and a worker will say so.
+            logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
+            return None
+        if found is None:
+            self._warn()
+        return found
 
     async def _load(self, model: str, find: Callable[[], Path]) -> None:
         try:
@@ -90,7 +101,10 @@ class PromptReader:
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("policy cache_aware has no tokenizer: prompts in text go by load. Give the router --model")
+            logger.warning(
+                "there is no tokenizer: policy cache_aware sends prompts in text by load, and --disaggregate-above all "
+                "of them to pairs. Give the router --model"
+            )
 
 
 def _existing(folder: str) -> Path:
@@ -106,4 +120,18 @@ def hash_prompt(
     tokens = first_prompt(path, body, tokenizer)
     if tokens is None:
         return None
+    return _hashes(tokens, block_sizes)
+
+
+def hash_prompts(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, block_sizes: Collection[int]
+) -> list[PromptBlocks] | None:
+    """As `hash_prompt`, of all prompts."""
+    prompts = all_prompts(path, body, tokenizer)
+    if prompts is None:
+        return None
+    return [PromptBlocks(len(tokens), _hashes(tokens, block_sizes)) for tokens in prompts]
+
+
+def _hashes(tokens: list[int], block_sizes: Collection[int]) -> BlockHashes:
     return {size: [block_hash(name) for name in page_names(split_pages(tokens, size))] for size in set(block_sizes)}

@@ -18,6 +18,7 @@ from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
+from splitserve.router.local_prefill import num_uncached_tokens
 from splitserve.router.policies import ANY, Balance, CacheAware, Wish, create_policy
 from splitserve.router.worker import Pair, Worker
 
@@ -43,6 +44,8 @@ class WorkerRegistry:
         self._workers: dict[str, Worker] = {}
         balance = Balance(args.balance_abs_threshold, args.balance_rel_threshold)
         self._policies = {mode: create_policy(args.policy_of(mode), balance) for mode in DisaggregationMode}
+        # See LBArgs.
+        self.disaggregate_above = args.disaggregate_above
         self._clock = clock or SystemClock()
 
     def add(
@@ -89,6 +92,12 @@ class WorkerRegistry:
         return frozenset(mode for mode, policy in self._policies.items() if isinstance(policy, CacheAware))
 
     @property
+    def followed_modes(self) -> frozenset[DisaggregationMode]:
+        """Of the workers of which somebody wants to know what they have cached."""
+        is_local = self.disaggregate_above is not None
+        return self.cache_aware_modes | ({DisaggregationMode.DECODE} if is_local else frozenset())
+
+    @property
     def block_sizes(self) -> frozenset[int]:
         """Of all workers whose caches are known; tokens."""
         return frozenset(w.prefixes.block_size for w in self._workers.values() if w.prefixes is not None)
@@ -112,16 +121,25 @@ class WorkerRegistry:
         return lost
 
     def select(self, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Pair | Worker:
-        """A pair, or a colocated worker where there is no pool of pairs. Raises WorkerUnavailableError, saying why."""
+        """A pair; a decode worker alone where the prompt is short; a colocated worker where there is no pool of pairs.
+
+        Raises WorkerUnavailableError, saying why.
+        """
+        decode = None
+        if wish.prompts and self._takers(DisaggregationMode.DECODE, avoid):
+            decode = self._choose(DisaggregationMode.DECODE, wish, avoid)
+            if self._is_short_for(decode, wish):
+                self._place(decode, wish)
+                return decode
         can_pair = all(self._takers(mode, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
         if self.pool(DisaggregationMode.NULL) and not can_pair:
             worker = self._choose(DisaggregationMode.NULL, wish, avoid)
             self._place(worker, wish)
             return worker
-        return self.select_pair(wish, avoid)
+        return self.select_pair(wish, avoid, decode)
 
-    def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Pair:
-        """Raises WorkerUnavailableError naming each pool that has no healthy worker."""
+    def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None) -> Pair:
+        """`decode`: where that is chosen. Raises WorkerUnavailableError naming each pool that has no healthy worker."""
         missing = [
             self._describe_missing(mode)
             for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
@@ -129,9 +147,8 @@ class WorkerRegistry:
         ]
         if missing:
             raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
-        prefill, decode = (
-            self._choose(mode, wish, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-        )
+        prefill = self._choose(DisaggregationMode.PREFILL, wish, avoid)
+        decode = decode or self._choose(DisaggregationMode.DECODE, wish, avoid)
         # A decode worker's ranks share out their requests themselves.
         self._place(decode, wish)
         return Pair(prefill, decode, self._place(prefill, wish))
@@ -151,6 +168,10 @@ class WorkerRegistry:
         unsuspected = [w for w in takers if w not in avoid.suspects]
         trusted = [w for w in unsuspected if w.is_trusted(now)]
         return self._policies[mode].choose(trusted or unsuspected or takers, wish)
+
+    def _is_short_for(self, decode: Worker, wish: Wish) -> bool:
+        limit = self.disaggregate_above
+        return limit is not None and num_uncached_tokens(decode, wish.prompts) + wish.num_told <= limit
 
     def _place(self, worker: Worker, wish: Wish) -> int | None:
         policy = self._policies[worker.mode]

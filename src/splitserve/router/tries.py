@@ -1,13 +1,14 @@
 """One client request from its arrival to its last byte, over as many workers as it takes.
 
 1. It gets what stays the same in every try: an id, seeds, the time it came.
-2. Where the policy asks for it, its prompt is read. A pair (or a colocated worker) is chosen and serves it.
+2. Where the policy asks for it, its prompt is read. A pair is chosen and serves it, or one worker: a decode worker
+   that computes a short prompt itself, or a colocated one.
 3. A side that fails is blamed, and another is chosen. Before the first byte the whole request is sent again; after it
    the next workers get the journal of the stream and go on behind the last delta that the client was told.
 4. There is an end to that: a request at fault, a stream without a journal, `max_retries` tries without a token, the
    request's deadline, nobody left. Then the cause is raised, with what was tried.
 
-It does not know what a prompt or a token is.
+It does not know what a prompt or a token is, but how many there are.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from typing import Any
 
 import msgspec
 
+from splitserve.core.request import DisaggregationMode
 from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import Call, PairExchange, forward_single
 from splitserve.router.failure import Cause, Headers, UpstreamError
 from splitserve.router.journal import Journal
+from splitserve.router.local_prefill import num_uncached_tokens
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import Body, with_identity, with_rooms
+from splitserve.router.pairing import Body, with_identity, with_rooms, without_rooms
 from splitserve.router.policies import wish_of
 from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry
@@ -79,6 +82,8 @@ class Tries:
         # Who serves it, or was the last to try; and since which clock time somebody does.
         self.workers: tuple[Worker, ...] = ()
         self.dispatched_at: float | None = None
+        # Tokens of its longest prompt that its decode worker had not cached; None: nobody asked, or nobody knows.
+        self.num_uncached: int | None = None
         # Seconds that it waited for its place, see `admission.py`; None: it has none.
         self.queued: float | None = None
         # Since the last token: tries that failed, and the journal's length at that time.
@@ -100,8 +105,7 @@ class Tries:
 
     async def run(self) -> None:
         """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
-        hashes = await self._prompts.read(self._path, self._body, self._registry.block_sizes)
-        self._wish = dataclasses.replace(self._wish, hashes=hashes)
+        await self._read_prompt()
         target = self._registry.select(self._wish)
         while True:
             try:
@@ -116,16 +120,31 @@ class Tries:
                     worker.forgive()
                 return
 
+    async def _read_prompt(self) -> None:
+        sizes = self._registry.block_sizes
+        if self._registry.disaggregate_above is None:
+            hashes = await self._prompts.read(self._path, self._body, sizes)
+            self._wish = dataclasses.replace(self._wish, hashes=hashes)
+            return
+        prompts = await self._prompts.read_all(self._path, self._body, sizes)
+        hashes = prompts[0].hashes if prompts else {}
+        self._wish = dataclasses.replace(self._wish, hashes=hashes, prompts=prompts)
+
     async def _serve(self, target: Pair | Worker) -> None:
         body = self._body | {"dispatch": self._dispatch()}
         if self._patience is not None and (self.num_tries or self.queued):
             body["timeout"] = self._patience - self._elapsed()
         self.num_tries += 1
         self.workers = _workers(target)
+        if self._wish.prompts and self.workers[-1].mode is DisaggregationMode.DECODE:
+            self.num_uncached = num_uncached_tokens(self.workers[-1], self._wish.prompts) + self._wish.num_told
         if self.dispatched_at is None:
             self.dispatched_at = time.monotonic()
         seconds = self._timeout - self._elapsed()
         if isinstance(target, Worker):
+            if target.mode is DisaggregationMode.DECODE:
+                body = without_rooms(body)
+                self._metrics.local_prefills.inc()
             call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self.journal)
             await forward_single(self._upstream, target, call, self._client)
             return
@@ -162,6 +181,8 @@ class Tries:
         if self._num_failures > self._max_retries:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)
+        if self._wish.prompts:
+            self._count_told()
         try:
             target = self._registry.select(self._wish, self._avoid)
         except WorkerUnavailableError as nobody:
@@ -174,6 +195,14 @@ class Tries:
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, error.body[:500])
         return target
+
+    def _count_told(self) -> None:
+        """What was generated is computed again with the prompt."""
+        num_told = self.journal.count_tokens()
+        if num_told is None:
+            self._wish = dataclasses.replace(self._wish, prompts=())
+        else:
+            self._wish = dataclasses.replace(self._wish, num_told=num_told)
 
     def _blame(self, error: UpstreamError, target: Pair | Worker) -> None:
         """Who is at fault loses trust, and the request does not go there again."""

@@ -64,6 +64,7 @@ class RunningSet:
         token_budget: int,
         max_running: int,
         speculation: Speculation | None = None,
+        prompt_budget: int | None = None,
     ) -> None:
         self.cache = cache
         self.admission = admission
@@ -72,6 +73,10 @@ class RunningSet:
         self.token_budget = token_budget
         self.max_running = max_running
         self.speculation = speculation
+        # Of the budget, what prompts may have together; decodes wait for them no longer than that takes.
+        self.prompt_budget = token_budget if prompt_budget is None else prompt_budget
+        # Rank of somebody who waits for room elsewhere, whom nobody that waits here is to pass; None: nobody.
+        self.admits_before: tuple[int, int] | None = None
         # Not admitted yet: they hold no page and no row.
         self._waiting: dict[str, Request] = {}
         # Admitted and computed elsewhere, no place in the running set yet.
@@ -97,6 +102,9 @@ class RunningSet:
                 break
             if request.row is None:
                 continue
+            if end - start > 1:
+                # From here on there are prompts only.
+                budget = min(budget, self.prompt_budget)
             end = min(end, start + budget)
             if self.cache.extend(request, end):
                 spans[request] = (start, end)
@@ -105,7 +113,7 @@ class RunningSet:
                 return None
             else:
                 budget += self._make_room(request, end, spans, now)
-        self._admit_waiting(budget, spans, now)
+        self._admit_waiting(min(budget, self.prompt_budget), spans, now)
         if not spans:
             return None
         requests, steps = tuple(spans), [step_of(request, start, end) for request, (start, end) in spans.items()]
@@ -200,6 +208,8 @@ class RunningSet:
             return
         for request in list(self.order(self.waiting)):
             if budget <= 0 or len(self.running) >= self.max_running:
+                return
+            if self.admits_before is not None and request.rank > self.admits_before:
                 return
             if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
                 return

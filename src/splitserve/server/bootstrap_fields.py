@@ -3,6 +3,8 @@
 A room list with one entry a sample gives every sample its own room. With one entry a prompt, or one for all, samples
 share a room and are told apart by their number: over the n of the prompt, or over the whole request. Both sides of a
 pair get the same body, so both number alike. `data_parallel_rank` names the prefill's rank; without it the room does.
+
+A request to a decode worker that says `local_prefill` and names no room has no other half.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ def bootstrap_infos(
     own_port: int,
     own_dp_size: int = 1,
 ) -> list[BootstrapInfo | None]:
-    """One a sample, prompt by prompt. Raises MissingBootstrapError where a worker of a pair is told no room."""
+    """One a sample, prompt by prompt; None: it has no other half.
+
+    Raises MissingBootstrapError where a worker of a pair is told no room.
+    """
     num_samples = num_prompts * n
     if mode is DisaggregationMode.NULL:
         return [None] * num_samples
+    if mode is DisaggregationMode.DECODE and fields.bootstrap_room is None and fields.local_prefill:
+        return [None] * num_samples
     if fields.bootstrap_room is None:
+        remedy = ", or say local_prefill" if mode is DisaggregationMode.DECODE else ""
         raise MissingBootstrapError(
-            f"this is a {mode} worker and the request names no bootstrap_room: send it to the router, which pairs it",
+            f"this is a {mode} worker and the request names no bootstrap_room: send it to the router, which pairs "
+            f"it{remedy}",
             param="bootstrap_room",
         )
     keys = _room_keys(fields.bootstrap_room, num_prompts, n)

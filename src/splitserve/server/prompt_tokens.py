@@ -39,16 +39,33 @@ def chat_tokens(tokenizer: Tokenizer, body: ChatBody) -> tuple[list[int], ToolUs
 
 def first_prompt(path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int] | None:
     """Of a body for this route, a batch by its first. None: only a tokenizer could tell. Raises InvalidRequestError."""
+    prompts = _read(path, body, tokenizer, at_most=1)
+    return None if prompts is None else prompts[0]
+
+
+def all_prompts(path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[list[int]] | None:
+    """As `first_prompt`, of all prompts."""
+    return _read(path, body, tokenizer)
+
+
+def _read(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, at_most: int | None = None
+) -> list[list[int]] | None:
     if path == "/v1/chat/completions":
         chat = validation.parse(ChatBody, body)
-        return None if tokenizer is None else chat_tokens(tokenizer, chat)[0]
+        return None if tokenizer is None else [chat_tokens(tokenizer, chat)[0]]
     if path == "/v1/completions":
         prompts, _ = validation.prompt_list(validation.parse(CompletionBody, body).prompt, "prompt")
     else:
         native = validation.parse(GenerateBody, body)
         value = native.input_ids if native.text is None else native.text
         prompts, _ = validation.prompt_list([] if value is None else value, "text")
-    prompt = prompts[0]
-    if isinstance(prompt, list):
-        return prompt
-    return None if tokenizer is None else tokenize(tokenizer, prompt)
+    token_ids: list[list[int]] = []
+    for prompt in prompts[:at_most]:
+        if isinstance(prompt, list):
+            token_ids.append(prompt)
+        elif tokenizer is None:
+            return None
+        else:
+            token_ids.append(tokenize(tokenizer, prompt))
+    return token_ids

@@ -85,6 +85,8 @@ class BootstrapFields(Body):
     bootstrap_room: Any = None
     # Of the prefill worker.
     data_parallel_rank: Any = None
+    # A decode worker is to compute the prompt itself: without a room there is nobody else.
+    local_prefill: bool | None = None
 
 
 class GenerateBody(BootstrapFields, PatienceFields, DispatchFields):

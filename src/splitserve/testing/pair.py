@@ -134,6 +134,10 @@ class PairWorld:
         self.prefill.submit(message)
         self.decode.submit(message)
 
+    def submit_local(self, rid: str, prompt: list[int], params: SamplingParams, **more: Any) -> None:
+        """A request that decode is to serve alone."""
+        self.decode.submit(GenerateRequest(rid=rid, prompt_ids=prompt, params=params, **more))
+
     def abort(self, rid: str, *workers: SimWorker) -> None:
         for worker in workers:
             worker.submit(AbortRequest(rid=rid))

@@ -120,6 +120,7 @@ class SimWorker:
         num_pages: int = 64,
         page_size: int = 16,
         token_budget: int = 2048,
+        prompt_budget: int | None = None,
         max_running: int = 64,
         max_queued: int = 1000,
         prefix: bool = True,
@@ -178,6 +179,7 @@ class SimWorker:
             token_budget=token_budget,
             max_running=max_running,
             speculation=Speculation(proposer, self.cache, num_draft_tokens) if proposer else None,
+            prompt_budget=prompt_budget,
         )
         limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
         self.role = make_role(self, self.running, outbox)

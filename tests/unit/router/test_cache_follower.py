@@ -12,23 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import tokenizers
-from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
-from splitserve.cache.page_names import block_hash, page_names
-from splitserve.cache.prefix import split_pages
-from splitserve.events.index import BlockIndex
-from splitserve.events.publisher import ZmqEventPublisher
-from splitserve.events.schema import BlockRemoved, BlockStored, IndexSnapshot
+from splitserve.events.schema import BlockRemoved
 from splitserve.router.prompts import PromptReader
-from splitserve.testing.router_world import FakeWorker, start_router, start_worker
+from splitserve.testing.router_world import start_router, start_worker
+from splitserve.testing.telling_worker import SIZE, TellingWorker, chain
 
-SIZE = 4
 DEADLINE = 60.0
-ANY = "tcp://127.0.0.1:0"
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -48,64 +41,6 @@ def folder(tmp_path: Path) -> str:
     """Of a model, as far as its tokenizer goes."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path)
-
-
-class TellingWorker:
-    """Serves anything at once, and tells of what `tell` puts into its cache. `folder`: of its model, if it says so."""
-
-    def __init__(self, folder: str = "", *, tells: bool = True) -> None:
-        self.folder = folder
-        self.publisher = ZmqEventPublisher(0, ANY, ANY) if tells else None
-        self.index = BlockIndex()
-        self.fake: FakeWorker | None = None
-
-    @property
-    def url(self) -> str:
-        assert self.fake is not None
-        return self.fake.url
-
-    @property
-    def num_served(self) -> int:
-        assert self.fake is not None
-        return self.fake.paths.count("/generate")
-
-    def tell(self, *events: Any) -> None:
-        assert self.publisher is not None
-        for event in events:
-            self.index.apply(event)
-        self.publisher.publish(events)
-
-    def hold(self, tokens: list[int]) -> None:
-        names = chain(tokens)
-        self.tell(BlockStored(names, None, tokens[: len(names) * SIZE], SIZE))
-
-    def restart(self) -> None:
-        """With an empty cache, and at other ports."""
-        assert self.publisher is not None
-        self.publisher.shutdown()
-        self.publisher, self.index = ZmqEventPublisher(0, ANY, ANY), BlockIndex()
-
-    async def handle(self, request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        answers = {"/server_info": self._info, "/kv_index": self._snapshot, "/model_info": self._model}
-        answer = answers.get(request.path, lambda: {"text": "ok"})()
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-
-    def _info(self) -> Any:
-        if self.publisher is None:
-            return {"kv_events": None}
-        place = {"dp_rank": 0, "endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
-        return {"kv_events": {"topic": "", "block_size": SIZE, "publishers": [place]}}
-
-    def _snapshot(self) -> Any:
-        assert self.publisher is not None
-        return IndexSnapshot(self.publisher.next_sequence, time.time(), list(self.index.as_events()))
-
-    def _model(self) -> Any:
-        return {"tokenizer_path": self.folder}
-
-
-def chain(tokens: list[int]) -> list[int]:
-    return [block_hash(name) for name in page_names(split_pages(tokens, SIZE))]
 
 
 class Client:
@@ -237,7 +172,7 @@ async def test_text_goes_by_load_where_no_tokenizer_can_be_had_and_that_is_said_
             await client.generate(text=TEXT)
             await client.generate(text=TEXT)
             assert worker.num_served == 2
-    assert sum("policy cache_aware has no tokenizer" in r.getMessage() for r in caplog.records) == 1
+    assert sum("there is no tokenizer" in r.getMessage() for r in caplog.records) == 1
 
 
 async def test_the_routers_own_model_reads_prompts_where_workers_name_none(folder) -> None:

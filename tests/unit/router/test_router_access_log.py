@@ -77,6 +77,7 @@ async def test_a_line_names_the_request_its_workers_and_its_times(lines: Lines) 
             "status": "200",
             "side": "-",
             "prompt_tokens": "7",
+            "uncached_tokens": "-",
             "output_tokens": "3",
             "tries": "1",
             "prefill": pair.prefill.url,

@@ -15,11 +15,16 @@ SPEC = PromptSpec([1, 2], SamplingParams(seed=5))
 
 
 def infos(
-    mode: str = "decode", num_prompts: int = 2, n: int = 2, data_parallel_rank: Any = None, **fields: Any
+    mode: str = "decode",
+    num_prompts: int = 2,
+    n: int = 2,
+    data_parallel_rank: Any = None,
+    local_prefill: bool | None = None,
+    **fields: Any,
 ) -> list[Any]:
     given = {"bootstrap_host": "h", **{f"bootstrap_{k}": v for k, v in fields.items()}}
     return bootstrap_infos(
-        BootstrapFields(**given, data_parallel_rank=data_parallel_rank),
+        BootstrapFields(**given, data_parallel_rank=data_parallel_rank, local_prefill=local_prefill),
         mode=DisaggregationMode(mode),
         num_prompts=num_prompts,
         n=n,
@@ -87,6 +92,16 @@ def test_a_colocated_worker_ignores_the_fields() -> None:
 def test_a_worker_of_a_pair_needs_a_room(mode: str) -> None:
     with pytest.raises(MissingBootstrapError, match="names no bootstrap_room"):
         infos(mode)
+    with pytest.raises(MissingBootstrapError, match="names no bootstrap_room"):
+        infos(mode, local_prefill=False)
+
+
+def test_a_decode_worker_needs_none_where_it_is_to_compute_the_prompt_itself() -> None:
+    assert infos("decode", local_prefill=True) == [None] * 4
+    # A room goes before: the other half waits there.
+    assert [info.key.room for info in infos("decode", local_prefill=True, room=4)] == [4] * 4
+    with pytest.raises(MissingBootstrapError, match="names no bootstrap_room"):
+        infos("prefill", local_prefill=True)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class QueueState(TypedDict, total=False):
     metadata_slots_total: int
     metadata_slots_free: int
     num_transfer_failed_reqs_total: int
+    num_local_prefill_reqs_total: int
 
 
 class Role(Protocol):

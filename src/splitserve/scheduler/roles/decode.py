@@ -1,12 +1,16 @@
 """The decode role: receive prompts' KV, generate the tokens.
 
-1. `accept` opens the receiving end; the request stands in the pre-allocation queue: handshake, then memory.
+1. `accept` opens the receiving end; the request stands in the pre-allocation queue: handshake, then memory. A request
+   without a room has nobody who would compute its prompt: it lives here as in a colocated worker.
 2. `advance` announces pages to the prefill side and moves it to the transfer queue.
 3. `advance` takes what has arrived: the prompt counts as computed and the first token is there (a prebuilt batch: no
    forward pass). The plan lets it into the running set up to the free places.
 4. It decodes like any other request until it ends. Where the pool runs dry it may give way to others (retraction.py):
    with a copy it comes back by itself, without one it goes through 2 and 3 again, in a new room, and prefill computes
    all it had. Where prefill cannot, this worker does.
+
+Who waits for memory, in the pre-allocation queue or to be computed here, gets it in one order: neither line passes the
+other for good.
 
 A request that fails or is aborted while the prefill side may still write keeps its pages, in the lease table, until its
 receiver is quiescent.
@@ -27,7 +31,8 @@ from splitserve.disaggregation.lease import LeaseTable
 from splitserve.errors import SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
-from splitserve.scheduler.running import Batch, RunningSet, take_result
+from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.running import Batch, RunningSet
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +56,16 @@ class DecodeRole:
         self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock, self._admit, running.order)
         self._transfer = DecodeTransferQueue(kit.metadata, cache)
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()
+        # Of whoever is in the running set, wherever the prompt was computed.
+        self._local = ColocatedRole(running, cache, outbox, clock)
+        self._num_local = 0
         self._num_failed = 0
 
     def accept(self, request: Request) -> None:
+        if request.bootstrap is None:
+            self._num_local += 1
+            self._local.accept(request)
+            return
         request.timeline.enter("handshake", self._clock.now())
         self._prealloc.add(request)
 
@@ -64,7 +76,10 @@ class DecodeRole:
         for entry in arrived:
             self._take_in(entry)
         # Pages that come free are for those that gave theirs back, before anybody new.
-        announced, failed = self._prealloc.pop_preallocated(may_admit=not len(self._set.retraction))
+        waiting = self._set.waiting if self._prealloc else ()
+        first_local = min((request.rank for request in waiting), default=None)
+        announced, failed = self._prealloc.pop_preallocated(may_admit=not len(self._set.retraction), before=first_local)
+        self._set.admits_before = self._prealloc.first_without_room
         self._transfer.extend(announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
@@ -72,27 +87,22 @@ class DecodeRole:
             self._ask_again(request)
 
     def finish_step(self, batch: Batch, result: StepResult) -> None:
-        for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
-            take_result(request, step, outcome)
-            if request.is_finished:
-                self._set.running.remove(request)
-                self._cache.release(request, publish=True)
-            self._outbox.tell(request)
+        self._local.finish_step(batch, result)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
         leased = self._leased(rid)
-        request = entry.request if entry else leased or self._set.remove(rid)
-        if request is None:
+        if entry is None and leased is None:
+            self._local.abort(rid, error)
             return
+        request = entry.request if entry else leased
+        assert request is not None
         if error is None:
             self._outbox.forget(request)
         else:
             self._outbox.fail(request, error)
         if entry is None:
-            # A retracted one holds nothing, or what a lease gives back.
-            if leased is None and self._cache.holds(request):
-                self._cache.release(request, publish=False)
+            # A retracted one; what it held, the lease gives back.
             return
         entry.receiver.abort(
             error.message if error else "the client of the decode side left",
@@ -106,7 +116,7 @@ class DecodeRole:
         return [*self._set.holders(), *transferring]
 
     def num_waiting(self) -> int:
-        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt)
+        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt) + self._local.num_waiting()
 
     def is_idle(self) -> bool:
         return self._set.is_empty() and not (self._prealloc or self._transfer or self._leases)
@@ -119,6 +129,7 @@ class DecodeRole:
             "metadata_slots_total": self._slots.size,
             "metadata_slots_free": self._slots.available_size(),
             "num_transfer_failed_reqs_total": self._num_failed,
+            "num_local_prefill_reqs_total": self._num_local,
         }
 
     def _take_in(self, entry: DecodeEntry) -> None:
@@ -140,8 +151,7 @@ class DecodeRole:
 
     def _ask_again(self, request: Request) -> None:
         """Have a retracted request's KV computed by the prefill side, in a new room; here where that cannot be."""
-        assert request.bootstrap is not None
-        if request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
+        if request.bootstrap is not None and request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
             try:
                 self._prealloc.add(request, is_retracted=True)
             except SplitserveError as error:
