@@ -130,6 +130,10 @@ def router(
     ] = None,
     decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="A decode worker; repeatable.")] = None,
     worker: Annotated[list[str] | None, typer.Option(metavar="URL", help="A colocated worker; repeatable.")] = None,
+    workers_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Workers, one JSON object a line; read again when it changes."),
+    ] = None,
     policy: Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")] = "round_robin",
     prefill_policy: Annotated[str | None, typer.Option(help="The same for prefill workers alone.")] = None,
     decode_policy: Annotated[str | None, typer.Option(help="The same for decode workers alone.")] = None,
@@ -194,6 +198,7 @@ def router(
         prefill=tuple(PrefillConfig.parse(text) for text in prefill or ()),
         decode=tuple(parse_url(url) for url in decode or ()),
         workers=tuple(parse_url(url) for url in worker or ()),
+        workers_file=workers_file,
         timeout=timeout,
         connect_timeout=connect_timeout,
         idle_timeout=idle_timeout,

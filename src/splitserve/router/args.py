@@ -63,6 +63,8 @@ class LBArgs:
     decode: tuple[str, ...] = ()
     # Colocated workers: used where there is no prefill and decode pair.
     workers: tuple[str, ...] = ()
+    # JSON lines that list workers, see `workers_file.py`; None: there is none.
+    workers_file: Path | None = None
     # Deadlines in seconds: a whole request, the connection to a worker, silence of a worker while it answers.
     timeout: float = 1800.0
     connect_timeout: float = 5.0
@@ -152,6 +154,7 @@ class LBArgs:
         parser.add_argument("--prefill", action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
         parser.add_argument("--decode", action="append", default=[], metavar="URL")
         parser.add_argument("--worker", action="append", default=[], metavar="URL")
+        parser.add_argument("--workers-file", type=Path, metavar="FILE")
         parser.add_argument("--timeout", type=float, default=defaults.timeout)
         parser.add_argument("--health-interval", type=float, default=defaults.health_interval)
         parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
@@ -184,6 +187,7 @@ class LBArgs:
             prefill=tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill),
             decode=tuple(parse_url(url) for url in args.decode),
             workers=tuple(parse_url(url) for url in args.worker),
+            workers_file=args.workers_file,
             timeout=args.timeout,
             health_interval=args.health_interval,
             hang_timeout=args.hang_timeout,

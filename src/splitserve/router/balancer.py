@@ -26,6 +26,7 @@ from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Pair, Worker
+from splitserve.router.workers_file import WorkersFile
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class MiniLoadBalancer:
             self.add_decode_server(url, is_static=True)
         for url in args.workers:
             self.registry.add(url, DisaggregationMode.NULL, is_static=True)
+        self._workers_file = None
+        if args.workers_file is not None:
+            self._workers_file = WorkersFile(args.workers_file, self.registry, args.health_interval)
         self._prompts = PromptReader()
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
@@ -66,6 +70,8 @@ class MiniLoadBalancer:
             self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval
         )
         self._tasks = [asyncio.create_task(monitor.run()), asyncio.create_task(follower.run())]
+        if self._workers_file is not None:
+            self._tasks.append(asyncio.create_task(self._workers_file.run()))
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -60,6 +60,7 @@ class WorkerRegistry:
         known = self._workers.get(url)
         if known is not None and known.mode is mode:
             known.bootstrap_port = bootstrap_port
+            known.is_static = known.is_static or is_static
             known.mark_healthy()
             return False
         self._workers[url] = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
@@ -68,6 +69,11 @@ class WorkerRegistry:
     def remove(self, url: str) -> bool:
         """True if it was there. Its running requests go on."""
         return self._workers.pop(url, None) is not None
+
+    def discard(self, worker: Worker) -> None:
+        """Remove this one, unless another has come in its place."""
+        if self._workers.get(worker.url) is worker:
+            del self._workers[worker.url]
 
     def get(self, url: str) -> Worker:
         """Raises UnknownWorkerError."""

@@ -1,0 +1,149 @@
+"""Workers that a file lists: JSON lines, looked at again and again.
+
+    {"url": "http://10.0.0.5:30000", "mode": "prefill", "bootstrap_port": 8998}
+    {"url": "http://10.0.0.6:30000", "mode": "decode"}
+
+Empty lines and those that begin with # say nothing. What happens to a worker:
+1. Its line comes: it is added, as one that is named by hand. Another mode: it is another worker. Another bootstrap port
+   holds from then on.
+2. Its line goes: it drains. It gets nothing new, what runs there goes on, and when that has ended it is forgotten.
+   Where its line comes back before, it is taken back.
+
+A file is taken when it has not changed since the last look, so that nobody reads what is half written. One that cannot
+be read, or has a line that is wrong, is reported once; until it changes again the workers of before stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from splitserve.errors import ConfigError, UnknownWorkerError
+from splitserve.router.register import PDRegistryRequest
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_EXAMPLE = '{"url": "http://10.0.0.6:30000", "mode": "decode"}'
+# What of a file tells that it is another one; None: it is not there.
+_Signature = tuple[int, int, int] | None
+
+
+def read_workers(path: Path) -> dict[str, PDRegistryRequest]:
+    """By URL, in the file's order. Raises ConfigError, which names the line and the remedy."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--workers-file {path}: {reason}; write one worker a line, such as {_EXAMPLE}") from None
+    workers: dict[str, PDRegistryRequest] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            worker = _parse(line)
+            if worker.registry_url in workers:
+                raise ValueError("this worker's url has come before: leave one of the lines out")
+        except ValueError as error:
+            raise ConfigError(f"--workers-file {path}, line {number}: {error}") from None
+        workers[worker.registry_url] = worker
+    return workers
+
+
+def _parse(line: str) -> PDRegistryRequest:
+    """Raises ValueError."""
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error}): write one object a line, such as {_EXAMPLE}") from None
+    if not isinstance(fields, dict) or "url" not in fields:
+        raise ValueError(f"it is no object with a url: write one a line, such as {_EXAMPLE}")
+    try:
+        return PDRegistryRequest.model_validate({**fields, "registry_url": fields["url"]})
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))} {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
+        raise ValueError(f"{'; '.join(p.strip() for p in problems)}, such as {_EXAMPLE}") from None
+
+
+class WorkersFile:
+    """Keeps the registry as the file says. Reads it once at the start: raises ConfigError where it is wrong."""
+
+    def __init__(self, path: Path, registry: WorkerRegistry, interval: float) -> None:
+        self._path = path
+        self._registry = registry
+        self._interval = interval
+        # Of the file that was read last, and at the last look.
+        self._read = self._seen = _signature(path)
+        self._listed: dict[str, PDRegistryRequest] = {}
+        # No longer listed, with requests under way.
+        self._leaving: set[Worker] = set()
+        self._take(read_workers(path))
+
+    async def run(self) -> None:
+        """For ever; cancel it."""
+        while True:
+            await asyncio.sleep(self._interval)
+            # Files may lie far away, and take their time.
+            self._follow(await asyncio.to_thread(self._news))
+
+    def look(self) -> None:
+        """See how the file is, and do what follows from that."""
+        self._follow(self._news())
+
+    def _follow(self, news: dict[str, PDRegistryRequest] | None) -> None:
+        if news is not None:
+            self._take(news)
+        self._forget_idle()
+
+    def _news(self) -> dict[str, PDRegistryRequest] | None:
+        """What it says now; None: nothing new, or nothing that can be read."""
+        before, self._seen = self._seen, _signature(self._path)
+        if self._seen == self._read or self._seen != before:
+            return None
+        self._read = self._seen
+        try:
+            return read_workers(self._path)
+        except ConfigError as error:
+            logger.error("%s. The %d workers of before stay", error.message, len(self._listed))
+            return None
+
+    def _take(self, listed: dict[str, PDRegistryRequest]) -> None:
+        for url in self._listed.keys() - listed.keys():
+            self._drain(url)
+        for url, worker in listed.items():
+            if self._listed.get(url) == worker:
+                continue
+            if self._registry.add(url, worker.role, worker.bootstrap_port, is_static=True):
+                logger.info("worker listed url=%s mode=%s", url, worker.mode)
+            known = self._registry.get(url)
+            if known in self._leaving:
+                self._leaving.discard(known)
+                known.is_draining = False
+        self._listed = listed
+
+    def _drain(self, url: str) -> None:
+        try:
+            worker = self._registry.get(url)
+        except UnknownWorkerError:
+            return
+        logger.info("worker no longer listed url=%s mode=%s calls=%d", url, worker.mode, worker.num_running)
+        worker.is_draining = True
+        self._leaving.add(worker)
+
+    def _forget_idle(self) -> None:
+        for worker in [worker for worker in self._leaving if not worker.calls]:
+            self._leaving.discard(worker)
+            self._registry.discard(worker)
+
+
+def _signature(path: Path) -> _Signature:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
