@@ -150,6 +150,9 @@ def router(
     ] = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Workers that join get requests when a probe has come through.")
+    ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take in all.")] = 1800.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to reach a worker.")] = 5.0,
     idle_timeout: Annotated[float, typer.Option(help="Seconds a worker may be silent while it answers.")] = 600.0,
@@ -199,6 +202,7 @@ def router(
         decode=tuple(parse_url(url) for url in decode or ()),
         workers=tuple(parse_url(url) for url in worker or ()),
         workers_file=workers_file,
+        probe=probe,
         timeout=timeout,
         connect_timeout=connect_timeout,
         idle_timeout=idle_timeout,

@@ -3,8 +3,8 @@
 The life of a LocalCluster
 1. `start`: the router's socket is bound here and handed down, so that workers know its address at once; all processes
    start at the same time.
-2. `wait_ready`: every worker has loaded and the router knows it. A process that dies meanwhile is a ClusterError with
-   the end of its log.
+2. `wait_ready`: every worker has loaded, and the router knows it and has proven its path. A process that dies meanwhile
+   is a ClusterError with the end of its log.
 3. It serves.
 4. `close`: drain (the router first, then the workers), then stop. Nothing is left. The logs stay if something failed.
 """
@@ -31,6 +31,8 @@ from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess, wait_u
 from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.http_server import bind, port_of, reachable_host
 
+# Seconds that the router gets to prove a path through workers that serve; then requests have to find out.
+PROOF_PATIENCE = 10.0
 # Seconds that running requests get when the cluster is told to drain.
 DRAIN_TIMEOUT = 120.0
 # In the cluster's own folder, which this user alone can enter.
@@ -127,6 +129,8 @@ class LocalCluster:
         self._router: ChildProcess | None = None
         self._workers: list[tuple[DisaggregationMode, ChildProcess]] = []
         self._failed = False
+        # Clock time since which the router knows every worker; None: it does not.
+        self._known_since: float | None = None
         self.router_url = ""
 
     def start(self) -> None:
@@ -226,7 +230,7 @@ class LocalCluster:
             time.sleep(POLL_INTERVAL)
 
     def _is_ready(self) -> bool:
-        """Every process serves, and the router has heard from every worker that it is to know."""
+        """Every process serves, and the router has heard from every worker that it is to know, and proven its path."""
         if any(child.ready is None for child in self.children):
             return False
         is_paired = any(role is not DisaggregationMode.NULL for role, _ in self._workers)
@@ -237,10 +241,15 @@ class LocalCluster:
         }
         try:
             with urllib.request.urlopen(self.router_url + "/workers", timeout=2.0) as response:
-                known = {w["url"] for w in json.load(response)["workers"] if w["healthy"]}
+                workers = json.load(response)["workers"]
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
-        return expected <= known
+        if not expected <= {w["url"] for w in workers if w["healthy"]}:
+            self._known_since = None
+            return False
+        self._known_since = self._known_since or time.monotonic()
+        is_late = time.monotonic() - self._known_since > PROOF_PATIENCE
+        return is_late or expected <= {w["url"] for w in workers if w["ready"]}
 
     def _error(self, message: str, child: ChildProcess) -> ClusterError:
         self._failed = True

@@ -39,7 +39,7 @@ ANY_WORKER_ROUTES = (
     ("/detokenize", "POST", "/detokenize"),
 )
 # Who may come without a key, and what a client's key opens; all else is for operators.
-OPEN_PATHS = ("/health", "/metrics")
+OPEN_PATHS = ("/health", "/ready", "/metrics")
 CLIENT_PATHS = (*GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
 
 
@@ -187,10 +187,16 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def health() -> Response:
         return Response(status_code=200)
 
+    @app.get("/ready")
+    async def ready() -> Response:
+        if reason := registry.unready_reason():
+            raise WorkerUnavailableError(f"{reason}: GET /workers says more")
+        return _json({"ready": True})
+
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        registry.any_healthy()
-        return _summary(await balancer.ask_all(registry.all(), "GET", "/health_generate"))
+        await balancer.prove_path()
+        return _json({"success": True})
 
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
@@ -218,6 +224,8 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             for healthy in (True, False):
                 count = sum(w.healthy is healthy for w in registry.pool(mode))
                 balancer.metrics.workers.labels(mode.value, str(healthy).lower()).set(count)
+            num_ready = sum(w.unready_reason is None for w in registry.pool(mode))
+            balancer.metrics.ready_workers.labels(mode.value).set(num_ready)
         return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -235,6 +243,8 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "mode": worker.mode.value,
         "bootstrap_port": worker.bootstrap_port,
         "healthy": worker.healthy,
+        "ready": worker.unready_reason is None,
+        "reason": worker.unready_reason,
         "draining": worker.is_draining,
         "num_running": worker.num_running,
         "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,

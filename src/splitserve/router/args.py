@@ -65,6 +65,8 @@ class LBArgs:
     workers: tuple[str, ...] = ()
     # JSON lines that list workers, see `workers_file.py`; None: there is none.
     workers_file: Path | None = None
+    # Prove the path of a worker that joins before it gets requests, see `prober.py`.
+    probe: bool = True
     # Deadlines in seconds: a whole request, the connection to a worker, silence of a worker while it answers.
     timeout: float = 1800.0
     connect_timeout: float = 5.0
@@ -155,6 +157,7 @@ class LBArgs:
         parser.add_argument("--decode", action="append", default=[], metavar="URL")
         parser.add_argument("--worker", action="append", default=[], metavar="URL")
         parser.add_argument("--workers-file", type=Path, metavar="FILE")
+        parser.add_argument("--no-probe", action="store_true")
         parser.add_argument("--timeout", type=float, default=defaults.timeout)
         parser.add_argument("--health-interval", type=float, default=defaults.health_interval)
         parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
@@ -188,6 +191,7 @@ class LBArgs:
             decode=tuple(parse_url(url) for url in args.decode),
             workers=tuple(parse_url(url) for url in args.worker),
             workers_file=args.workers_file,
+            probe=not args.no_probe,
             timeout=args.timeout,
             health_interval=args.health_interval,
             hang_timeout=args.hang_timeout,

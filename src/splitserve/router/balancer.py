@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.router.access_log import Visit
 from splitserve.router.admission import Admission
 from splitserve.router.args import LBArgs, PrefillConfig
@@ -20,6 +20,7 @@ from splitserve.router.failure import Headers, UpstreamError, body_of, error_fra
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
+from splitserve.router.prober import Prober, generate, hand_over
 from splitserve.router.prompts import PromptReader
 from splitserve.router.rate_limit import RateLimit
 from splitserve.router.registry import WorkerRegistry
@@ -70,6 +71,8 @@ class MiniLoadBalancer:
             self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval
         )
         self._tasks = [asyncio.create_task(monitor.run()), asyncio.create_task(follower.run())]
+        if self.args.probe:
+            self._tasks.append(asyncio.create_task(Prober(self.registry, self._upstream, self.metrics).run()))
         if self._workers_file is not None:
             self._tasks.append(asyncio.create_task(self._workers_file.run()))
 
@@ -139,6 +142,19 @@ class MiniLoadBalancer:
             await client.end(error_frames(body, mid_frame=client.mid_frame))
         else:
             raise ConnectionAbortedError("the answer broke off after its headers")
+
+    async def prove_path(self) -> None:
+        """Have a pair generate, or a colocated worker where there are no pairs, chosen as for a request.
+
+        Raises WorkerUnavailableError, saying why it cannot.
+        """
+        target = self.registry.select()
+        if isinstance(target, Pair):
+            problem = await hand_over(self.upstream, target)
+        else:
+            problem = await generate(self.upstream, target)
+        if problem is not None:
+            raise WorkerUnavailableError(f"{problem} (stage: health generation)")
 
     async def ask_all(
         self, workers: Sequence[Worker], method: str, path: str, body: bytes | None = None

@@ -52,6 +52,18 @@ class RouterMetrics:
             ["mode", "healthy"],
             registry=self._registry,
         )
+        self.ready_workers = Gauge(
+            "splitserve_router:workers_ready",
+            "Workers whose path is proven and that take requests, by mode",
+            ["mode"],
+            registry=self._registry,
+        )
+        self.probes = Counter(
+            "splitserve_router:probes",
+            "Probes of workers that joined or came back, by outcome (ok, failed)",
+            ["outcome"],
+            registry=self._registry,
+        )
 
     def render(self) -> bytes:
         """Prometheus' text form."""

@@ -2,7 +2,8 @@
 
 A worker's life here
 1. It is named on the command line, or announces itself (POST /register; again every few seconds, which is harmless).
-2. It is chosen while it is healthy. A failed connection or health check takes it out of the choice at once.
+2. It is chosen while it is healthy. A failed connection or health check takes it out of the choice at once. While its
+   path is not proven (`proof.py`) it is passed over for those whose is.
 3. The next successful check or registration puts it back. What failed by its fault is held against it for some seconds
    more: it is passed over while there are others, then gets one request at a time until one ends well (`worker.py`).
 4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten.
@@ -12,6 +13,8 @@ It knows nothing of requests and HTTP.
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from splitserve.clock import Clock, SystemClock
@@ -20,6 +23,7 @@ from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
 from splitserve.router.local_prefill import num_uncached_tokens
 from splitserve.router.policies import ANY, Balance, CacheAware, Wish, create_policy
+from splitserve.router.proof import Proof
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
@@ -40,13 +44,19 @@ _NOBODY = Avoid()
 
 class WorkerRegistry:
     def __init__(self, args: LBArgs | None = None, clock: Clock | None = None) -> None:
-        args = args or LBArgs()
+        args = args or LBArgs(probe=False)
         self._workers: dict[str, Worker] = {}
         balance = Balance(args.balance_abs_threshold, args.balance_rel_threshold)
         self._policies = {mode: create_policy(args.policy_of(mode), balance) for mode in DisaggregationMode}
         # See LBArgs.
         self.disaggregate_above = args.disaggregate_above
         self._clock = clock or SystemClock()
+        self._probe = args.probe
+        # Set when somebody joins. Whoever waits for it clears it.
+        self.has_joined = asyncio.Event()
+
+    def now(self) -> float:
+        return self._clock.now()
 
     def add(
         self,
@@ -63,7 +73,11 @@ class WorkerRegistry:
             known.is_static = known.is_static or is_static
             known.mark_healthy()
             return False
-        self._workers[url] = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
+        worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
+        if self._probe:
+            worker.proof = Proof.wanted()
+        self._workers[url] = worker
+        self.has_joined.set()
         return True
 
     def remove(self, url: str) -> bool:
@@ -166,14 +180,38 @@ class WorkerRegistry:
                 return self._choose(mode)
         raise WorkerUnavailableError("no healthy worker is registered: start one, or try again in a moment")
 
+    def unready_reason(self) -> str | None:
+        """Why no request can be sure of a path, through a pair or a colocated worker; None: one is proven."""
+        modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL)
+        prefill, decode, null = (self._pool_unready_reason(mode) for mode in modes)
+        if null is None or (prefill is None and decode is None):
+            return None
+        # Of a kind that nobody started nothing need be said.
+        has_pairs, has_colocated = (any(self.pool(mode) for mode in some) for some in (modes[:2], modes[2:]))
+        reasons = [prefill, decode] if has_pairs or not has_colocated else []
+        reasons += [null] if has_colocated else []
+        return " and ".join(reason for reason in reasons if reason is not None)
+
+    def _pool_unready_reason(self, mode: DisaggregationMode) -> str | None:
+        pool = self.pool(mode)
+        if any(worker.unready_reason is None for worker in pool):
+            return None
+        name = "colocated" if mode is DisaggregationMode.NULL else mode.value
+        if not pool:
+            return f"no {name} worker is registered"
+        counts = Counter(_why_unready(worker) for worker in pool)
+        return f"no {name} worker is ready ({', '.join(f'{n} {why}' for why, n in counts.items())})"
+
     def _choose(self, mode: DisaggregationMode, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Worker:
         takers = self._takers(mode, avoid)
         if not takers:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
         now = self._clock.now()
-        unsuspected = [w for w in takers if w not in avoid.suspects]
-        trusted = [w for w in unsuspected if w.is_trusted(now)]
-        return self._policies[mode].choose(trusted or unsuspected or takers, wish)
+        unsuspected = [w for w in takers if w not in avoid.suspects] or takers
+        # Where nobody is proven, requests are the proof: better than to turn them away.
+        proven = [w for w in unsuspected if w.proof.doubt is None] or unsuspected
+        trusted = [w for w in proven if w.is_trusted(now)] or proven
+        return self._policies[mode].choose(trusted, wish)
 
     def _is_short_for(self, decode: Worker, wish: Wish) -> bool:
         limit = self.disaggregate_above
@@ -192,3 +230,10 @@ class WorkerRegistry:
         if count == 0:
             return f"no {name} worker is registered"
         return f"none of the {count} {name} worker(s) answers or takes requests"
+
+
+def _why_unready(worker: Worker) -> str:
+    """In few words, and without an address: whoever comes may hear it."""
+    if not worker.healthy:
+        return "unhealthy"
+    return "draining" if worker.is_draining else "not proven"

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.prefixes import CachedPrefixes
+from splitserve.router.proof import Proof
 
 # Seconds after which half of what is held against a worker is forgotten.
 FORGIVENESS = 5.0
@@ -41,6 +42,8 @@ class Worker:
     prefixes: CachedPrefixes | None = None
     # Of the requests under way there, those that were sent to a certain data parallel rank.
     num_running_of_rank: Counter[int] = field(default_factory=Counter)
+    # Whether a request can come through there.
+    proof: Proof = field(default_factory=Proof)
     # Why its calls were broken off, while that is so.
     broken_off: str | None = None
     # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
@@ -59,6 +62,13 @@ class Worker:
     @property
     def takes_requests(self) -> bool:
         return self.healthy and not self.is_draining
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why it gets no requests while others of its mode are ready; None: it is, too."""
+        if not self.healthy:
+            return "it does not answer, or says that it is not ready"
+        return "it drains" if self.is_draining else self.proof.doubt
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
         """Of a prompt with these blocks (by block size), as far as is known."""
@@ -86,6 +96,7 @@ class Worker:
         self.healthy = False
         if self.unhealthy_since is None:
             self.unhealthy_since = now
+            self.proof.begin_anew()
 
     def give_sign(self) -> None:
         """It lives: a byte of it has come."""
@@ -108,6 +119,7 @@ class Worker:
     def forgive(self) -> None:
         """A request ended well: whatever it was, it is over."""
         self._faults = 0.0
+        self.proof.succeed()
 
     def faults(self, now: float) -> float:
         return self._faults * math.pow(0.5, (now - self._faults_at) / FORGIVENESS)

@@ -76,7 +76,8 @@ async def start_worker(handler: Handler) -> AsyncIterator[FakeWorker]:
 
 @asynccontextmanager
 async def start_router(**options: Any) -> AsyncIterator[str]:
-    """URL of a router with these LBArgs."""
+    """URL of a router with these LBArgs; it probes no workers unless that is said."""
+    options.setdefault("probe", False)
     sock = bind("127.0.0.1", 0)
     server = HttpServer(build_router_app(LBArgs(**options)), sock)
     url = f"http://127.0.0.1:{port_of(sock)}"

@@ -1,0 +1,168 @@
+"""Proves the paths of workers that are in doubt (`proof.py`), in the background. Runs as one task of the router.
+
+What is asked of a worker
+1. `/health_generate`: it generates a token by itself, a worker of a pair with a fake bootstrap host.
+2. A worker of a pair then gets a request of two tokens together with a partner that has passed 1: prefill makes the
+   first, the KV cache moves, decode makes the second. That proves both. Where it fails, the next try is with another.
+
+Each question has a deadline, and so many workers are probed at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from contextlib import suppress
+
+import msgspec
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.router.failure import UpstreamError
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.pairing import pair_body
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.upstream import Upstream
+from splitserve.router.worker import Pair, Worker
+
+logger = logging.getLogger(__name__)
+
+# Seconds one question may take: a little more than a worker gives itself.
+PROBE_TIMEOUT = 25.0
+# Workers that are probed at the same time.
+MAX_PROBES = 16
+# Seconds between two looks who is in doubt. One that joins is seen at once.
+LOOK_INTERVAL = 0.25
+# Seconds the other side of a pair gets to tell what it knows of a failure.
+_GRACE = 1.0
+
+_PARTNER_OF = {
+    DisaggregationMode.PREFILL: DisaggregationMode.DECODE,
+    DisaggregationMode.DECODE: DisaggregationMode.PREFILL,
+}
+
+
+class Prober:
+    def __init__(self, registry: WorkerRegistry, upstream: Upstream, metrics: RouterMetrics) -> None:
+        self._registry = registry
+        self._upstream = upstream
+        self._metrics = metrics
+        self._places = asyncio.Semaphore(MAX_PROBES)
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """For ever; cancel it."""
+        try:
+            while True:
+                self._registry.has_joined.clear()
+                self._begin()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_INTERVAL):
+                        await self._registry.has_joined.wait()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _begin(self) -> None:
+        """Probe whoever is due and is not being probed."""
+        self._tasks = {worker: task for worker, task in self._tasks.items() if not task.done()}
+        now = self._registry.now()
+        for worker in self._registry.all():
+            if worker.takes_requests and worker.proof.is_due(now) and worker not in self._tasks:
+                self._tasks[worker] = asyncio.create_task(self._probe(worker))
+
+    async def _probe(self, worker: Worker) -> None:
+        proof, before = worker.proof, worker.proof.doubt
+        async with self._places:
+            problem = None if proof.generates else await generate(self._upstream, worker)
+            if problem is None:
+                proof.generates = True
+                if worker.mode in _PARTNER_OF and (problem := await self._meet(worker)) is None:
+                    # Proven with its partner, or waiting for one.
+                    return
+        if not worker.takes_requests or proof.doubt is None:
+            # It was lost meanwhile, or a request has proven it.
+            return
+        if problem is None:
+            self._succeed(worker)
+            return
+        proof.fail(problem, self._registry.now())
+        self._metrics.probes.labels("failed").inc()
+        if problem != before:
+            logger.warning("worker is not ready url=%s mode=%s reason=%s", worker.url, worker.mode, problem)
+
+    async def _meet(self, worker: Worker) -> str | None:
+        """Prove it together with a partner; what is wrong."""
+        partner = self._partner(worker)
+        if partner is None:
+            worker.proof.wait_for_partner(f"no {_PARTNER_OF[worker.mode]} worker is there that could be its partner")
+            return None
+        is_prefill = worker.mode is DisaggregationMode.PREFILL
+        pair = Pair(worker, partner) if is_prefill else Pair(partner, worker)
+        problem = await hand_over(self._upstream, pair)
+        if problem is None:
+            self._succeed(worker)
+            self._succeed(partner)
+        return problem
+
+    def _partner(self, worker: Worker) -> Worker | None:
+        """Of those that generate, a proven one before others; another one after each failure."""
+        pool = self._registry.pool(_PARTNER_OF[worker.mode])
+        able = [w for w in pool if w.takes_requests and w.proof.generates]
+        able.sort(key=lambda w: w.proof.doubt is not None)
+        return able[worker.proof.num_failures % len(able)] if able else None
+
+    def _succeed(self, worker: Worker) -> None:
+        if worker.proof.doubt is not None and worker.takes_requests:
+            worker.proof.succeed()
+            self._metrics.probes.labels("ok").inc()
+            logger.info("worker is ready url=%s mode=%s", worker.url, worker.mode)
+
+
+async def generate(upstream: Upstream, worker: Worker) -> str | None:
+    """Have the worker generate a token by itself; what is wrong."""
+    try:
+        status, answer, _ = await upstream.ask(worker, "GET", "/health_generate", seconds=PROBE_TIMEOUT)
+    except UpstreamError as error:
+        return f"it generates nothing: {_message(error.body)}"
+    return None if status == 200 else f"it generates nothing: {status}, {_message(answer)}"
+
+
+async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
+    """Have the pair serve a request of two tokens; what is wrong."""
+    params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
+    raw = msgspec.json.encode(pair_body("/generate", body, pair.prefill.host, pair.prefill.bootstrap_port))
+    tasks = [asyncio.create_task(_ask(upstream, worker, raw)) for worker in (pair.prefill, pair.decode)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.done() and task.result() for task in tasks):
+            # The other side may know more.
+            await asyncio.wait(tasks, timeout=_GRACE)
+        else:
+            await asyncio.wait(tasks)
+        problems = [problem for task in tasks if task.done() and (problem := task.result())]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return "; ".join(problems) or None
+
+
+async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
+    """What is wrong with this half."""
+    try:
+        status, answer, _ = await upstream.ask(worker, "POST", "/generate", raw, seconds=PROBE_TIMEOUT)
+    except UpstreamError as error:
+        return f"no hand-over: {_message(error.body)}"
+    return None if status == 200 else f"no hand-over: {worker.mode} worker {worker.url}: {status}, {_message(answer)}"
+
+
+def _message(body: bytes) -> str:
+    """Of an error."""
+    try:
+        message = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = body.decode(errors="replace")
+    return str(message)[:300]
