@@ -188,9 +188,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # 0: any free port.
     port: int = 30000
     served_model_name: str | None = None
-    # Router to register with, e.g. http://127.0.0.1:8000; None: register nowhere.
-    router_url: str | None = None
-    # File whose first key opens the router; None: it asks for none.
+    # Routers to register with, e.g. http://127.0.0.1:8000.
+    router_urls: tuple[str, ...] = ()
+    # File whose first key opens them; None: they ask for none.
     router_key_file: str | None = None
     log_level: str = "warning"
 

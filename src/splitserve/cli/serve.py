@@ -51,8 +51,7 @@ from splitserve.config import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker, named_values, num_bytes
-from splitserve.router.args import parse_url
+from splitserve.launch.checks import check_worker, named_values, num_bytes, router_urls
 
 
 def serve(
@@ -62,7 +61,9 @@ def serve(
     ),
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 30000,
-    router: Annotated[str | None, typer.Option(metavar="URL", help="Router to register with.")] = None,
+    router: Annotated[
+        list[str] | None, typer.Option(metavar="URL[,URL]", help="Router to register with; repeatable.")
+    ] = None,
     router_key_file: RouterKeyOption = None,
     disaggregation_host: Annotated[
         str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
@@ -210,7 +211,7 @@ def serve(
             host=host,
             port=port,
             served_model_name=served_model_name,
-            router_url=None if router is None else parse_url(router),
+            router_urls=router_urls(router or ()),
             router_key_file=None if router_key_file is None else str(router_key_file),
             log_level=log_level,
         ),

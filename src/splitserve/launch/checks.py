@@ -11,6 +11,7 @@ from splitserve.disaggregation.transports import USER_BACKENDS, check_options, m
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
 from splitserve.router.api_keys import read_keys
+from splitserve.router.args import parse_url
 from splitserve.scheduler.ngram import MIN_MATCH
 from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
@@ -106,6 +107,12 @@ def router_key(server: ServerConfig) -> str | None:
     if server.router_key_file is None:
         return None
     return next(iter(read_keys(Path(server.router_key_file), "--router-key-file")))
+
+
+def router_urls(options: Sequence[str]) -> tuple[str, ...]:
+    """Of options `--router`, each a URL or several with commas between them; each router once. Raises ConfigError."""
+    words = (word for option in options for word in option.split(","))
+    return tuple(dict.fromkeys(parse_url(word) for word in words))
 
 
 def named_values(words: Sequence[str], option: str) -> dict[str, str]:

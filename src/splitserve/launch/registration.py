@@ -1,9 +1,10 @@
-"""Keeps a worker known to its router: announces it again and again, so that a restarted router learns of it."""
+"""Keeps a worker known to its routers: announces it again and again, so that a restarted router learns of it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
@@ -20,11 +21,11 @@ _DEREGISTER_TIMEOUT = 2.0
 
 
 class RouterRegistration:
-    """`run` it as a task while the worker serves; `close` says goodbye."""
+    """`start` it while the worker serves; `close` says goodbye. No router waits for another."""
 
     def __init__(
         self,
-        router_url: str,
+        router_urls: Sequence[str],
         mode: DisaggregationMode,
         host: str,
         port: int,
@@ -32,39 +33,43 @@ class RouterRegistration:
         *,
         api_key: str | None = None,
     ) -> None:
-        self._router_url = router_url
+        self._router_urls = tuple(router_urls)
         self._mode = mode
         self._host = host
         self._port = port
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._api_key = api_key
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="router-registration")
+        self._tasks = [asyncio.create_task(self._run(url), name="router-registration") for url in self._router_urls]
 
     async def close(self) -> None:
-        """Stop announcing and deregister, if the router still listens. Idempotent."""
-        task, self._task = self._task, None
-        if task is None:
+        """Stop announcing and deregister, where a router still listens. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        if not tasks:
             return
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._say_goodbye(url) for url in self._router_urls))
+
+    async def _say_goodbye(self, router_url: str) -> None:
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT):
                 await deregister_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host, self._api_key
+                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key
                 )
         except (WorkerUnavailableError, TimeoutError) as error:
             logger.info("could not deregister: %s", error or "no answer")
 
-    async def _run(self) -> None:
+    async def _run(self, router_url: str) -> None:
         delay, longest = _BACKOFF
         is_known = False
         while True:
             try:
                 await register_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, self._router_url, self._host, self._api_key
+                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key
                 )
             except WorkerUnavailableError as error:
                 level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO
@@ -73,6 +78,6 @@ class RouterRegistration:
                 is_known, delay = False, min(longest, delay * 2)
                 continue
             if not is_known:
-                logger.info("registered with the router %s", self._router_url)
+                logger.info("registered with the router %s", router_url)
             is_known, delay = True, _BACKOFF[0]
             await asyncio.sleep(REFRESH_INTERVAL)

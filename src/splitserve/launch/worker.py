@@ -6,9 +6,9 @@ that dies ends the worker.
 The life of a worker
 1. The HTTP socket is bound, the model found, and for prefill the bootstrap server started.
 2. The scheduler process starts loading. Meanwhile the front end answers, /health with 503.
-3. The scheduler is ready: the ready file is written, and the worker announces itself to its router.
+3. The scheduler is ready: the ready file is written, and the worker announces itself to its routers.
 4. It serves until a signal, its parent's end or the scheduler's death.
-5. Drain: it leaves the router, refuses new requests and finishes those that run, up to a deadline.
+5. Drain: it leaves the routers, refuses new requests and finishes those that run, up to a deadline.
 6. Everything is taken down in reverse order, the scheduler last. Nothing is left: no process, no socket, no file.
 
 It knows nothing of requests.
@@ -192,10 +192,10 @@ class _Worker:
                 disaggregation_mode=str(self._mode),
             )
             write_ready_file(self._options.ready_file, info)
-        if settings.router_url is None:
+        if not settings.router_urls:
             return None
         registration = RouterRegistration(
-            settings.router_url, self._mode, host, port, self._bootstrap_port, api_key=router_key(settings)
+            settings.router_urls, self._mode, host, port, self._bootstrap_port, api_key=router_key(settings)
         )
         registration.start()
         return registration

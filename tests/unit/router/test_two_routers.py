@@ -1,0 +1,167 @@
+"""Several routers before the same workers: who knows whom, and that none of them disturbs another's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError
+from splitserve.launch.checks import router_urls
+from splitserve.launch.http_server import port_of
+from splitserve.launch.registration import RouterRegistration
+from splitserve.router.args import PrefillConfig
+from splitserve.testing.router_world import FakeWorker, Handler, answers, journals, start_router, start_worker, streams
+
+DEADLINE = 60.0
+COUNT = 5
+WHOLE = b"".join(b'data: {"i": %d}\n\n' % i for i in range(COUNT)) + b"data: [DONE]\n\n"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Nobody else is given it; who connects to it is refused while no router listens there."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        yield port_of(sock)
+
+
+async def urls_at(router: str) -> set[str]:
+    async with aiohttp.ClientSession() as client, client.get(f"{router}/workers") as response:
+        return {w["url"] for w in (await response.json())["workers"]}
+
+
+async def until_known(router: str, *urls: str) -> None:
+    limit = time.monotonic() + DEADLINE
+    while (known := await urls_at(router)) != set(urls):
+        assert time.monotonic() < limit, known
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "urls"),
+    [
+        ([], ()),
+        (["http://a:1"], ("http://a:1",)),
+        (["http://a:1,https://b:2/", "http://c:3"], ("http://a:1", "https://b:2", "http://c:3")),
+        (["http://a:1", "http://a:1/"], ("http://a:1",)),
+    ],
+)
+def test_routers_are_named_one_by_one_or_with_commas(options: list[str], urls: tuple[str, ...]) -> None:
+    assert router_urls(options) == urls
+
+
+def test_a_router_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="''"):
+        router_urls(["http://a:1,"])
+
+
+async def test_a_worker_announces_itself_at_each_router_and_says_goodbye_to_each() -> None:
+    async with start_router() as one, start_router() as other:
+        registration = RouterRegistration([one, other], DisaggregationMode.DECODE, "h", 1, None)
+        registration.start()
+        await until_known(one, "http://h:1")
+        await until_known(other, "http://h:1")
+        await registration.close()
+        assert await urls_at(one) == await urls_at(other) == set()
+        await registration.close()
+
+
+async def test_a_router_that_is_away_keeps_no_other_waiting_and_is_told_when_it_comes(port: int) -> None:
+    async with start_router() as there:
+        away = f"http://127.0.0.1:{port}"
+        registration = RouterRegistration([away, there], DisaggregationMode.DECODE, "h", 1, None)
+        registration.start()
+        await until_known(there, "http://h:1")
+        async with start_router(on_port=port):
+            await until_known(away, "http://h:1")
+        await registration.close()
+        assert await urls_at(there) == set()
+
+
+async def test_a_router_that_is_restarted_gets_its_workers_back(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.launch.registration.REFRESH_INTERVAL", 0.05)
+    router = f"http://127.0.0.1:{port}"
+    async with start_worker(answers({"text": "ok"})) as worker:
+        worker_port = int(worker.url.rsplit(":", 1)[1])
+        registration = RouterRegistration([router], DisaggregationMode.NULL, "127.0.0.1", worker_port, None)
+        registration.start()
+        for _ in range(2):
+            async with start_router(on_port=port, probe=True):
+                await until_known(router, worker.url)
+                async with (
+                    aiohttp.ClientSession() as client,
+                    client.post(f"{router}/generate", json={"text": "a"}) as response,
+                ):
+                    assert response.status == 200
+        await registration.close()
+
+
+@dataclass
+class TwoRouters:
+    routers: list[str]
+    prefill: FakeWorker
+    decode: list[FakeWorker]
+    client: aiohttp.ClientSession
+
+    async def post(self, i: int, path: str, body: Any) -> tuple[int, bytes]:
+        async with self.client.post(self.routers[i] + path, json=body) as response:
+            return response.status, await response.read()
+
+
+@asynccontextmanager
+async def two_routers(prefill: Handler, *decode: Handler) -> AsyncIterator[TwoRouters]:
+    """Both give their first request to the first of the decode workers."""
+    async with AsyncExitStack() as stack:
+        p = await stack.enter_async_context(start_worker(prefill))
+        d = [await stack.enter_async_context(start_worker(handler)) for handler in decode]
+        configs, urls = (PrefillConfig(p.url, 8998),), tuple(worker.url for worker in d)
+        routers = [await stack.enter_async_context(start_router(prefill=configs, decode=urls)) for _ in range(2)]
+        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE))
+        yield TwoRouters(routers, p, d, await stack.enter_async_context(client))
+
+
+async def test_requests_of_two_routers_share_the_workers_and_nothing_else() -> None:
+    async with two_routers(answers({}), answers({"text": "ok"})) as world:
+        outcomes = await asyncio.gather(*(world.post(i % 2, "/generate", {"text": "a"}) for i in range(40)))
+        assert {status for status, _ in outcomes} == {200}
+        bodies = world.decode[0].bodies
+        assert len({body["rid"] for body in bodies}) == len({body["bootstrap_room"] for body in bodies}) == 40
+        rooms = [
+            sorted(body["bootstrap_room"] for body in worker.bodies) for worker in (world.prefill, world.decode[0])
+        ]
+        assert rooms[0] == rooms[1]
+
+
+async def test_what_one_router_drains_is_no_matter_to_the_other() -> None:
+    go_on = asyncio.Event()
+    held, free = journals(COUNT, until=2, go_on=go_on), journals(COUNT)
+    async with two_routers(streams(), held, free) as world:
+        answered = [asyncio.create_task(world.post(i, "/generate", {"text": "a", "stream": True})) for i in range(2)]
+        limit = time.monotonic() + DEADLINE
+        while len(world.decode[0].bodies) < 2:
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.01)
+        url = world.decode[0].url
+        assert (await world.post(0, "/workers/drain", {"url": url, "migrate": True}))[0] == 200
+        # That of the first router goes on elsewhere, while the other's stays where it is.
+        assert await answered[0] == (200, WHOLE)
+        assert (len(world.decode[1].bodies), answered[1].done()) == (1, False)
+        # To the first router the worker is closed, to the other it is not.
+        for _ in range(2):
+            assert await world.post(0, "/generate", {"text": "a", "stream": True}) == (200, WHOLE)
+        assert len(world.decode[0].bodies) == 2
+        go_on.set()
+        assert await answered[1] == (200, WHOLE)
+        for _ in range(2):
+            assert await world.post(1, "/generate", {"text": "a", "stream": True}) == (200, WHOLE)
+        assert len(world.decode[0].bodies) == 3
