@@ -33,6 +33,8 @@ PROBE_TIMEOUT = 25.0
 MAX_PROBES = 16
 # Seconds between two looks who is in doubt. One that joins is seen at once.
 LOOK_INTERVAL = 0.25
+# Answers of workers that do not let themselves be asked like that: they are trusted at once.
+_CANNOT_BE_ASKED = (401, 403, 404, 405)
 # Seconds the other side of a pair gets to tell what it knows of a failure.
 _GRACE = 1.0
 
@@ -126,7 +128,7 @@ async def generate(upstream: Upstream, worker: Worker) -> str | None:
         status, answer, _ = await upstream.ask(worker, "GET", "/health_generate", seconds=PROBE_TIMEOUT)
     except UpstreamError as error:
         return f"it generates nothing: {_message(error.body)}"
-    return None if status == 200 else f"it generates nothing: {status}, {_message(answer)}"
+    return None if status in (200, *_CANNOT_BE_ASKED) else f"it generates nothing: {status}, {_message(answer)}"
 
 
 async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
@@ -156,7 +158,9 @@ async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
         status, answer, _ = await upstream.ask(worker, "POST", "/generate", raw, seconds=PROBE_TIMEOUT)
     except UpstreamError as error:
         return f"no hand-over: {_message(error.body)}"
-    return None if status == 200 else f"no hand-over: {worker.mode} worker {worker.url}: {status}, {_message(answer)}"
+    if status in (200, *_CANNOT_BE_ASKED):
+        return None
+    return f"no hand-over: {worker.mode} worker {worker.url}: {status}, {_message(answer)}"
 
 
 def _message(body: bytes) -> str:

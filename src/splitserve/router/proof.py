@@ -2,7 +2,9 @@
 
 1. A worker that joins, or comes back after it was lost, is in doubt.
 2. It is probed (`prober.py`) until a probe succeeds, with pauses that grow. A request that ends well proves as much.
-3. While it is in doubt it gets no requests, unless nobody of its mode is proven: requests are then the probes.
+3. Meanwhile it is held back: it gets no requests while there are others of its mode. Not so one that joined when nobody
+   was proven yet, and whose probe has not failed: behind a router that has just started, the first that is proven would
+   get what all of them are there for.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ class Proof:
     is_wanted: bool = False
     # Why its path is not proven; None: it is.
     doubt: str | None = None
+    # Requests go to others while there are any.
+    is_held: bool = False
     # It has generated a token by itself since it is in doubt.
     generates: bool = False
     # Clock time of the next probe, and probes that failed one after the other.
@@ -29,8 +33,8 @@ class Proof:
     num_failures: int = 0
 
     @classmethod
-    def wanted(cls) -> Proof:
-        return cls(True, JOINED)
+    def wanted(cls, *, is_held: bool) -> Proof:
+        return cls(True, JOINED, is_held)
 
     def is_due(self, now: float) -> bool:
         return self.doubt is not None and now >= self.next_at
@@ -38,7 +42,8 @@ class Proof:
     def begin_anew(self) -> None:
         """It was lost."""
         if self.is_wanted:
-            self.doubt, self.generates, self.next_at, self.num_failures = LOST, False, 0.0, 0
+            self.doubt, self.is_held = LOST, True
+            self.generates, self.next_at, self.num_failures = False, 0.0, 0
 
     def wait_for_partner(self, reason: str) -> None:
         """It can do no more by itself. That is not its failure."""
@@ -46,9 +51,9 @@ class Proof:
 
     def fail(self, reason: str, now: float) -> None:
         first, longest = _PAUSES
-        self.doubt = reason
+        self.doubt, self.is_held = reason, True
         self.next_at = now + min(longest, first * 2**self.num_failures)
         self.num_failures += 1
 
     def succeed(self) -> None:
-        self.doubt, self.generates, self.num_failures = None, True, 0
+        self.doubt, self.is_held, self.generates, self.num_failures = None, False, True, 0

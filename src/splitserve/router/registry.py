@@ -75,7 +75,7 @@ class WorkerRegistry:
             return False
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
         if self._probe:
-            worker.proof = Proof.wanted()
+            worker.proof = Proof.wanted(is_held=self._pool_unready_reason(mode) is None)
         self._workers[url] = worker
         self.has_joined.set()
         return True
@@ -208,9 +208,9 @@ class WorkerRegistry:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
         now = self._clock.now()
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
-        # Where nobody is proven, requests are the proof: better than to turn them away.
-        proven = [w for w in unsuspected if w.proof.doubt is None] or unsuspected
-        trusted = [w for w in proven if w.is_trusted(now)] or proven
+        # Where nobody else is there, requests are the proof: better than to turn them away.
+        free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
+        trusted = [w for w in free if w.is_trusted(now)] or free
         return self._policies[mode].choose(trusted, wish)
 
     def _is_short_for(self, decode: Worker, wish: Wish) -> bool:

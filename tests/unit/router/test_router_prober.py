@@ -29,7 +29,7 @@ DEADLINE = 60.0
 
 
 def test_pauses_between_probes_grow_up_to_a_bound_and_start_again_when_it_was_lost() -> None:
-    proof = Proof.wanted()
+    proof = Proof.wanted(is_held=False)
     pauses = []
     for _ in range(8):
         now = proof.next_at
@@ -67,19 +67,28 @@ def decodes(registry: WorkerRegistry, avoid: Avoid | None = None) -> set[str]:
     return {pair.decode.url for pair in pairs if isinstance(pair, Pair)}
 
 
-def test_who_is_in_doubt_gets_requests_only_while_nobody_is_proven(registry: WorkerRegistry) -> None:
-    assert [w.unready_reason for w in registry.all()] == [JOINED] * 3
+def test_who_joins_beside_a_proven_one_is_held_back_until_it_is_proven(registry: WorkerRegistry) -> None:
+    d1, d2 = registry.get("d1"), registry.get("d2")
+    d1.proof.succeed()
+    d2.proof.succeed()
+    registry.add("d3", DECODE)
+    assert registry.get("d3").unready_reason == JOINED
     assert decodes(registry) == {"d1", "d2"}
+    # A request that failed there had better try the new one than nobody.
+    assert decodes(registry, Avoid(failed={d1, d2})) == decodes(registry, Avoid(suspects={d1, d2})) == {"d3"}
+    # A request that ends well is a proof.
+    registry.get("d3").forgive()
+    assert decodes(registry) == {"d1", "d2", "d3"}
+
+
+def test_those_that_were_there_first_share_the_load_until_a_probe_fails(registry: WorkerRegistry) -> None:
+    assert [w.unready_reason for w in registry.all()] == [JOINED] * 3
     registry.get("d1").proof.succeed()
+    assert decodes(registry) == {"d1", "d2"}
+    registry.get("d2").proof.fail("no", 0.0)
     assert decodes(registry) == {"d1"}
-    # A request that failed there had better try the other one than nobody.
-    d1 = registry.get("d1")
-    assert decodes(registry, Avoid(failed={d1})) == decodes(registry, Avoid(suspects={d1})) == {"d2"}
-
-
-def test_a_request_that_ends_well_is_a_proof(registry: WorkerRegistry) -> None:
-    registry.get("d2").forgive()
-    assert decodes(registry) == {"d2"}
+    registry.get("d1").proof.fail("no", 0.0)
+    assert decodes(registry) == {"d1", "d2"}
 
 
 def test_who_was_lost_is_in_doubt_when_it_comes_back(registry: WorkerRegistry) -> None:
@@ -233,6 +242,14 @@ async def test_a_pair_is_ready_when_each_generates_and_both_have_served_a_reques
         assert 'splitserve_router:probes_total{outcome="ok"} 2.0' in metrics
 
 
+@pytest.mark.parametrize("status", [401, 404])
+async def test_workers_that_cannot_be_asked_are_trusted(status: int) -> None:
+    """Of other projects, say."""
+    p, d = Scripted(generates=status, hands_over=status), Scripted(generates=status)
+    async with probed([p], [d]) as world:
+        await world.until_ready(p, d)
+
+
 async def test_a_colocated_worker_is_ready_when_it_generates() -> None:
     worker = Scripted()
     async with probed([], [], [worker]) as world:
@@ -282,9 +299,9 @@ async def test_a_worker_tries_another_partner_after_a_failure() -> None:
 
 
 async def test_without_any_proof_requests_are_tried_as_they_always_were() -> None:
-    p, d = Scripted(generates=404), Scripted(generates=404)
+    p, d = Scripted(generates=500), Scripted(generates=500)
     async with probed([p], [d]) as world:
-        await world.until(d, lambda state: "404" in state["reason"])
+        await world.until(d, lambda state: "500" in state["reason"])
         assert (await world.get("/ready"))[0] == 503
         assert await world.generate() == 200
         # That was the proof.

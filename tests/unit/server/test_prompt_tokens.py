@@ -15,12 +15,12 @@ from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.config import WorkerConfig
 from splitserve.errors import InvalidRequestError
 from splitserve.events.schema import BlockStored
-from splitserve.router.prompts import hash_prompt
+from splitserve.router.prompts import hash_prompt, hash_prompts
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import prepare
 from splitserve.server.openai import prepare_chat, prepare_completion
-from splitserve.server.prompt_tokens import first_prompt
+from splitserve.server.prompt_tokens import all_prompts, first_prompt
 from splitserve.server.schemas import ChatBody, CompletionBody, GenerateBody
 from splitserve.server.tokenizer import Tokenizer
 
@@ -107,6 +107,16 @@ def test_a_final_message_is_continued_as_a_worker_does(tokenizer) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello th"}]
     body = {"messages": chat, "continue_final_message": True}
     assert first_prompt(CHAT, body, tokenizer) == computed(front(tokenizer), CHAT, body)
+
+
+def test_all_prompts_of_a_batch_are_read_one_by_one(tokenizer) -> None:
+    texts = ["Hi there", "a"]
+    expected = [first_prompt(NATIVE, {"text": text}, tokenizer) for text in texts]
+    assert all_prompts(NATIVE, {"text": texts}, tokenizer) == expected
+    blocks = hash_prompts(COMPLETION, {"prompt": [[1] * SIZE, [2]]}, None, {SIZE})
+    assert blocks is not None
+    assert [(b.num_tokens, len(b.hashes[SIZE])) for b in blocks] == [(SIZE, 1), (1, 0)]
+    assert hash_prompts(NATIVE, {"text": texts}, None, {SIZE}) is None
 
 
 def test_without_a_tokenizer_only_ids_are_read() -> None:
