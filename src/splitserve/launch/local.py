@@ -32,7 +32,7 @@ from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.http_server import bind, port_of, reachable_host
 
 # Seconds that the router gets to prove a path through workers that serve; then requests have to find out.
-PROOF_PATIENCE = 10.0
+PROOF_PATIENCE = 60.0
 # Seconds that running requests get when the cluster is told to drain.
 DRAIN_TIMEOUT = 120.0
 # In the cluster's own folder, which this user alone can enter.
