@@ -124,7 +124,8 @@ class Tries:
         sizes = self._registry.block_sizes
         if self._registry.disaggregate_above is None:
             hashes = await self._prompts.read(self._path, self._body, sizes)
-            self._wish = dataclasses.replace(self._wish, hashes=hashes)
+            if hashes:
+                self._wish = dataclasses.replace(self._wish, hashes=hashes)
             return
         prompts = await self._prompts.read_all(self._path, self._body, sizes)
         hashes = prompts[0].hashes if prompts else {}
