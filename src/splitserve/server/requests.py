@@ -20,6 +20,8 @@ class RequestTable:
         # Request id -> the rids of its samples.
         self._names: dict[str, tuple[str, ...]] = {}
         self._rids: set[str] = set()
+        # Of these, the ones that somebody told to end.
+        self._told_to_end: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -50,6 +52,7 @@ class RequestTable:
                 if not self._names[name]:
                     del self._names[name]
             self._rids.difference_update(rids)
+            self._told_to_end.difference_update(rids)
             if not self._rids:
                 self._idle.set()
 
@@ -59,6 +62,14 @@ class RequestTable:
 
     def all_samples(self) -> tuple[str, ...]:
         return tuple(self._rids)
+
+    def tell_to_end(self, rid: str) -> None:
+        """Its end is no failure, but what was asked for."""
+        if rid in self._rids:
+            self._told_to_end.add(rid)
+
+    def was_told_to_end(self, rid: str) -> bool:
+        return rid in self._told_to_end
 
     def begin_drain(self) -> None:
         """Take no new requests; those running go on."""
