@@ -78,7 +78,8 @@ class RequestTable:
     async def wait_idle(self, timeout: float) -> bool:
         """Whether all requests ended within `timeout` seconds."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
