@@ -22,7 +22,6 @@ from splitserve.testing.deployment import Deployment
 from splitserve.testing.sglang_router import SglangRouter, sglang_router
 from splitserve.testing.tiny_models import make_tiny_model
 
-pytest.importorskip("sglang_router", reason="sglang-router is installed on Linux only")
 pytestmark = pytest.mark.process
 
 KINDS: tuple[SglangRouter, ...] = ("router", "mini_lb")
