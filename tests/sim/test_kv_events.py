@@ -5,116 +5,14 @@ The worker's turns are taken by hand. Between its sockets and the subscriber sta
 
 import asyncio
 import contextlib
-import random
 import time
 
-import msgspec
 import pytest
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.events.index import BlockIndex
-from splitserve.events.publisher import ZmqEventPublisher
-from splitserve.events.schema import IndexSnapshot
 from splitserve.events.subscriber import KVEventSubscriber
-from splitserve.messages import FlushCacheRequest, GenerateRequest, KVIndexReply, KVIndexRequest
-from splitserve.testing.sim import ColocatedWorld
+from splitserve.testing.kv_events_world import Link, TellingWorker
 
 DEADLINE = 60.0
-PAGE = 4
-ANY = "tcp://127.0.0.1:0"
-
-
-class Link:
-    """A TCP port that forwards to another, until it is cut; and again from then on, to whoever connects anew."""
-
-    def __init__(self, endpoint):
-        self._port = int(endpoint.rpartition(":")[2])
-        self._tasks = set()
-        self._writers = []
-
-    async def __aenter__(self):
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_):
-        self._server.close()
-        self.cut()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def cut(self):
-        """All connections end, with what is under way in them. Whether there were any."""
-        was_connected = self.is_connected()
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-        return was_connected
-
-    def is_connected(self):
-        return any(not writer.is_closing() for writer in self._writers)
-
-    async def _carry(self, reader, writer):
-        self._tasks.add(asyncio.current_task())
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers += [writer, far_writer]
-        with contextlib.suppress(OSError):
-            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
-
-    async def _copy(self, reader, writer):
-        try:
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        finally:
-            writer.transport.abort()
-
-
-class Worker:
-    """A null worker under random prompts that share beginnings, with fewer pages than they fill."""
-
-    def __init__(self, seed, *, is_overlapped=False, **options):
-        self.publisher = ZmqEventPublisher(0, ANY, ANY, **options)
-        self._rng = random.Random(seed)
-        late = self._rng if is_overlapped else None
-        # Of 32 bytes: the host has room for 500 pages.
-        self.world = ColocatedWorld(
-            num_pages=256, page_size=PAGE, prefix_host_memory=16_000, late_steps=late, publisher=self.publisher
-        )
-        self.num_stored = 0
-        self._num_requests = self._num_calls = 0
-
-    def work(self):
-        """A few requests from their arrival to their end."""
-        for _ in range(4):
-            self._num_requests += 1
-            length = self._rng.randrange(40, 160)
-            prompt = [self._rng.randrange(6)] * self._rng.randrange(30) + [
-                self._rng.randrange(500) for _ in range(length)
-            ]
-            params = SamplingParams(max_new_tokens=4, temperature=0.0)
-            self.world.submit(GenerateRequest(rid=f"r{self._num_requests}", prompt_ids=prompt, params=params))
-            # At least these are stored: nobody else has them.
-            self.num_stored += length // PAGE - 1
-        self.world.run_until_idle()
-
-    def flush(self):
-        self.world.submit(FlushCacheRequest(call_id=0))
-        self.world.run_until_idle()
-        self.world.turn()
-
-    async def snapshot(self):
-        self._num_calls += 1
-        self.world.submit(KVIndexRequest(call_id=self._num_calls))
-        self.world.turn()
-        reply = self.world.replies.pop()
-        assert isinstance(reply, KVIndexReply)
-        assert reply.call_id == self._num_calls
-        return msgspec.json.decode(reply.snapshot, type=IndexSnapshot)
-
-    async def index(self):
-        index = BlockIndex()
-        index.replace((await self.snapshot()).events)
-        return index.blocks()
 
 
 @pytest.fixture
@@ -122,7 +20,7 @@ def make_worker():
     made = []
 
     def make(seed, **options):
-        made.append(Worker(seed, **options))
+        made.append(TellingWorker(seed, **options))
         return made[-1]
 
     yield make

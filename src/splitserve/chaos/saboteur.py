@@ -57,7 +57,8 @@ class Saboteur:
             self._tally.faults[f"{self._role} {name}"] += 1
             await self._wait_usable()
             try:
-                await asyncio.wait_for(is_over.wait(), self._rng.uniform(*_CALM))
+                async with asyncio.timeout(self._rng.uniform(*_CALM)):
+                    await is_over.wait()
             except TimeoutError:
                 continue
 

@@ -35,6 +35,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     block_size: int
     lora_id: int | None = None
     medium: str | None = GPU
+    # Always null here, and always on the wire: vLLM's readers refuse an event without it.
+    lora_name: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):

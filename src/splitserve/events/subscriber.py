@@ -183,7 +183,8 @@ async def _replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> 
         await socket.send_multipart((b"", start.to_bytes(8, "big")))
         while True:
             try:
-                frames = await asyncio.wait_for(socket.recv_multipart(), _REPLAY_TIMEOUT)
+                async with asyncio.timeout(_REPLAY_TIMEOUT):
+                    frames = await socket.recv_multipart()
             except TimeoutError:
                 logger.info("KV events: the replay at %s fell silent", endpoint)
                 return

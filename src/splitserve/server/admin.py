@@ -231,5 +231,6 @@ def _abort(front: FrontEnd, body: AbortBody) -> int:
     else:
         raise InvalidRequestError("send the rid of the request to abort, or abort_all: true", param="rid")
     for rid in rids:
+        front.requests.tell_to_end(rid)
         front.scheduler.abort(rid, "aborted through /abort_request")
     return len(rids)

@@ -67,7 +67,8 @@ class ChatForm:
             content: dict[str, Any] = {"content": delta.text} if has_text else {}
             if parsed.calls:
                 content["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
-            choice = part.Choice(
+            # Not validated: "abort" is none of the package's finish reasons.
+            choice = part.Choice.model_construct(
                 index=index,
                 delta=part.ChoiceDelta(**content),
                 finish_reason=self._finish_reason(answer),
@@ -85,7 +86,7 @@ class ChatForm:
         content: dict[str, Any] = {"content": parsed.text}
         if parsed.calls:
             content = {"content": parsed.text or None, "tool_calls": _whole_calls(parsed.calls)}
-        return whole.Choice(
+        return whole.Choice.model_construct(
             index=answer.sample.index,
             message=ChatCompletionMessage(role="assistant", refusal=None, **content),
             finish_reason=self._finish_reason(answer),

@@ -4,7 +4,8 @@
    the client was told by other workers (`dispatch.py`) the answers have taken in by then.
 2. Every output becomes a Delta of its sample's Answer, and is timed for the metrics.
 3. A stop string ends its sample here; the scheduler is told to stop computing it, and no answer is waited for.
-4. A sample the scheduler aborted fails the whole request, with the scheduler's status and message.
+4. A sample that somebody told to end (/abort_request) has what it got as its answer. One that the scheduler aborted
+   for another reason fails the whole request, with the scheduler's status and message.
 5. However the iteration ends, what still runs is aborted and the place given back.
 
 Knows nothing of the forms of answers.
@@ -15,7 +16,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from splitserve.core.request import DisaggregationMode, FinishType
+from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
+from splitserve.errors import RequestAbortedError
 from splitserve.messages import TokenOutput
 from splitserve.server.answer import AbortedAnswerError, Answer, Delta
 from splitserve.server.detokenizer import Detokenizer
@@ -53,7 +55,7 @@ class Generation:
                     delta = self._push(answer, output)
                     if answer.finish is not None and output.finish is None:
                         stream.drop(output.rid)
-                    if answer.finish is not None and answer.finish.type is FinishType.ABORT:
+                    if answer.finish is not None and self._has_failed(output.rid, answer.finish):
                         raise AbortedAnswerError(output.rid, answer.finish)
                     yield answer, delta
             finally:
@@ -65,6 +67,13 @@ class Generation:
             async for _ in updates:
                 pass
         return self.answers
+
+    def _has_failed(self, rid: str, finish: FinishReason) -> bool:
+        """On a prefill worker also an abort by the decode side is none, for decode's answer is the client's."""
+        if finish.type is not FinishType.ABORT:
+            return False
+        is_wanted = self._front.requests.was_told_to_end(rid) or self._front.mode is DisaggregationMode.PREFILL
+        return not (is_wanted and finish.status_code == RequestAbortedError.http_status)
 
     def _push(self, answer: Answer, output: TokenOutput) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()

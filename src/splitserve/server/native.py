@@ -160,6 +160,8 @@ def answer_object(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str,
 def _finish_object(finish: FinishReason, num_tokens: int) -> dict[str, Any]:
     if finish.type is FinishType.LENGTH:
         return {"type": "length", "length": num_tokens}
+    if finish.type is FinishType.ABORT:
+        return {"type": "abort", "message": finish.message}
     return {"type": str(finish.type), "matched": finish.matched}
 
 

@@ -113,7 +113,7 @@ def has_news(answer: Answer, delta: Delta, *, wants_tokens: bool) -> bool:
 
 
 def finish_reason(answer: Answer) -> Any:
-    """ "stop" or "length", None while the sample goes on. (An abort never comes this far.)"""
+    """ "stop", "length", or "abort" where somebody asked for that; None while the sample goes on."""
     return None if answer.finish is None else str(answer.finish.type)
 
 

@@ -79,7 +79,8 @@ class OutputStream:
     async def _wait(self) -> None:
         self._arrived.clear()
         try:
-            await asyncio.wait_for(self._arrived.wait(), self._timeout)
+            async with asyncio.timeout(self._timeout):
+                await self._arrived.wait()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"request {self.rids[0]}: no output from the scheduler for {self._timeout:g} s "

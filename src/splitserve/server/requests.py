@@ -20,6 +20,8 @@ class RequestTable:
         # Request id -> the rids of its samples.
         self._names: dict[str, tuple[str, ...]] = {}
         self._rids: set[str] = set()
+        # Of these, the ones that somebody told to end.
+        self._told_to_end: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -50,6 +52,7 @@ class RequestTable:
                 if not self._names[name]:
                     del self._names[name]
             self._rids.difference_update(rids)
+            self._told_to_end.difference_update(rids)
             if not self._rids:
                 self._idle.set()
 
@@ -60,6 +63,14 @@ class RequestTable:
     def all_samples(self) -> tuple[str, ...]:
         return tuple(self._rids)
 
+    def tell_to_end(self, rid: str) -> None:
+        """Its end is no failure, but what was asked for."""
+        if rid in self._rids:
+            self._told_to_end.add(rid)
+
+    def was_told_to_end(self, rid: str) -> bool:
+        return rid in self._told_to_end
+
     def begin_drain(self) -> None:
         """Take no new requests; those running go on."""
         self.is_draining = True
@@ -67,7 +78,8 @@ class RequestTable:
     async def wait_idle(self, timeout: float) -> bool:
         """Whether all requests ended within `timeout` seconds."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -101,7 +101,8 @@ class SchedulerClient:
     async def ready(self, timeout: float) -> SchedulerReady:
         """Wait for the scheduler's first word. Raises ModelLoadError, DeadlineExceededError, or what `fail_all` got."""
         try:
-            await asyncio.wait_for(self._settled.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._settled.wait()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the scheduler was not ready after {timeout:g} s (stage: loading the model): look at its log"
@@ -233,10 +234,12 @@ class SchedulerClient:
 
     async def _call(self, call_id: int, message: ToScheduler, timeout: float) -> _Reply:
         self._check_serving()
-        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        call: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = call
         try:
             self._send(message)
-            return await asyncio.wait_for(call, timeout)
+            async with asyncio.timeout(timeout):
+                return await call
         except TimeoutError:
             name = type(message).__name__
             raise DeadlineExceededError(f"the scheduler did not answer {name} within {timeout:g} s") from None

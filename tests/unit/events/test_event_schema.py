@@ -52,6 +52,7 @@ def test_events_are_maps_with_a_type():
                 "block_size": 2,
                 "lora_id": None,
                 "medium": "GPU",
+                "lora_name": None,
             },
             {"type": "AllBlocksCleared"},
         ],
@@ -61,7 +62,7 @@ def test_events_are_maps_with_a_type():
 
 def test_by_option_events_are_arrays_with_their_name_first():
     told = msgspec.msgpack.decode(encode(EventBatch(1.5, [STORED, AllBlocksCleared()], 0), as_arrays=True))
-    assert told[1] == [["BlockStored", [1, -2], None, [5, 6, 7, 8], 2, None, "GPU"], ["AllBlocksCleared"]]
+    assert told[1] == [["BlockStored", [1, -2], None, [5, 6, 7, 8], 2, None, "GPU", None], ["AllBlocksCleared"]]
 
 
 def test_what_others_leave_out_or_add_does_not_matter():

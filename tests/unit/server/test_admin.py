@@ -96,27 +96,6 @@ async def test_load_comes_in_both_forms(worker: Worker) -> None:
     assert (load["num_running_reqs"], load["num_used_tokens"], load["token_usage"]) == (0, 99, 0.25)
 
 
-@pytest.mark.parametrize("abort", [{"rid": "r"}, {"abort_all": True}])
-async def test_an_abort_ends_all_samples_of_a_request(live_worker: Worker, abort: dict[str, object]) -> None:
-    live_worker.scheduler.hold_after = 1
-    body = {"text": "ab", "rid": "r", "sampling_params": {"n": 2}}
-    call = asyncio.create_task(live_worker.http.post("/generate", json=body))
-    async with asyncio.timeout(DEADLINE):
-        while len(live_worker.scheduler.received) < 2:
-            await live_worker.front.scheduler.states()
-    reply = await live_worker.http.post("/abort_request", json=abort)
-    assert reply.json() == {"success": True, "num_aborted": 2}
-    response = await asyncio.wait_for(call, DEADLINE)
-    assert response.status_code == 499
-    assert response.json()["error"]["code"] == "aborted"
-
-
-async def test_aborting_what_does_not_run_is_no_error(worker: Worker) -> None:
-    reply = await worker.http.post("/abort_request", json={"rid": "gone"})
-    assert reply.json() == {"success": True, "num_aborted": 0}
-    assert (await worker.http.post("/abort_request", json={})).status_code == 400
-
-
 async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_worker: Worker) -> None:
     worker = live_worker
     worker.scheduler.hold_after = 1

@@ -1,0 +1,39 @@
+"""A reader of outputs that is cancelled stops, whatever comes at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from splitserve.messages import TokenOutput
+from splitserve.server.output_stream import OutputStream
+
+
+# How many turns of the loop lie between an output and the cancel: at some point it is there, and not yet read.
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancel_that_comes_with_an_output_is_not_lost(turns: int) -> None:
+    given_up: list[str] = []
+    stream = OutputStream(["r"], given_up.extend)
+
+    async def read() -> None:
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close()
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stream.put(TokenOutput(rid="r", token_ids=[1]))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reader.cancel()
+    _, waiting = await asyncio.wait({reader}, timeout=1.0)
+    if waiting:
+        reader.cancel()
+        await asyncio.wait({reader})
+    assert not waiting
+    assert reader.cancelled()
+    assert given_up == ["r"]
