@@ -128,7 +128,7 @@ class PeerServer:
             endpoint = Endpoint(f"http://127.0.0.1:{port}", model, self.peer.prompt_as_text, self.peer.extra_body)
             yield Running(endpoint)
         finally:
-            _stop(process)
+            stop_process(process)
 
     def _environment(self, home: Path) -> dict[str, str]:
         return {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": self.model, "PEER_PYTHON": sys.executable}
@@ -147,7 +147,7 @@ class PeerServer:
             except subprocess.TimeoutExpired as error:
                 raise PeerUnavailableError(f"not installed after {_INSTALL_TIMEOUT:g} s, see {log}") from error
         if code != 0:
-            raise PeerUnavailableError(f"cannot be installed: {_last_line(log)} (log: {log})")
+            raise PeerUnavailableError(f"cannot be installed: {last_line(log)} (log: {log})")
 
     def _start(self, home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
         command = [str(self.scripts / f"{self.name}.sh"), "serve"]
@@ -163,15 +163,15 @@ class PeerServer:
 
     def _wait_ready(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
         deadline = time.monotonic() + self.ready_timeout
-        while not _is_healthy(url):
+        while not is_healthy(url):
             if (code := process.poll()) is not None:
-                raise PeerUnavailableError(f"ended with code {code} while it started: {_last_line(log)} (log: {log})")
+                raise PeerUnavailableError(f"ended with code {code} while it started: {last_line(log)} (log: {log})")
             if time.monotonic() > deadline:
                 raise PeerUnavailableError(f"was not ready after {self.ready_timeout:g} s (log: {log})")
             time.sleep(0.25)
 
 
-def _is_healthy(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5.0) as response:
             return bool(response.status == 200)
@@ -179,14 +179,14 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
     """The last that says something: pip's remarks come after what matters."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     telling = [line for line in lines if line and not line.startswith(("WARNING", "[notice]"))]
     return telling[-1][:300] if telling else "it said nothing"
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """With all its children. The server may end them itself; what is left then is killed."""
     try:
         children = psutil.Process(process.pid).children(recursive=True)

@@ -10,6 +10,7 @@ import typer
 from splitserve.cli.bench_gpu import bench_gpu
 from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
 from splitserve.cli.bench_routing import bench_routing
+from splitserve.cli.bench_router import bench_router
 from splitserve.cli.bench_serve import bench_serve
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
 from splitserve.config import DTYPES
@@ -56,6 +57,7 @@ bench_app.command("growth")(bench_growth)
 bench_app.command("scheduler")(bench_scheduler)
 bench_app.command("startup")(bench_startup)
 bench_app.command("gpu")(bench_gpu)
+bench_app.command("router")(bench_router)
 
 
 @bench_app.command("compare")
