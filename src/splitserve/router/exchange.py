@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
@@ -25,7 +24,7 @@ from splitserve.router.failure import Headers, UpstreamError, error_in_event
 from splitserve.router.journal import DeltaReader, Journal
 from splitserve.router.logprobs import merge_answer, merge_event
 from splitserve.router.sse import EventSplitter, encode_event, event_data
-from splitserve.router.upstream import Upstream, answer_headers
+from splitserve.router.upstream import Upstream, WorkerCall, answer_headers
 from splitserve.router.worker import Pair, Worker
 from splitserve.server.dispatch import JOURNAL_HEADER
 
@@ -83,14 +82,18 @@ class PairExchange:
     async def _read_prefill(self) -> list[Any]:
         """The prefill's whole answer: its object, its list's elements, or its stream's events; empty if not needed."""
         call, worker = self._call, self._pair.prefill
-        async with self._upstream.post(worker, "prefill", call.path, call.body, call.headers, call.seconds) as response:
-            body = await response.read()
-            if response.content_type == "text/event-stream":
-                return _events(body, worker)
-            if not call.merge_logprobs:
-                return []
-            parsed = _decode_json(body, worker)
-            return parsed if isinstance(parsed, list) else [parsed]
+        sent = self._upstream.post(worker, "prefill", call.path, call.body, call.headers, call.seconds)
+        try:
+            await sent.head()
+            body = await sent.read()
+        finally:
+            sent.close()
+        if sent.is_event_stream:
+            return _events(body, worker)
+        if not call.merge_logprobs:
+            return []
+        parsed = _decode_json(body, worker)
+        return parsed if isinstance(parsed, list) else [parsed]
 
 
 class _Answer:
@@ -106,32 +109,33 @@ class _Answer:
     async def forward(self, prefill: asyncio.Task[list[Any]] | None) -> None:
         """Send the request and pass the answer on. `prefill`: whose logprobs are merged in. Raises UpstreamError."""
         call = self._call
-        async with self._upstream.post(
-            self._worker, self._side, call.path, call.body, call.headers, call.seconds
-        ) as response:
-            if JOURNAL_HEADER in response.headers:
-                await self._generate_deltas(response, prefill)
+        sent = self._upstream.post(self._worker, self._side, call.path, call.body, call.headers, call.seconds)
+        try:
+            await sent.head()
+            if JOURNAL_HEADER in sent.headers:
+                await self._generate_deltas(sent, prefill)
                 return
             if call.journal.lines:
-                raise self._upstream.broke_off(self._worker, self._side)
-            if response.content_type == "text/event-stream":
-                await self._generate_stream(response, prefill)
+                raise sent.broke_off()
+            if sent.is_event_stream:
+                await self._generate_stream(sent, prefill)
                 return
-            body = await response.read()
-            headers = answer_headers(response)
+            body = await sent.read()
+        finally:
+            sent.close()
         if prefill is not None:
             body = merge_answer(await asyncio.shield(prefill), body)
-        await self._client.respond(response.status, body, headers)
+        await self._client.respond(sent.status, body, answer_headers(sent))
 
-    async def _generate_deltas(self, response: aiohttp.ClientResponse, prefill: asyncio.Task[list[Any]] | None) -> None:
+    async def _generate_deltas(self, sent: WorkerCall, prefill: asyncio.Task[list[Any]] | None) -> None:
         reader, journal = DeltaReader(), self._call.journal
-        async for chunk in self._chunks(response):
+        while chunk := await sent.chunk():
             deltas = reader.feed(chunk)
             events = deltas.events
             if prefill is not None and events:
                 events = [_merge_into(await asyncio.shield(prefill), event) for event in events]
             if not self._client.started and (events or deltas.is_done):
-                await self._client.start(response.status, answer_headers(response))
+                await self._client.start(sent.status, answer_headers(sent))
             # Together, or the next worker would begin too early or too late.
             self._client.accept(b"".join(events))
             journal.lines += deltas.lines
@@ -143,22 +147,16 @@ class _Answer:
                 return
             if events:
                 await self._client.write()
-        raise self._upstream.broke_off(self._worker, self._side)
+        raise sent.broke_off()
 
-    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        async for chunk in response.content.iter_any():
-            self._worker.give_sign()
-            yield chunk
-
-    async def _generate_stream(self, response: aiohttp.ClientResponse, prefill: asyncio.Task[list[Any]] | None) -> None:
-        chunks = self._chunks(response)
-        async for chunk in chunks if prefill is None else _merged(chunks, prefill):
+    async def _generate_stream(self, sent: WorkerCall, prefill: asyncio.Task[list[Any]] | None) -> None:
+        async for chunk in _chunks(sent) if prefill is None else _merged(_chunks(sent), prefill):
             if not self._client.started:
                 self._raise_if_error(chunk)
-                await self._client.start(response.status, answer_headers(response))
+                await self._client.start(sent.status, answer_headers(sent))
             await self._client.write(chunk)
         if not self._client.started:
-            await self._client.start(response.status, answer_headers(response))
+            await self._client.start(sent.status, answer_headers(sent))
         await self._client.end()
 
     def _raise_if_error(self, first_chunk: bytes) -> None:
@@ -168,6 +166,11 @@ class _Answer:
         error = error_in_event(event_data(first_chunk.split(b"\n\n", 1)[0]))
         if error is not None:
             raise UpstreamError.answered(self._side, self._worker.url, *error)
+
+
+async def _chunks(sent: WorkerCall) -> AsyncIterator[bytes]:
+    while chunk := await sent.chunk():
+        yield chunk
 
 
 async def _merged(chunks: AsyncIterator[bytes], prefill: asyncio.Task[list[Any]]) -> AsyncIterator[bytes]:

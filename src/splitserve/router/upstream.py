@@ -5,14 +5,9 @@ It knows nothing of pairs.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-import aiohttp
-
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
+from splitserve.router.http_client import Answer, BrokenConnectionError, ConnectError, HttpClient
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
@@ -29,46 +24,33 @@ REQUEST_HEADERS = (
 )
 
 
+_JSON = {"content-type": "application/json"}
+
+
 class Upstream:
-    """The router's HTTP client. Owns the connections to all workers; open it inside a running event loop."""
+    """The router's way to its workers. Owns the connections to all of them; open it inside a running event loop."""
 
     def __init__(self, args: LBArgs, registry: WorkerRegistry) -> None:
         self._args = args
         self._registry = registry
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=args.connect_timeout, sock_read=args.idle_timeout
-        )
         # No limit on connections: the workers bound their queues, a second bound here would only hide it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, timeout=self._timeout)
+        self._client = HttpClient(args.connect_timeout)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._client.close()
 
-    @asynccontextmanager
-    async def post(
-        self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The worker's 2xx answer, its body still to be read. Leaving early closes the connection: the worker aborts.
-
-        All of it must happen within `seconds`.
-
-        Raises UpstreamError for any other answer and for a worker that is lost, also while the body is read.
-        """
-        headers = {"content-type": "application/json", **headers}
-        call = asyncio.timeout(seconds)
-        try:
-            async with call:
-                worker.calls.add(call)
-                async with self._session.post(worker.url + path, data=body, headers=headers) as response:
-                    if not 200 <= response.status < 300:
-                        text = await response.read()
-                        raise UpstreamError.answered(side, worker.url, response.status, text, answer_headers(response))
-                    yield response
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._lost(worker, side, error) from error
-        finally:
-            worker.calls.discard(call)
+    def post(self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
+        """Send a request, which must be answered within `seconds`. It is on its way when this returns; close it."""
+        answer = self._client.send(
+            "POST",
+            worker.url,
+            path,
+            body,
+            {**_JSON, **headers},
+            seconds=seconds,
+            idle_timeout=self._args.idle_timeout,
+        )
+        return WorkerCall(self, worker, side, answer)
 
     async def ask(
         self, worker: Worker, method: str, path: str, body: bytes | None = None, seconds: float = 5.0
@@ -76,35 +58,107 @@ class Upstream:
         """A short question: status, body and headers of the answer, whatever the status. Raises UpstreamError: lost, or
         nothing within `seconds`.
         """
-        headers = {"content-type": "application/json"} if body is not None else {}
-        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, self._args.connect_timeout))
+        answer = self._client.send(
+            method,
+            worker.url,
+            path,
+            body,
+            {} if body is None else _JSON,
+            seconds=seconds,
+            idle_timeout=seconds,
+            connect_timeout=min(seconds, self._args.connect_timeout),
+        )
         try:
-            async with self._session.request(
-                method, worker.url + path, data=body, headers=headers, timeout=limit
-            ) as response:
-                return response.status, await response.read(), answer_headers(response)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._lost(worker, worker.mode.value, error) from error
+            await answer.head()
+            return answer.status, await answer.read(), answer_headers(answer)
+        except (TimeoutError, BrokenConnectionError) as error:
+            raise self.lost(worker, worker.mode.value, error) from error
+        finally:
+            answer.close()
 
-    def broke_off(self, worker: Worker, side: str) -> UpstreamError:
-        """The worker closed a stream before its end."""
-        return self._lost(worker, side, EOFError())
-
-    def _lost(self, worker: Worker, side: str, error: BaseException) -> UpstreamError:
+    def lost(self, worker: Worker, side: str, error: Exception) -> UpstreamError:
         name = f"the {side} worker {worker.url}"
-        # Before TimeoutError: a connection that took too long is both.
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        if isinstance(error, ConnectError):
             self._registry.mark_unhealthy(worker)
             message = f"{name} cannot be reached: try again in a moment, or look whether it runs"
             return UpstreamError.lost(side, worker.url, 503, message)
-        if isinstance(error, asyncio.TimeoutError) and worker.broken_off is not None:
+        if isinstance(error, TimeoutError) and worker.broken_off is not None:
             return UpstreamError.lost(side, worker.url, 504, f"{name} {worker.broken_off}")
-        if isinstance(error, asyncio.TimeoutError):
+        if isinstance(error, TimeoutError):
             message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
             return UpstreamError.lost(side, worker.url, 504, message)
-        message = f"{name} went away while it served this request ({type(error).__name__}): see its log, then try again"
+        message = f"{name} went away while it served this request ({error}): see its log, then try again"
         return UpstreamError.lost(side, worker.url, 502, message)
 
 
-def answer_headers(response: aiohttp.ClientResponse) -> Headers:
-    return {name: response.headers[name] for name in _ANSWER_HEADERS if name in response.headers}
+class WorkerCall:
+    """A request that a worker has. Closing it before its end closes the connection: the worker aborts."""
+
+    __slots__ = ("_answer", "_side", "_upstream", "_worker")
+
+    def __init__(self, upstream: Upstream, worker: Worker, side: str, answer: Answer) -> None:
+        self._upstream = upstream
+        self._worker = worker
+        self._side = side
+        self._answer = answer
+        worker.calls.add(self)
+
+    @property
+    def status(self) -> int:
+        return self._answer.status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Names in lower case."""
+        return self._answer.headers
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self._answer.headers.get("content-type", "").startswith("text/event-stream")
+
+    async def head(self) -> None:
+        """Returns when there is a 2xx answer. Raises UpstreamError for any other one; as all that waits here, for a
+        worker that is lost, too."""
+        try:
+            await self._answer.head()
+            if not 200 <= self._answer.status < 300:
+                text = await self._answer.read()
+                raise UpstreamError.answered(
+                    self._side, self._worker.url, self._answer.status, text, answer_headers(self._answer)
+                )
+        except (TimeoutError, BrokenConnectionError) as error:
+            raise self._upstream.lost(self._worker, self._side, error) from error
+
+    async def read(self) -> bytes:
+        """What is left of the body."""
+        try:
+            return await self._answer.read()
+        except (TimeoutError, BrokenConnectionError) as error:
+            raise self._upstream.lost(self._worker, self._side, error) from error
+
+    async def chunk(self) -> bytes:
+        """The body as it comes; empty at its end."""
+        try:
+            data = await self._answer.chunk()
+        except (TimeoutError, BrokenConnectionError) as error:
+            raise self._upstream.lost(self._worker, self._side, error) from error
+        if data:
+            self._worker.give_sign()
+        return data
+
+    def broke_off(self) -> UpstreamError:
+        """The worker closed a stream before its end."""
+        return self._upstream.lost(self._worker, self._side, BrokenConnectionError("closed"))
+
+    def break_off(self) -> None:
+        """It is given up from outside, see `Worker.break_off`."""
+        self._answer.fail(TimeoutError())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._worker.calls.discard(self)
+        self._answer.close()
+
+
+def answer_headers(answer: Answer | WorkerCall) -> Headers:
+    return {name: answer.headers[name] for name in _ANSWER_HEADERS if name in answer.headers}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
@@ -18,6 +18,12 @@ from splitserve.router.proof import Proof
 FORGIVENESS = 5.0
 # Above the first, a worker gets no requests while there are others; above the second, one at a time, as a trial.
 _BROKEN, _ON_TRIAL = 1.0, 0.1
+
+
+class Call(Protocol):
+    def break_off(self) -> None:
+        """It fails now, with the worker's `broken_off` as the reason. Does not wait."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +40,8 @@ class Worker:
     unhealthy_since: float | None = None
     # An operator wants no new requests there.
     is_draining: bool = False
-    # Requests this router has under way there, each with the scope that its reading happens in.
-    calls: set[asyncio.Timeout] = field(default_factory=set)
+    # Requests this router has under way there.
+    calls: set[Call] = field(default_factory=set)
     # Clock time at which it was asked for a sign of life and has given none since; None: it has.
     silent_since: float | None = None
     # What it has cached; None: unknown, for it does not tell, or no policy looks at it.
@@ -106,10 +112,8 @@ class Worker:
     def break_off(self, reason: str) -> None:
         """End every call under way there, now."""
         self.broken_off = reason
-        now = asyncio.get_running_loop().time()
         for call in self.calls:
-            if not call.expired():
-                call.reschedule(now)
+            call.break_off()
 
     def add_fault(self, now: float) -> None:
         """A request failed by its fault."""
