@@ -13,6 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.core.request import DisaggregationMode
@@ -20,11 +22,10 @@ from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavai
 from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
-from splitserve.router.client_stream import ExchangeResponse
 from splitserve.router.failure import UpstreamError, body_of, error_body, headers_of
-from splitserve.router.key_guard import KeyGuard, caller_of
+from splitserve.router.generate_app import GenerateApp
+from splitserve.router.key_guard import KeyGuard
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
-from splitserve.router.upstream import REQUEST_HEADERS
 from splitserve.router.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -43,8 +44,8 @@ OPEN_PATHS = ("/health", "/ready", "/metrics")
 CLIENT_PATHS = (*GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
 
 
-def build_router_app(args: LBArgs) -> FastAPI:
-    """The ASGI application. Its balancer is `app.state.balancer`, open while the application runs."""
+def build_router_app(args: LBArgs) -> ASGIApp:
+    """The ASGI application. Its balancer is open while the application runs."""
     balancer = MiniLoadBalancer(args)
 
     @asynccontextmanager
@@ -56,25 +57,34 @@ def build_router_app(args: LBArgs) -> FastAPI:
             await balancer.close()
 
     app = FastAPI(title="splitserve router", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.balancer = balancer
     app.add_exception_handler(SplitserveError, _answer_error)
     app.add_exception_handler(UpstreamError, _answer_upstream_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    generate = GenerateApp(balancer)
     for path in GENERATE_ROUTES:
-        app.add_api_route(path, _generate_route(balancer), methods=["POST"])
+        app.router.routes.append(Route(path, generate, methods=["POST"]))
     for path, method, target in ANY_WORKER_ROUTES:
         app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method])
     _add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
-    _add_doors(app, args)
-    return app
+    return _behind_doors(_shortcut(app, generate), args)
 
 
-def _add_doors(app: FastAPI, args: LBArgs) -> None:
-    """What a request passes before it reaches a route, innermost first."""
+def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
+    """Requests to generate go past FastAPI: its way to a route costs as much as all that this router does with them."""
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        is_generate = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GENERATE_ROUTES
+        await (generate if is_generate else app)(scope, receive, send)
+
+    return route
+
+
+def _behind_doors(app: ASGIApp, args: LBArgs) -> ASGIApp:
+    """With what a request passes before it reaches a route."""
     if args.has_keys:
-        app.add_middleware(
-            KeyGuard,
+        app = KeyGuard(
+            app,
             clients=_read_keys(args.api_key_file, "--api-key-file"),
             operators=_read_keys(args.operator_key_file, "--operator-key-file"),
             open_paths=OPEN_PATHS,
@@ -82,35 +92,18 @@ def _add_doors(app: FastAPI, args: LBArgs) -> None:
         )
     if args.cors_origins:
         # Outside the guard: a browser asks before it shows a key, and its page may read why a key was refused.
-        app.add_middleware(
-            CORSMiddleware,
+        app = CORSMiddleware(
+            app,
             allow_origins=args.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
+    return app
 
 
 def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
     return None if path is None else ApiKeys(read_keys(path, option))
-
-
-def _generate_route(balancer: MiniLoadBalancer) -> Any:
-    # A key that was checked here is not for the workers.
-    passed = [name for name in REQUEST_HEADERS if name != "authorization" or not balancer.args.has_keys]
-
-    async def generate(request: Request) -> Response:
-        raw = await request.body()
-        path, caller = request.url.path, caller_of(request)
-        headers = {name: request.headers[name] for name in passed if name in request.headers}
-
-        def on_disconnect() -> None:
-            logger.info("client left route=%s", path)
-            balancer.metrics.disconnects.inc()
-
-        return ExchangeResponse(lambda client: balancer.generate(path, raw, headers, client, caller), on_disconnect)
-
-    return generate
 
 
 def _any_worker_route(balancer: MiniLoadBalancer, method: str, target: str) -> Any:

@@ -10,8 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from splitserve.router.failure import Headers
 
@@ -82,26 +81,30 @@ class ClientStream:
             pass
 
 
-class ExchangeResponse(Response):
-    """A response that is written by `serve`, which is cancelled when the client leaves before its end."""
+async def serve_client(
+    receive: Receive, send: Send, serve: Callable[[ClientStream], Awaitable[None]], on_disconnect: Callable[[], None]
+) -> None:
+    """Run `serve`, which writes the answer. It is cancelled when the client leaves before its end."""
+    client, work = ClientStream(receive, send), asyncio.current_task()
+    assert work is not None
+    has_left = has_ended = False
 
-    def __init__(self, serve: Callable[[ClientStream], Awaitable[None]], on_disconnect: Callable[[], None]) -> None:
-        super().__init__()
-        self._serve = serve
-        self._on_disconnect = on_disconnect
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = ClientStream(receive, send)
-        work = asyncio.ensure_future(self._serve(client))
-        gone = asyncio.ensure_future(client.disconnected())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not client.finished:
-                self._on_disconnect()
-                return
-            # The answer is out; what is left is the other side's goodbye.
-            await work
-        finally:
+    def stop_work(_: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        # Where the answer is out, what is left is the other side's goodbye.
+        if not client.finished and not has_ended:
+            has_left = True
             work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+
+    gone = asyncio.create_task(client.disconnected())
+    gone.add_done_callback(stop_work)
+    try:
+        await serve(client)
+    except asyncio.CancelledError:
+        # Somebody else may want this task to end, too.
+        if not has_left or work.uncancel() > 0:
+            raise
+        on_disconnect()
+    finally:
+        has_ended = True
+        gone.cancel()

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -72,7 +71,7 @@ class KeyGuard:
         return operator or client
 
 
-def caller_of(request: Request) -> str | None:
+def caller_of(scope: Scope) -> str | None:
     """Whose key the request came with; None: none was asked for."""
-    caller = getattr(request.state, "caller", None)
+    caller = scope.get("state", {}).get("caller")
     return caller if isinstance(caller, str) else None
