@@ -64,20 +64,39 @@ class PairExchange:
     async def run(self) -> None:
         """Serve the request. Raises the UpstreamError that is the cause if it fails; both requests have ended then."""
         prefill = asyncio.create_task(self._read_prefill())
-        answer = _Answer(self._upstream, self._pair.decode, "decode", self._call, self._client)
-        decode = asyncio.create_task(answer.forward(prefill if self._call.merge_logprobs else None))
         try:
-            await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-            if not decode.done() and _error_of(prefill) is None:
-                await asyncio.wait({decode})
-            cause = await _settle(prefill, decode)
-            if cause is not None:
-                raise cause
-            await asyncio.wait({prefill}, timeout=LINGER_SECONDS)
+            errors = await self._forward(prefill)
+            if errors:
+                raise min(errors, key=lambda e: e.cause)
+            if not prefill.done():
+                await asyncio.wait({prefill}, timeout=LINGER_SECONDS)
         finally:
-            prefill.cancel()
-            decode.cancel()
-            await asyncio.gather(prefill, decode, return_exceptions=True)
+            if not prefill.done():
+                prefill.cancel()
+                await asyncio.gather(prefill, return_exceptions=True)
+
+    async def _forward(self, prefill: asyncio.Task[list[Any]]) -> list[UpstreamError]:
+        """Decode's answer goes to the client, unless prefill fails. How the two failed, the first one first; empty if
+        the client has its whole answer.
+
+        Where a side fails the other may yet report the cause, for a short while; decode may also end well meanwhile.
+        """
+        answer = _Answer(self._upstream, self._pair.decode, "decode", self._call, self._client)
+        interruption = _Interruption(prefill)
+        try:
+            with interruption:
+                await answer.forward(prefill if self._call.merge_logprobs else None)
+            if not interruption.has_happened:
+                return []
+            errors = [_error_of(prefill)]
+        except UpstreamError as error:
+            if _error_of(prefill) is not None:
+                errors = [_error_of(prefill), error]
+            else:
+                if not error.is_conclusive:
+                    await asyncio.wait({prefill}, timeout=GRACE_SECONDS)
+                errors = [error, _error_of(prefill)]
+        return [error for error in errors if error is not None]
 
     async def _read_prefill(self) -> list[Any]:
         """The prefill's whole answer: its object, its list's elements, or its stream's events; empty if not needed."""
@@ -191,22 +210,39 @@ def _merge_into(prefill: list[Any], event: bytes) -> bytes:
     return encode_event(data)
 
 
-async def _settle(prefill: asyncio.Task[list[Any]], decode: asyncio.Task[None]) -> UpstreamError | None:
-    """Decode has ended or a side has failed: the pair's outcome, None if the client has its whole answer.
+class _Interruption:
+    """Ends what the block waits for when `prefill` fails: at once if that is the cause, else when decode has had its
+    time to explain itself. `has_happened` after the block: whether it did."""
 
-    Another side may yet report the cause, for a short while; decode may also end well meanwhile.
-    """
-    first = decode if _error_of(decode) is not None and _error_of(prefill) is None else prefill
-    error = _error_of(first)
-    if error is None:
-        return None
-    if not error.is_conclusive:
-        await asyncio.wait({prefill, decode}, timeout=GRACE_SECONDS)
-    if decode.done() and _error_of(decode) is None:
-        return None
-    second = prefill if first is decode else decode
-    errors = [e for e in (error, _error_of(second)) if e is not None]
-    return min(errors, key=lambda e: e.cause)
+    def __init__(self, prefill: asyncio.Task[list[Any]]) -> None:
+        self._prefill = prefill
+        self._work: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.has_happened = False
+
+    def __enter__(self) -> None:
+        self._work = asyncio.current_task()
+        self._prefill.add_done_callback(self._on_end)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        work, self._work = self._work, None
+        self._prefill.remove_done_callback(self._on_end)
+        if self._timer is not None:
+            self._timer.cancel()
+        # Somebody else may want this task to end, too.
+        return self.has_happened and work is not None and work.uncancel() == 0 and kind is asyncio.CancelledError
+
+    def _on_end(self, prefill: asyncio.Task[list[Any]]) -> None:
+        error = None if prefill.cancelled() else prefill.exception()
+        if isinstance(error, UpstreamError) and not error.is_conclusive:
+            self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._interrupt)
+        elif error is not None:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._work is not None:
+            self.has_happened = True
+            self._work.cancel()
 
 
 def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:

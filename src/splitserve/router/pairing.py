@@ -13,7 +13,6 @@ Pure: a dictionary in, a dictionary out. Values that have the wrong type pass th
 from __future__ import annotations
 
 import secrets
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,7 @@ def with_identity(path: str, body: Body) -> Body:
     """The client's body with what must be the same in every try of the request: its id and its seeds."""
     own = dict(body)
     if own.get("rid") is None:
-        own["rid"] = uuid.uuid4().hex
+        own["rid"] = secrets.token_hex(16)
     if path == "/generate":
         own["sampling_params"] = _with_seeds(body.get("sampling_params"))
         return own

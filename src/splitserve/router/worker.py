@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -59,7 +60,7 @@ class Worker:
     @property
     def host(self) -> str:
         """Host name alone: what the other side of a pair connects to for the rendezvous."""
-        return urlsplit(self.url).hostname or ""
+        return _host_of(self.url)
 
     @property
     def num_running(self) -> int:
@@ -142,3 +143,8 @@ class Pair:
     decode: Worker
     # Data parallel rank of the prefill worker that is to serve it; None: its bootstrap room says.
     prefill_rank: int | None = None
+
+
+@lru_cache(maxsize=1024)
+def _host_of(url: str) -> str:
+    return urlsplit(url).hostname or ""
