@@ -11,6 +11,7 @@ from pathlib import Path
 import uvloop
 
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
+from splitserve.launch.interpreter import collect_rarely
 from splitserve.launch.lifecycle import Lifecycle, end_server
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
@@ -50,6 +51,7 @@ async def _serve(
         logger.info("router ready url=%s", info.url)
         if ready_file is not None:
             write_ready_file(ready_file, info)
-        await lifecycle.draining.wait()
-        await end_server(server, lifecycle, args.drain_timeout)
+        with collect_rarely():
+            await lifecycle.draining.wait()
+            await end_server(server, lifecycle, args.drain_timeout)
     return 0
