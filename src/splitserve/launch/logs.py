@@ -22,5 +22,8 @@ def setup_logger(level: str) -> None:
         format="%(asctime)s %(levelname)s [%(name)s] %(message)s",
         force=True,
     )
+    # What our lines do not show need not be found out, as logging's own documentation says: where each line comes from.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name, minimum in _QUIET.items():
         logging.getLogger(name).setLevel(max(minimum, logging.getLogger().level))

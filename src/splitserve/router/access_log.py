@@ -48,29 +48,36 @@ class Visit:
 
     def log(self, client: ClientStream) -> None:
         """Write the line."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
         tries = self.tries
         prompt_tokens, output_tokens = (None, None) if tries is None else _count_tokens(client, tries.journal)
-        words: dict[str, object] = {
-            "rid": None if tries is None else tries.rid,
-            "route": self.route,
-            "key": self.caller,
-            "status": client.status if self.status is None else self.status,
-            "side": self.side,
-            "prompt_tokens": prompt_tokens,
-            "uncached_tokens": None if tries is None else tries.num_uncached,
-            "output_tokens": output_tokens,
-            "queued_s": None if tries is None or tries.queued is None else f"{tries.queued:.4f}",
-            "router_s": self._since_arrival(None if tries is None else tries.dispatched_at),
-            "ttft_s": self._since_arrival(client.started_at),
-            "duration_s": self._since_arrival(time.monotonic()),
-            "tries": 0 if tries is None else tries.num_tries,
-        }
+        words = [
+            f"rid={_word(None if tries is None else tries.rid)} route={_word(self.route)} key={_word(self.caller)}",
+            f"status={_number(client.status if self.status is None else self.status)} side={self.side or '-'}",
+            f"prompt_tokens={_number(prompt_tokens)}",
+            f"uncached_tokens={_number(None if tries is None else tries.num_uncached)}",
+            f"output_tokens={_number(output_tokens)}",
+            f"queued_s={_seconds(None if tries is None else tries.queued)}",
+            f"router_s={self._since_arrival(None if tries is None else tries.dispatched_at)}",
+            f"ttft_s={self._since_arrival(client.started_at)}",
+            f"duration_s={self._since_arrival(time.monotonic())}",
+            f"tries={0 if tries is None else tries.num_tries}",
+        ]
         if tries is not None:
-            words |= {worker.mode.value: worker.url for worker in tries.workers}
-        logger.info("request %s", " ".join(f"{name}={_word(value)}" for name, value in words.items()))
+            words += [f"{worker.mode.value}={_word(worker.url)}" for worker in tries.workers]
+        logger.info("request %s", " ".join(words))
 
-    def _since_arrival(self, then: float | None) -> str | None:
-        return None if then is None else f"{then - self.arrived:.4f}"
+    def _since_arrival(self, then: float | None) -> str:
+        return _seconds(None if then is None else then - self.arrived)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _word(value: object) -> str:

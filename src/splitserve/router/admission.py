@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from splitserve.errors import CapacityError, DeadlineExceededError
 
@@ -27,23 +25,23 @@ class Admission:
         self._places = None if max_running is None else asyncio.Semaphore(max_running)
         self.num_queued = 0
 
-    @asynccontextmanager
-    async def place(self, rid: object, seconds: float) -> AsyncIterator[float]:
-        """Holds a place; gives the seconds that the request waited for it, exactly 0 if it did not have to.
+    def place(self, rid: object, seconds: float) -> _Place:
+        """A context that holds a place; it gives the seconds that the request waited, exactly 0 if it did not have to.
 
-        Raises CapacityError, and DeadlineExceededError when it has waited its `seconds`.
+        Entering it raises CapacityError, and DeadlineExceededError when the request has waited its `seconds`.
         """
+        return _Place(self, rid, seconds)
+
+    async def _enter(self, rid: object, seconds: float) -> float:
         if self._places is None:
-            yield 0.0
-            return
-        waited = 0.0
+            return 0.0
         if self._places.locked():
-            waited = await self._wait(self._places, rid, seconds)
-        else:
-            await self._places.acquire()
-        try:
-            yield waited
-        finally:
+            return await self._wait(self._places, rid, seconds)
+        await self._places.acquire()
+        return 0.0
+
+    def _leave(self) -> None:
+        if self._places is not None:
             self._places.release()
 
     async def _wait(self, places: asyncio.Semaphore, rid: object, seconds: float) -> float:
@@ -68,3 +66,20 @@ class Admission:
         finally:
             self.num_queued -= 1
         return time.monotonic() - began
+
+
+class _Place:
+    """Written out, as every request comes through here: a generator for it costs several times as much."""
+
+    __slots__ = ("_admission", "_rid", "_seconds")
+
+    def __init__(self, admission: Admission, rid: object, seconds: float) -> None:
+        self._admission = admission
+        self._rid = rid
+        self._seconds = seconds
+
+    async def __aenter__(self) -> float:
+        return await self._admission._enter(self._rid, self._seconds)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._admission._leave()

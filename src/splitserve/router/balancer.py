@@ -95,7 +95,8 @@ class MiniLoadBalancer:
     ) -> None:
         """Serve one request to its last byte, streamed or not. Errors go to the client; nothing is raised for them."""
         visit = Visit(path, caller)
-        self.metrics.requests.labels(path).inc()
+        counts = self.metrics.of_route(path)
+        counts.requests.inc()
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
@@ -109,7 +110,7 @@ class MiniLoadBalancer:
             visit.fail("client", 499)
             raise
         finally:
-            self.metrics.duration.labels(path).observe(time.monotonic() - visit.arrived)
+            counts.duration.observe(time.monotonic() - visit.arrived)
             if self.args.access_log:
                 visit.log(client)
 
@@ -127,8 +128,11 @@ class MiniLoadBalancer:
             max_retries=self.args.max_retries,
         )
         async with self._admission.place(tries.rid, tries.seconds_left) as tries.queued:
-            with self.metrics.running.track_inprogress():
+            self.metrics.running.inc()
+            try:
                 await tries.run()
+            finally:
+                self.metrics.running.dec()
 
     async def _fail(
         self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers

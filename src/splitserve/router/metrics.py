@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteMetrics:
+    requests: Counter
+    duration: Histogram
 
 
 class RouterMetrics:
@@ -64,6 +72,15 @@ class RouterMetrics:
             ["outcome"],
             registry=self._registry,
         )
+
+        self._routes: dict[str, RouteMetrics] = {}
+
+    def of_route(self, path: str) -> RouteMetrics:
+        """What is counted for each request of it, found once."""
+        found = self._routes.get(path)
+        if found is None:
+            found = self._routes[path] = RouteMetrics(self.requests.labels(path), self.duration.labels(path))
+        return found
 
     def render(self) -> bytes:
         """Prometheus' text form."""

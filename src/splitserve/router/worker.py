@@ -131,6 +131,8 @@ class Worker:
 
     def is_trusted(self, now: float) -> bool:
         """Whether it gets a request like any other. Half open: one at a time, until one ends well."""
+        if not self._faults:
+            return True
         faults = self.faults(now)
         return faults < _ON_TRIAL or (faults < _BROKEN and not self.calls)
 
