@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
-from splitserve.router.http_client import Answer, BrokenConnectionError, ConnectError, HttpClient
+from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
+from splitserve.router.http_client import HttpClient
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
