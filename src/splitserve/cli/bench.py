@@ -9,8 +9,8 @@ import typer
 
 from splitserve.cli.bench_gpu import bench_gpu
 from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
-from splitserve.cli.bench_routing import bench_routing
 from splitserve.cli.bench_router import bench_router
+from splitserve.cli.bench_routing import bench_routing
 from splitserve.cli.bench_serve import bench_serve
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
 from splitserve.config import DTYPES
