@@ -16,6 +16,7 @@ from splitserve.router.failure import Headers, UpstreamError
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
+from splitserve.server.dispatch import ROLE_HEADER
 
 # Of a worker's answer, these reach the client; of the client's request, these reach the workers.
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control")
@@ -55,7 +56,8 @@ class Upstream:
 
         Raises UpstreamError for any other answer and for a worker that is lost, also while the body is read.
         """
-        headers = {"content-type": "application/json", **headers}
+        # It may have become something else since it was chosen.
+        headers = {"content-type": "application/json", ROLE_HEADER: worker.mode.value, **headers}
         call = asyncio.timeout(seconds)
         try:
             async with call:
