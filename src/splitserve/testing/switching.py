@@ -77,6 +77,7 @@ class SimRole:
         clock, cache = self._world.clock, self._worker.cache
         is_prefill = self.mode is PREFILL
         self._running.admission.tokens_at_most = lambda r: r.num_prefill_tokens if is_prefill else r.num_tokens_at_most
+        self._running.admits_before = None
         self._worker.installed = self
         if self.manager is None:
             return ColocatedRole(self._running, cache, self._outbox, clock)

@@ -51,7 +51,7 @@ class World:
             self.admission,
             Retraction(self.cache, engine.pool, 0),
             WaitingOrder(self.config.scheduler.schedule_policy, self.cache),
-            token_budget=64,
+            token_budget=2048,
             max_running=4,
         )
         outbox = Outbox(lambda message: None, SystemClock())
@@ -171,8 +171,12 @@ async def test_a_prefill_worker_promises_room_for_prompts_and_others_for_answers
     world = make_world()
     request = Request("r", PROMPT, SamplingParams(max_new_tokens=10))
     for mode, num_tokens in ((PREFILL, 24), (NULL, 34), (DECODE, 34), (PREFILL, 24)):
+        world.running.admits_before = (0, 0)
         await world.become(mode)
         assert world.admission.tokens_at_most(request) == num_tokens
+        # Of a step: decode leaves time to those that generate.
+        assert world.running.prompt_budget == (256 if mode is DECODE else 2048)
+        assert world.running.admits_before is None
 
 
 async def test_a_role_that_cannot_be_prepared_leaves_nothing_open(
