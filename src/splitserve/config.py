@@ -1,4 +1,4 @@
-"""Settings of one worker, by component. Resolved once at the start (cli, launch) and never changed after."""
+"""Settings of one worker, by component. Resolved once at the start (cli, launch); later only its role may change."""
 
 from __future__ import annotations
 

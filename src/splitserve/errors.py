@@ -9,6 +9,7 @@ SplitserveError
 ├── UnknownModelError            404
 ├── UnknownWorkerError           404  the router knows no such worker
 ├── DuplicateRoomError           409  the same (room, sample) is already being served
+├── RoleSwitchRunningError       409  the worker changes its role, or drains, already
 ├── RateLimitError               429  the caller comes too often
 ├── RequestAbortedError          499  the client left, or somebody asked for the abort
 ├── CapacityError                503  a bounded queue or table is full: retry later
@@ -82,6 +83,11 @@ class UnknownWorkerError(InvalidRequestError):
 class DuplicateRoomError(InvalidRequestError):
     http_status = 409
     reason = "duplicate_room"
+
+
+class RoleSwitchRunningError(InvalidRequestError):
+    http_status = 409
+    reason = "role_switch_running"
 
 
 class RateLimitError(SplitserveError):

@@ -1,16 +1,19 @@
 """What a worker's front end and its scheduler say to each other. Tagged msgspec structs, msgpack on the wire.
 
-Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest, KVIndexRequest.
+Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest, KVIndexRequest,
+RoleRequest.
 Scheduler -> front end: SchedulerReady or SchedulerFailed once, then StepOutputs, FlushCacheReply, StateReply,
-KVIndexReply.
+KVIndexReply, RoleReply.
 """
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from splitserve.core.batch import TokenLogprob
-from splitserve.core.request import BootstrapInfo, FinishReason
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import SamplingParams
 
 
@@ -64,6 +67,28 @@ class KVIndexRequest(Message, frozen=True):
     """Ask for all blocks that the caches hold."""
 
     call_id: int
+
+
+class RoleStep(enum.StrEnum):
+    """What a scheduler is to do towards another role; `scheduler/role_switch.py`."""
+
+    PREPARE = "prepare"
+    SETTLE = "settle"
+    COMMIT = "commit"
+    CANCEL = "cancel"
+
+
+class RoleRequest(Message, frozen=True):
+    """One step of a switch to another role. Answered when it is done, or cannot be done."""
+
+    call_id: int
+    step: RoleStep
+    # PREPARE: the role.
+    mode: DisaggregationMode = DisaggregationMode.NULL
+    # PREPARE, prefill: where the worker's bootstrap server takes registrations.
+    bootstrap_url: str | None = None
+    # SETTLE: seconds until nothing may be held any more.
+    timeout: float = 0.0
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +205,14 @@ class KVIndexReply(Message, frozen=True):
     snapshot: bytes
 
 
+class RoleReply(Message, frozen=True):
+    call_id: int
+    # Why it was not done; empty: it is.
+    error: str = ""
+    # HTTP status that goes with it.
+    status_code: int = 200
+
+
 class SchedulerReady(Message, frozen=True):
     """The model is loaded, the pool is there, and the scheduler takes requests."""
 
@@ -204,8 +237,8 @@ class SchedulerFailed(Message, frozen=True):
     message: str
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest
-FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | SchedulerReady | SchedulerFailed
+ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
+FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | RoleReply | SchedulerReady | SchedulerFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)

@@ -228,6 +228,13 @@ class PagedKVCache:
             self.host.clear()
         return self.pages.available() - num_free
 
+    def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
+        """Go on with other caches of prefixes; what those before knew is forgotten. Only while nothing is admitted."""
+        if self._holdings or self._leaving:
+            raise InvariantViolation(f"caches cannot be replaced while {sorted(self._holdings)} hold pages")
+        self.flush()
+        self.prefix, self.host = prefix, host
+
     def check(self, held: list[Request]) -> None:
         """Raise InvariantViolation unless `held` are all admitted requests and every page and row is accounted for."""
         self.prefix.check()

@@ -48,7 +48,7 @@ class ReqToTokenPool:
 
 
 class DecodeReqToTokenPool(ReqToTokenPool):
-    """Has `pre_alloc_size` more rows than may run, so that KV keeps arriving while the running set is full."""
+    """Has `pre_alloc_size` more rows than may run: KV keeps arriving, or leaving, while the running set is full."""
 
     def __init__(self, size: int, max_context_len: int, page_size: int, pre_alloc_size: int) -> None:
         super().__init__(size + pre_alloc_size, max_context_len, page_size)

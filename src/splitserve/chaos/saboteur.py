@@ -1,4 +1,4 @@
-"""Whoever makes the workers of one role fail, one at a time, and sees to it that each comes back.
+"""Whoever makes the workers of one role fail, or change it, one at a time, and sees to it that each comes back.
 
 There are two in a run, one for each role. So at any time somebody of each role is left, and no client has a reason to
 fail.
@@ -47,6 +47,7 @@ class Saboteur:
             self._kill_scheduler,
             self._kill_front_end,
             self._restart,
+            self._change_role,
         ]
 
     async def run(self, is_over: asyncio.Event) -> None:
@@ -64,7 +65,7 @@ class Saboteur:
 
     def _weighted_kind(self) -> Callable[[ChildProcess], Awaitable[str]]:
         # Those with stages are most of what can happen.
-        return self._rng.choices(self._kinds, [6, 4, 1, 1, 1, 2])[0]
+        return self._rng.choices(self._kinds, [6, 4, 1, 1, 1, 2, 3])[0]
 
     async def _kill(self, victim: ChildProcess) -> str:
         stage = await self._strike(victim, signal.SIGKILL)
@@ -105,6 +106,15 @@ class Saboteur:
             raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")
         await self._replace(victim)
         return "drained and restarted"
+
+    async def _change_role(self, victim: ChildProcess) -> str:
+        """It becomes something else, and what it was."""
+        assert victim.ready is not None
+        away = self._rng.choice([role for role in DisaggregationMode if role is not self._role])
+        for role in (away, self._role):
+            order = {"url": victim.ready.url, "role": role, "timeout": _COME_BACK, "force": True}
+            await self._post("/role", order | {"drain": self._rng.choice(["complete", "migrate"])})
+        return f"made {away} and {self._role} again"
 
     async def _strike(self, victim: ChildProcess, number: signal.Signals) -> str:
         """Where it was struck."""

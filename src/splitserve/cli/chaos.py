@@ -25,7 +25,7 @@ def chaos(
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Kill, stop and restart workers of a local cluster under load. Exit code 0: no client lost anything.
+    """Kill, stop, restart and switch workers of a local cluster under load. Exit code 0: no client lost anything.
 
     Every answer is compared with that of an undisturbed run, and in the end nothing may be held anywhere.
     """

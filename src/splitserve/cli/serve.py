@@ -152,7 +152,9 @@ def serve(
         raise ConfigError(f"--host {host!r} is no address that others can reach: give that as --disaggregation-host")
     peer_host = defaults.host if is_wildcard else host
     token = defaults.cluster_token
-    if cluster_token_file is not None and disaggregation_mode is not DisaggregationMode.NULL:
+    # A colocated worker needs none until it becomes one of a pair.
+    needs_token = disaggregation_mode is not DisaggregationMode.NULL
+    if cluster_token_file is not None and (needs_token or cluster_token_file.exists()):
         token = read_token_file(cluster_token_file)
     config = WorkerConfig(
         model=ModelConfig(

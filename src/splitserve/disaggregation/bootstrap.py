@@ -1,7 +1,8 @@
 """Where prefill ranks register and decode ranks find them: a small HTTP server beside each prefill worker.
 
   PUT /route                                 a rank registers its PrefillInfo; a new epoch replaces the old one
-  GET /route?tp_rank=0&pp_rank=0&dp_rank=0   that rank's PrefillInfo; 503 until every rank is in, 404 for no such rank
+  GET /route?tp_rank=0&pp_rank=0&dp_rank=0   that rank's PrefillInfo; 503 until every rank is in, 404 for no such rank,
+                                             410 after the worker has become something else
   GET /health                                200
 
 All but /health is for holders of the cluster token: others get 401 and a challenge, or 403 (see `challenge.py`).
@@ -50,6 +51,11 @@ class RouteTable:
             self._sizes = sizes
         self._ranks[place] = info
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._ranks.clear()
+        self._sizes = (0, 0, 0)
+
     def get(self, tp_rank: int, pp_rank: int, dp_rank: int) -> PrefillInfo | None:
         """None while not every rank is in. Raises KeyError for a rank that this worker does not have."""
         tp_size, pp_size, dp_size = self._sizes
@@ -66,6 +72,8 @@ class KVBootstrapServer:
         self.port = port
         self._challenges = Challenges(token, SystemClock())
         self._num_refused = 0
+        # Between two lives of the worker as a prefill worker.
+        self._is_retired = False
         self._table = RouteTable()
         self._thread: LoopThread | None = None
         self._runner: web.AppRunner | None = None
@@ -78,6 +86,11 @@ class KVBootstrapServer:
         except BaseException:
             self.close()
             raise
+
+    def retire(self) -> None:
+        """The worker is no prefill worker any more, until a rank registers again."""
+        if self._thread is not None:
+            self._thread.submit(self._retire()).result(START_TIMEOUT_SECONDS)
 
     def poll(self) -> bool:
         """Whether it is serving."""
@@ -106,6 +119,10 @@ class KVBootstrapServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
+
+    async def _retire(self) -> None:
+        self._table.clear()
+        self._is_retired = True
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -137,6 +154,7 @@ class KVBootstrapServer:
                 return _error(400, version_difference(ours=PROTOCOL_VERSION, theirs=version))
             info = msgspec.json.decode(body, type=PrefillInfo)
             self._table.put(info)
+            self._is_retired = False
         except (msgspec.DecodeError, ValueError) as error:
             return _error(400, f"malformed registration: {error}")
         logger.info("prefill rank %s registered from %s", _place(info.args.rank), info.control_address)
@@ -147,6 +165,8 @@ class KVBootstrapServer:
             tp_rank, pp_rank, dp_rank = (int(request.query[name]) for name in ("tp_rank", "pp_rank", "dp_rank"))
         except (KeyError, ValueError):
             return _error(400, "tp_rank, pp_rank and dp_rank are needed, as integers")
+        if self._is_retired:
+            return _error(410, "this worker is no prefill worker any more")
         try:
             info = self._table.get(tp_rank, pp_rank, dp_rank)
         except KeyError:

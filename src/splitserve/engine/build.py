@@ -78,16 +78,23 @@ class BuiltEngine:
         """Longest prompt + output: the context, or all our pages where that is smaller."""
         return min(self.loaded.context_length, self.num_pages * self.layout.page_size)
 
-    def runner(self, page_table: PageTable) -> ModelRunner:
+    def runner(self, page_table: PageTable, *, has_graphs: bool = True) -> ModelRunner:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
 
-        On a GPU this records CUDA graphs, and compiles what is compiled on first use: it may take a while.
+        On a GPU this records CUDA graphs, unless it is to run no decode steps for now (`has_graphs`), and compiles what
+        is compiled on first use: it may take a while.
         """
         runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table)
         if self.pool.padding_page is not None:
             runner.warm_up(self.pool.padding_page)
-            runner.graphs = self._graphs(page_table.shape[1])
+        if has_graphs:
+            self.add_graphs(runner, page_table)
         return runner
+
+    def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
+        """Record CUDA graphs of its decode steps, unless it has them. Nothing may run beside it."""
+        if runner.graphs is None:
+            runner.graphs = self._graphs(page_table.shape[1])
 
     def _graphs(self, max_pages: int) -> DecodeGraphs | None:
         """None where there are to be none, and where the model does what cannot be recorded."""
@@ -111,11 +118,11 @@ class BuiltEngine:
             logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
             return None
 
-    def drafting_runner(self, page_table: PageTable) -> DraftingRunner:
+    def drafting_runner(self, page_table: PageTable, *, has_graphs: bool = True) -> DraftingRunner:
         """The same that computes the draft model's KV too, and proposes. Only with a draft model."""
         assert self.draft is not None
         draft = ModelRunner(self.draft.loaded, self.draft.attention, self.layout.page_size, page_table)
-        return DraftingRunner(self.runner(page_table), draft)
+        return DraftingRunner(self.runner(page_table, has_graphs=has_graphs), draft)
 
     def close(self) -> None:
         self.pool.close()

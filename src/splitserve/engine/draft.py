@@ -24,7 +24,7 @@ class DraftingRunner:
     """Engine, and its own Proposer (scheduler/speculation.py)."""
 
     def __init__(self, target: ModelRunner, draft: ModelRunner) -> None:
-        self._target = target
+        self.target = target
         self._draft = draft
 
     def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
@@ -44,7 +44,7 @@ class DraftingRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Raises EngineError."""
-        result = self._target.execute(plan)
+        result = self.target.execute(plan)
         unseen = [_unseen(step, outcome) for step, outcome in zip(plan.requests, result.requests, strict=True)]
         self._draft.execute(StepPlan(tuple(step for step in unseen if step is not None)))
         return result

@@ -168,8 +168,9 @@ class LocalCluster:
         args = ["serve", self._model, "--disaggregation-mode", role.value, "--port", "0", "--host", "127.0.0.1"]
         args += ["--drain-timeout", str(DRAIN_TIMEOUT)]
         args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
+        # A colocated one may become one of a pair.
+        args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
         if role is not DisaggregationMode.NULL:
-            args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
             args += ["--dp-size", str(self._dp_sizes[role]), *self._pair_args]
             if self._hands_over:
                 args += ["--shared-pool", f"/proc/{os.getpid()}/fd/{self._pool_fd}"]

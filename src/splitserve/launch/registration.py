@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
@@ -81,3 +81,23 @@ class RouterRegistration:
                 logger.info("registered with the router %s", router_url)
             is_known, delay = True, _BACKOFF[0]
             await asyncio.sleep(REFRESH_INTERVAL)
+
+
+class Membership:
+    """A worker's place at its routers, in one role at a time. `make`: its registration in a role; None: no router."""
+
+    def __init__(self, make: Callable[[DisaggregationMode, int | None], RouterRegistration | None]) -> None:
+        self._make = make
+        self._registration: RouterRegistration | None = None
+
+    def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
+        """Announce it, from now on."""
+        self._registration = self._make(mode, bootstrap_port)
+        if self._registration is not None:
+            self._registration.start()
+
+    async def leave(self) -> None:
+        """Say goodbye. Idempotent."""
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            await registration.close()

@@ -17,8 +17,7 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
-from splitserve.core.request import DisaggregationMode
+from splitserve.config import CacheConfig, ModelConfig
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.loader import parse_cpus
@@ -57,7 +56,8 @@ def main() -> int:
                 model,
                 cache,
                 draft_model=start.config.speculative.draft_model,
-                shareable_pool=_needs_shareable_pool(start.config),
+                # Also where its role hands nothing over yet.
+                shareable_pool=needs_shareable_pool(start.config.disaggregation.transfer_backend),
             )
             closing.callback(engine.close)
             loop = assemble_scheduler(
@@ -78,7 +78,8 @@ def main() -> int:
 
 def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
     """What one data parallel rank gets of the machine: cores and free memory are divided, GPUs dealt out in turn."""
-    config, model = start.config, _model(start)
+    config = start.config
+    model = msgspec.structs.replace(config.model, model=start.model_folder)
     if config.dp_size == 1:
         return model, config.cache
     cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
@@ -90,19 +91,6 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
         msgspec.structs.replace(model, threads=model.threads or max(1, cores // config.dp_size), device=device),
         msgspec.structs.replace(config.cache, num_sharers=num_sharers),
     )
-
-
-def _model(start: SchedulerStart) -> ModelConfig:
-    model = msgspec.structs.replace(start.config.model, model=start.model_folder)
-    if start.config.disaggregation.mode is DisaggregationMode.PREFILL:
-        # It runs no decode steps that could be replayed.
-        return msgspec.structs.replace(model, cuda_graph_max_batch=0)
-    return model
-
-
-def _needs_shareable_pool(config: WorkerConfig) -> bool:
-    hands_over = config.disaggregation.mode is not DisaggregationMode.NULL
-    return hands_over and needs_shareable_pool(config.disaggregation.transfer_backend)
 
 
 def _await_end_of_input(stopping: threading.Event, pipe: FrontEndPipe) -> None:

@@ -7,7 +7,7 @@ The life of a worker
 1. The HTTP socket is bound, the model found, and for prefill the bootstrap server started.
 2. The scheduler process starts loading. Meanwhile the front end answers, /health with 503.
 3. The scheduler is ready: the ready file is written, and the worker announces itself to its routers.
-4. It serves until a signal, its parent's end or the scheduler's death.
+4. It serves until a signal, its parent's end or the scheduler's death. Its role may change (`role_switch.py`).
 5. Drain: it leaves the routers, refuses new requests and finishes those that run, up to a deadline.
 6. Everything is taken down in reverse order, the scheduler last. Nothing is left: no process, no socket, no file.
 
@@ -23,22 +23,24 @@ import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
 
 from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.errors import SplitserveError, WorkerUnavailableError
 from splitserve.launch.checks import router_key
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
+from splitserve.launch.own_bootstrap import OwnBootstrap
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
-from splitserve.launch.registration import RouterRegistration
+from splitserve.launch.registration import Membership, RouterRegistration
+from splitserve.launch.role_switch import RoleSwitch
 from splitserve.launch.scheduler_link import Schedulers, open_schedulers
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
@@ -92,19 +94,22 @@ class _Worker:
         self._folder = folder
         self._mode = config.disaggregation.mode
         self._lifecycle = Lifecycle()
-        self._bootstrap_port: int | None = None
+        self._bootstrap = OwnBootstrap(config.disaggregation)
 
     async def run(self, tokenizer: Tokenizer) -> int:
         async with AsyncExitStack() as closing:
             closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
-            bootstrap_url = await self._start_bootstrap(closing)
+            closing.callback(self._bootstrap.close)
+            bootstrap_url = None
+            if self._mode is DisaggregationMode.PREFILL:
+                bootstrap_url = await self._bootstrap.open(self._config.disaggregation.bootstrap_port)
             schedulers = await open_schedulers(self._config, str(self._folder), closing, bootstrap_url=bootstrap_url)
             app = build_app(
                 config=self._config,
                 scheduler=schedulers.group,
                 tokenizer=tokenizer,
                 model_path=str(self._folder),
-                bootstrap_port=self._bootstrap_port,
+                bootstrap_port=self._bootstrap.port,
                 scheduler_pids=schedulers.pids,
             )
             server = HttpServer(app, self._socket)
@@ -113,23 +118,6 @@ class _Worker:
             if not await self._loaded(schedulers):
                 return 0 if self._lifecycle.draining.is_set() else 1
             return await self._serve(schedulers, server, app.state.front)
-
-    async def _start_bootstrap(self, closing: AsyncExitStack) -> str | None:
-        """The URL of this prefill worker's bootstrap server; None in the other roles."""
-        if self._mode is not DisaggregationMode.PREFILL:
-            return None
-        settings = self._config.disaggregation
-        bootstrap = KVBootstrapServer(settings.host, settings.bootstrap_port, settings.cluster_token.secret)
-        closing.callback(bootstrap.close)
-        try:
-            await asyncio.to_thread(bootstrap.run)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {settings.host}:{settings.bootstrap_port} ({error.strerror}): "
-                "choose another --disaggregation-bootstrap-port"
-            ) from None
-        self._bootstrap_port = bootstrap.port
-        return f"http://{reachable_host(settings.host)}:{bootstrap.port}"
 
     async def _loaded(self, schedulers: Schedulers) -> bool:
         """Wait until all schedulers are ready. False: the worker is to end instead."""
@@ -153,17 +141,21 @@ class _Worker:
             await asyncio.gather(ready, draining, return_exceptions=True)
 
     async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd) -> int:
-        registration = self._announce(schedulers.pids)
+        self._write_ready_file(schedulers.pids)
+        membership = Membership(self._registration)
+        membership.enter(self._mode, self._bootstrap.port)
+        front.role_switch = switch = RoleSwitch(front, schedulers.group, self._bootstrap, membership)
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         drained: asyncio.Task[None] | None = None
         try:
-            await asyncio.wait({draining, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not schedulers.ended.done():
-                drained = asyncio.create_task(self._drain(schedulers.group, server, front, registration))
+            ends: set[asyncio.Future[Any]] = {draining, schedulers.ended, switch.broken}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not (schedulers.ended.done() or switch.broken.done()):
+                drained = asyncio.create_task(self._drain(schedulers.group, server, front, switch, membership))
                 await asyncio.wait({drained, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not schedulers.ended.done():
+            if not (schedulers.ended.done() or switch.broken.done()):
                 return 0
-            error = _died(schedulers.ended.result())
+            error = _died(schedulers.ended.result()) if schedulers.ended.done() else _broke(switch.broken.result())
             logger.error("%s", error)
             # Every open request ends with this error before the server goes.
             schedulers.group.fail_all(error)
@@ -172,41 +164,51 @@ class _Worker:
             draining.cancel()
             if drained is not None:
                 await drained
-            if registration is not None:
-                await registration.close()
+            await switch.close()
+            await membership.leave()
 
-    def _announce(self, scheduler_pids: tuple[int, ...]) -> RouterRegistration | None:
-        """Tell the world that this worker serves."""
-        settings, port = self._config.server, port_of(self._socket)
+    def _host(self) -> str:
+        """By which others reach this worker."""
+        settings = self._config.server
         is_wildcard = settings.host in ("0.0.0.0", "::", "")
-        host = reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
-        url = f"http://{host}:{port}"
-        logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap_port)
+        return reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
+
+    def _write_ready_file(self, scheduler_pids: tuple[int, ...]) -> None:
+        port = port_of(self._socket)
+        url = f"http://{self._host()}:{port}"
+        logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap.port)
         if self._options.ready_file is not None:
             info = ReadyInfo(
                 pid=os.getpid(),
                 scheduler_pids=scheduler_pids,
                 port=port,
-                bootstrap_port=self._bootstrap_port,
+                bootstrap_port=self._bootstrap.port,
                 url=url,
                 disaggregation_mode=str(self._mode),
             )
             write_ready_file(self._options.ready_file, info)
+
+    def _registration(self, mode: DisaggregationMode, bootstrap_port: int | None) -> RouterRegistration | None:
+        """Of this worker in that role, not started; None: there is no router."""
+        settings, port = self._config.server, port_of(self._socket)
         if not settings.router_urls:
             return None
-        registration = RouterRegistration(
-            settings.router_urls, self._mode, host, port, self._bootstrap_port, api_key=router_key(settings)
+        return RouterRegistration(
+            settings.router_urls, mode, self._host(), port, bootstrap_port, api_key=router_key(settings)
         )
-        registration.start()
-        return registration
 
     async def _drain(
-        self, group: SchedulerGroup, server: HttpServer, front: FrontEnd, registration: RouterRegistration | None
+        self,
+        group: SchedulerGroup,
+        server: HttpServer,
+        front: FrontEnd,
+        switch: RoleSwitch,
+        membership: Membership,
     ) -> None:
         """Finish what runs; what still runs at the deadline or the second signal ends with an error."""
         front.begin_drain()
-        if registration is not None:
-            await registration.close()
+        await switch.close()
+        await membership.leave()
         idle = asyncio.create_task(front.wait_idle(self._options.drain_timeout))
         stopping = asyncio.create_task(self._lifecycle.stopping.wait())
         await asyncio.wait({idle, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -217,6 +219,10 @@ class _Worker:
         await asyncio.gather(idle, stopping, return_exceptions=True)
         group.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
         await server.stop(_ERROR_FLUSH_SECONDS)
+
+
+def _broke(what: str) -> WorkerUnavailableError:
+    return WorkerUnavailableError(f"{what}; this worker ends, see its log; send the request again")
 
 
 def _died(what: str) -> WorkerUnavailableError:

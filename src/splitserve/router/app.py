@@ -26,6 +26,7 @@ from splitserve.router.failure import UpstreamError, body_of, error_body, header
 from splitserve.router.generate_app import GenerateApp
 from splitserve.router.key_guard import KeyGuard
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
+from splitserve.router.role_order import RoleOrder, switch_role
 from splitserve.router.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -129,7 +130,7 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.post("/deregister")
     async def deregister(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
-        if registry.remove(worker.registry_url):
+        if registry.deregister(worker.registry_url):
             logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
         return _json({"message": "Deregistered"})
 
@@ -170,6 +171,12 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         # Who orders this has looked at it.
         worker.forgive()
         return _json(_describe(worker))
+
+    @app.post("/role")
+    async def role(request: Request) -> Response:
+        order = _parse(RoleOrder, await request.body(), "change the role of")
+        worker, seconds = await switch_role(registry, balancer.upstream, order)
+        return _json({**_describe(worker), "seconds": seconds})
 
 
 def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
@@ -239,6 +246,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "ready": worker.unready_reason is None,
         "reason": worker.unready_reason,
         "draining": worker.is_draining,
+        "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "num_running": worker.num_running,
         "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,
     }

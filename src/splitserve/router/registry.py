@@ -6,7 +6,8 @@ A worker's life here
    path is not proven (`proof.py`) it is passed over for those whose is.
 3. The next successful check or registration puts it back. What failed by its fault is held against it for some seconds
    more: it is passed over while there are others, then gets one request at a time until one ends well (`worker.py`).
-4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten.
+4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten. One that
+   changes its role by our order (`role_order.py`) keeps its place until it announces itself in the new one.
 
 It knows nothing of requests and HTTP.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.clock import Clock, SystemClock
@@ -89,6 +91,13 @@ class WorkerRegistry:
         if self._workers.get(worker.url) is worker:
             del self._workers[worker.url]
 
+    def deregister(self, url: str) -> bool:
+        """It leaves. True if it was there and is gone."""
+        known = self._workers.get(url)
+        if known is not None and known.switching_to is not None:
+            return False
+        return self.remove(url)
+
     def get(self, url: str) -> Worker:
         """Raises UnknownWorkerError."""
         worker = self._workers.get(url.rstrip("/"))
@@ -99,6 +108,11 @@ class WorkerRegistry:
     def has_stand_in(self, worker: Worker) -> bool:
         """Whether others of its mode take requests."""
         return any(w is not worker for w in self._takers(worker.mode, _NOBODY))
+
+    def needs(self, worker: Worker) -> bool:
+        """Whether requests can be served with it, and not without it."""
+        without = {mode: [w for w in self._takers(mode, _NOBODY) if w is not worker] for mode in DisaggregationMode}
+        return worker.takes_requests and not _can_serve(without) and _can_serve({**without, worker.mode: [worker]})
 
     def all(self) -> list[Worker]:
         return list(self._workers.values())
@@ -131,11 +145,8 @@ class WorkerRegistry:
     def forget_lost(self) -> list[Worker]:
         """Drop and return registered workers that have been away for too long."""
         limit = self._clock.now() - FORGET_AFTER
-        lost = [
-            w
-            for w in self._workers.values()
-            if not w.is_static and w.unhealthy_since is not None and w.unhealthy_since <= limit
-        ]
+        away = [w for w in self._workers.values() if not (w.is_static or w.switching_to is not None)]
+        lost = [w for w in away if w.unhealthy_since is not None and w.unhealthy_since <= limit]
         for worker in lost:
             del self._workers[worker.url]
         return lost
@@ -237,3 +248,8 @@ def _why_unready(worker: Worker) -> str:
     if not worker.healthy:
         return "unhealthy"
     return "draining" if worker.is_draining else "not proven"
+
+
+def _can_serve(takers: Mapping[DisaggregationMode, Sequence[Worker]]) -> bool:
+    has_pair = takers[DisaggregationMode.PREFILL] and takers[DisaggregationMode.DECODE]
+    return bool(has_pair or takers[DisaggregationMode.NULL])

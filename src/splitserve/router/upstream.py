@@ -12,6 +12,7 @@ from splitserve.router.http_client import HttpClient
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
+from splitserve.server.dispatch import ROLE_HEADER
 
 # Of a worker's answer, these reach the client; of the client's request, these reach the workers.
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control")
@@ -42,12 +43,13 @@ class Upstream:
 
     def post(self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
         """Send a request, which must be answered within `seconds`. It is on its way when this returns; close it."""
+        # It may have become something else since it was chosen.
         answer = self._client.send(
             "POST",
             worker.url,
             path,
             body,
-            {**_JSON, **headers},
+            {**_JSON, ROLE_HEADER: worker.mode.value, **headers},
             seconds=seconds,
             idle_timeout=self._args.idle_timeout,
         )

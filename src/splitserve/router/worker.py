@@ -41,6 +41,8 @@ class Worker:
     unhealthy_since: float | None = None
     # An operator wants no new requests there.
     is_draining: bool = False
+    # While it changes its role by our order: the role it is to have.
+    switching_to: DisaggregationMode | None = None
     # Requests this router has under way there.
     calls: set[Call] = field(default_factory=set)
     # Clock time at which it was asked for a sign of life and has given none since; None: it has.

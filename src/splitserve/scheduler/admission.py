@@ -30,7 +30,8 @@ class Admission:
     ) -> None:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
-        self._tokens_at_most = tokens_at_most
+        # The role's: another one, another bound.
+        self.tokens_at_most = tokens_at_most
         # The last refusal: whom, and what must change before it is worth another look. A full worker asks every step.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
@@ -43,7 +44,7 @@ class Admission:
         state = (request, self._cache.num_releases, len(running))
         if state == self._refused:
             return False
-        num_tokens = min(request.num_tokens, self._tokens_at_most(request))
+        num_tokens = min(request.num_tokens, self.tokens_at_most(request))
         if self._lets_end(running, self._pages(num_tokens)) and self._cache.try_admit(
             request, num_tokens=num_tokens, headroom=self._headroom(request), max_prefix=max_prefix
         ):
@@ -53,7 +54,7 @@ class Admission:
 
     def goes_on(self, request: Request, num_tokens: int) -> bool:
         """Whether it may need another step here when it has `num_tokens` tokens, the last of them drawn here."""
-        return num_tokens < self._tokens_at_most(request)
+        return num_tokens < self.tokens_at_most(request)
 
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
         """Rule 2, for a newcomer of `num_pages`."""
@@ -75,7 +76,7 @@ class Admission:
 
     def _foreseen(self, request: Request, more: int) -> int:
         """Pages it holds when it has `more` tokens, or is at its end."""
-        return self._pages(min(request.num_tokens + more, self._tokens_at_most(request)))
+        return self._pages(min(request.num_tokens + more, self.tokens_at_most(request)))
 
     def _pages(self, num_tokens: int) -> int:
         return kv_to_page_num(num_tokens, self._cache.page_size)

@@ -29,6 +29,7 @@ from splitserve.errors import (
     PromptTooLongError,
     RequestAbortedError,
     SplitserveError,
+    WorkerUnavailableError,
 )
 from splitserve.messages import (
     AbortRequest,
@@ -37,6 +38,8 @@ from splitserve.messages import (
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
+    RoleReply,
+    RoleRequest,
     SchedulerState,
     StateReply,
     StateRequest,
@@ -46,6 +49,7 @@ from splitserve.scheduler.deadlines import Deadlines
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.role_switch import RoleSwitch
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.running import Batch, RunningSet, still_open
 
@@ -90,8 +94,11 @@ class Scheduler:
         limits: Limits,
         grammars: GrammarQueue,
         kv_events: KVEventFeed,
+        role_switch: RoleSwitch | None = None,
     ) -> None:
+        """`role_switch`: None where the role stays what it is."""
         self.role = role
+        self._role_switch = role_switch
         self.grammars = grammars
         self._set = running
         self._cache = cache
@@ -115,6 +122,7 @@ class Scheduler:
             self._expire(request)
         self.role.advance()
         self._outbox.flush()
+        self._answer_role_orders()
         self._kv_events.publish()
 
     def plan(self, under_way: Batch | None = None) -> Batch | None:
@@ -150,6 +158,8 @@ class Scheduler:
         if self._has_worked and self.role.is_idle():
             self._has_worked = False
             self._check()
+        # Nothing is computed here: what is idle now holds nothing at all.
+        self._answer_role_orders(is_resting=self.role.is_idle() and not self.grammars)
         self.wait(timeout)
 
     def state(self) -> SchedulerState:
@@ -211,6 +221,22 @@ class Scheduler:
                 self._outbox.reply(StateReply(call_id=message.call_id, state=self.state()))
             case KVIndexRequest():
                 self._outbox.reply(KVIndexReply(call_id=message.call_id, snapshot=self._kv_events.snapshot()))
+            case RoleRequest():
+                self._switch_role(message)
+
+    def _switch_role(self, order: RoleRequest) -> None:
+        if self._role_switch is None:
+            self._outbox.reply(RoleReply(call_id=order.call_id, error="its role is fixed", status_code=400))
+            return
+        self.role, reply = self._role_switch.take(order, self.role, self._clock.now())
+        if reply is not None:
+            self._outbox.reply(reply)
+
+    def _answer_role_orders(self, *, is_resting: bool = False) -> None:
+        if self._role_switch is None or not self._role_switch.is_under_way:
+            return
+        for reply in self._role_switch.poll(self.role, self._clock.now(), is_resting=is_resting):
+            self._outbox.reply(reply)
 
     def _accept(self, message: GenerateRequest) -> None:
         now = self._clock.now()
@@ -239,6 +265,9 @@ class Scheduler:
         self._has_worked = True
         self._outbox.open(request)
         self._deadlines.watch(request)
+        if self._role_switch is not None and self._role_switch.is_held:
+            self._outbox.fail(request, WorkerUnavailableError("this worker is changing its role: send it to another"))
+            return
         if request.params.grammar is None:
             self._enter(request)
             return

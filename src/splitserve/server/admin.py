@@ -131,12 +131,18 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "page_size": info.page_size,
         "dtype": info.dtype,
         "device": info.device,
-        "status": "draining" if front.requests.is_draining else "ready",
+        "status": _status(front),
         "pid": os.getpid(),
         "scheduler_pids": front.scheduler_pids,
         "internal_states": msgspec.to_builtins(await front.states()),
         "kv_events": _describe_kv_events(front),
     }
+
+
+def _status(front: FrontEnd) -> str:
+    if front.switching_to is not None:
+        return "switching"
+    return "draining" if front.requests.is_draining else "ready"
 
 
 def _describe_kv_events(front: FrontEnd) -> dict[str, Any] | None:

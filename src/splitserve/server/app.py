@@ -13,6 +13,7 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
 from splitserve.server.requests import RequestTable
+from splitserve.server.role import role_routes
 from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenize import tokenize_routes
 from splitserve.server.tokenizer import Tokenizer
@@ -44,6 +45,6 @@ def build_app(
     app = FastAPI(title="Splitserve worker", version=__version__)
     app.state.front = front
     install_error_handlers(app)
-    for routes in (native_routes, openai_routes, admin_routes, tokenize_routes):
+    for routes in (native_routes, openai_routes, admin_routes, role_routes, tokenize_routes):
         app.include_router(routes(front))
     return app

@@ -26,6 +26,8 @@ from splitserve.messages import TokenOutput
 from splitserve.server.answer import Answer, Delta
 from splitserve.server.fanout import FanOut, Sample
 
+# The header of a request that says for which role it is meant.
+ROLE_HEADER = "x-splitserve-role"
 # The header of a stream that has a journal.
 JOURNAL_HEADER = "x-splitserve-journal"
 

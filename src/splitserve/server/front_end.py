@@ -6,9 +6,12 @@ Owned by the app as `app.state.front`. It builds nothing: the launch layer hands
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from splitserve.clock import Clock, SystemClock
-from splitserve.config import WorkerConfig
+from splitserve.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import UnknownModelError, WorkerUnavailableError
 from splitserve.messages import SchedulerReady, SchedulerState
@@ -16,6 +19,36 @@ from splitserve.metrics.worker import WorkerMetrics
 from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOrder:
+    """Another role for this worker, and how to get rid of the requests it has."""
+
+    mode: DisaggregationMode
+    # End them so that a router goes on with them elsewhere, instead of waiting for their ends.
+    migrate: bool = False
+    # Seconds for all of it.
+    timeout: float = 60.0
+    # Prefill: of its bootstrap server; None: the one it had, or any free one.
+    bootstrap_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleReport:
+    """A switch that was made."""
+
+    old: DisaggregationMode
+    new: DisaggregationMode
+    seconds: float
+
+
+class RoleSwitchPort(Protocol):
+    """Who changes the role: the launch layer's `RoleSwitch`."""
+
+    async def switch(self, order: RoleOrder) -> RoleReport:
+        """Raises SplitserveError; then the worker serves on in its old role."""
+        ...
 
 
 @dataclass(slots=True)
@@ -29,6 +62,10 @@ class FrontEnd:
     bootstrap_port: int
     requests: RequestTable
     metrics: WorkerMetrics
+    # None where the role stays what it is.
+    role_switch: RoleSwitchPort | None = None
+    # While it changes: the role it is to have.
+    switching_to: DisaggregationMode | None = None
     # By data parallel rank.
     scheduler_pids: tuple[int, ...] = ()
     clock: Clock = field(default_factory=SystemClock)
@@ -55,6 +92,8 @@ class FrontEnd:
             return f"this worker's scheduler is gone ({self.scheduler.failure}): restart the worker"
         if self.scheduler.info is None:
             return "this worker is loading its model: retry when /health answers 200"
+        if self.requests.is_draining and self.switching_to is not None:
+            return "this worker is changing its role and takes no new requests: send it to another"
         if self.requests.is_draining:
             return "this worker is draining and takes no new requests: send it to another"
         return None
@@ -62,6 +101,25 @@ class FrontEnd:
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those running go on."""
         self.requests.begin_drain()
+
+    def end_drain(self) -> None:
+        """Take requests again."""
+        self.requests.end_drain()
+
+    def take_role(self, disaggregation: DisaggregationConfig, bootstrap_port: int) -> None:
+        """From now on requests are served in the role of these settings."""
+        self.config = msgspec.structs.replace(self.config, disaggregation=disaggregation)
+        self.bootstrap_port = bootstrap_port
+
+    def check_role(self, mode: str | None) -> None:
+        """Raises WorkerUnavailableError where a request is meant for another role, which this worker had a moment ago.
+
+        None: the request does not say.
+        """
+        if mode is not None and mode != self.mode:
+            raise WorkerUnavailableError(
+                f"this is a {self.mode} worker now, and the request is for a {mode} worker: send it to another"
+            )
 
     async def wait_idle(self, timeout: float) -> bool:
         """Whether all requests ended within `timeout` seconds."""

@@ -32,6 +32,8 @@ class Generation:
 
     def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float) -> None:
         self._front = front
+        # It was prepared for this role.
+        self._mode = front.mode
         self._names = fanout.names
         self._is_again = fanout.is_again
         self._dp_rank = fanout.dp_rank
@@ -47,6 +49,7 @@ class Generation:
         requests = [a.sample.request for a in self.answers if a.finish is None]
         if not requests:
             return
+        self._front.check_role(self._mode)
         with self._front.requests.admit(self._names, is_again=self._is_again):
             stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)
             try:

@@ -21,7 +21,7 @@ from splitserve.messages import SpeculationStats
 from splitserve.metrics.worker import gb_per_s
 from splitserve.server import validation
 from splitserve.server.answer import Answer
-from splitserve.server.dispatch import journal_line, with_dispatch
+from splitserve.server.dispatch import ROLE_HEADER, journal_line, with_dispatch
 from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
@@ -45,6 +45,7 @@ def native_routes(front: FrontEnd) -> APIRouter:
         body = validation.parse(GenerateBody, validation.parse_json(await request.body()))
         rid = body.rid or draw_rid()
         with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
+            front.check_role(request.headers.get(ROLE_HEADER))
             fanout, is_list = prepare(front, body, rid)
             fanout = with_patience(fanout, body, request.headers)
             fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)

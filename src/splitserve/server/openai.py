@@ -13,7 +13,7 @@ from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
 from splitserve.server.chat import ChatForm
 from splitserve.server.completions import CompletionForm
-from splitserve.server.dispatch import with_dispatch
+from splitserve.server.dispatch import ROLE_HEADER, with_dispatch
 from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
@@ -39,6 +39,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         body = validation.parse(CompletionBody, validation.parse_json(await request.body()))
         rid, name = _rid(body)
         with validation.stage(name, "validation"):
+            front.check_role(request.headers.get(ROLE_HEADER))
             form, fanout = prepare_completion(front, body, rid, name)
             fanout = with_patience(fanout, body, request.headers)
             fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
@@ -50,6 +51,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         body = validation.parse(ChatBody, validation.parse_json(await request.body()))
         rid, name = _rid(body)
         with validation.stage(name, "validation"):
+            front.check_role(request.headers.get(ROLE_HEADER))
             form, fanout = prepare_chat(front, body, rid, name)
             fanout = with_patience(fanout, body, request.headers)
             fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)

@@ -75,6 +75,10 @@ class RequestTable:
         """Take no new requests; those running go on."""
         self.is_draining = True
 
+    def end_drain(self) -> None:
+        """Take requests again."""
+        self.is_draining = False
+
     async def wait_idle(self, timeout: float) -> bool:
         """Whether all requests ended within `timeout` seconds."""
         try:

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from splitserve.core.request import DisaggregationMode
 from splitserve.errors import DeadlineExceededError, ModelLoadError, SplitserveError, WorkerUnavailableError
 from splitserve.messages import (
     AbortRequest,
@@ -30,6 +31,9 @@ from splitserve.messages import (
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
+    RoleReply,
+    RoleRequest,
+    RoleStep,
     SchedulerFailed,
     SchedulerReady,
     SchedulerState,
@@ -45,7 +49,7 @@ from splitserve.server.output_stream import OutputStream
 
 logger = logging.getLogger(__name__)
 
-_Reply = FlushCacheReply | StateReply | KVIndexReply
+_Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
 
 # Messages to a scheduler that does not read them; beyond that it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
@@ -156,6 +160,30 @@ class SchedulerClient:
         assert isinstance(reply, KVIndexReply)
         return reply.snapshot
 
+    async def role(
+        self,
+        step: RoleStep,
+        *,
+        mode: DisaggregationMode = DisaggregationMode.NULL,
+        bootstrap_url: str | None = None,
+        settle: float = 0.0,
+        timeout: float = 30.0,
+    ) -> RoleReply:
+        """A step towards another role, see RoleRequest: done or refused. Raises DeadlineExceededError,
+        WorkerUnavailableError where nobody knows. `settle`: seconds that the scheduler itself may take for it.
+        """
+        call_id = next(self._call_ids)
+        order = RoleRequest(call_id=call_id, step=step, mode=mode, bootstrap_url=bootstrap_url, timeout=settle)
+        reply = await self._call(call_id, order, timeout)
+        assert isinstance(reply, RoleReply)
+        return reply
+
+    def break_off(self, error: SplitserveError) -> None:
+        """Everything open ends with `error`; the scheduler serves on."""
+        for stream in {sample.stream for sample in self._open.values()}:
+            stream.fail(error)
+        self.give_up(list(self._open))
+
     def fail_all(self, error: SplitserveError) -> None:
         """The scheduler is gone: everything open ends with `error`. The first error stays."""
         if self.failure is not None:
@@ -197,7 +225,7 @@ class SchedulerClient:
             case StepOutputs(outputs=outputs):
                 for output in outputs:
                     self._deliver(output)
-            case FlushCacheReply() | StateReply() | KVIndexReply() as reply:
+            case FlushCacheReply() | StateReply() | KVIndexReply() | RoleReply() as reply:
                 call = self._calls.get(reply.call_id)
                 if call is not None and not call.done():
                     call.set_result(reply)

@@ -12,14 +12,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from splitserve.errors import SplitserveError
-from splitserve.messages import GenerateRequest, SchedulerReady, SchedulerState
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
+from splitserve.messages import GenerateRequest, RoleReply, RoleStep, SchedulerReady, SchedulerState
 from splitserve.server.output_stream import OutputStream
 from splitserve.server.scheduler_client import SchedulerClient
+
+# Seconds that a scheduler may take to answer an order at once, and to change its role.
+_ANSWER_SECONDS = 10.0
+_COMMIT_SECONDS = 120.0
+
+
+class HalfSwitchedError(WorkerUnavailableError):
+    """Some schedulers of the worker have changed their role, and others have not, or nobody knows: it cannot go on."""
 
 
 class SchedulerPort(Protocol):
@@ -114,10 +128,43 @@ class SchedulerGroup:
         """All blocks that one rank holds. Raises DeadlineExceededError, WorkerUnavailableError."""
         return await self._ranks[dp_rank].kv_index(timeout)
 
+    async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None:
+        """Have every rank open what that role needs. Raises what the first that fails says."""
+        _check_done(await self._order(RoleStep.PREPARE, timeout, mode=mode, bootstrap_url=bootstrap_url))
+
+    async def settle_role(self, timeout: float) -> None:
+        """Wait until no rank holds anything; from then on none takes anything. Raises DeadlineExceededError."""
+        _check_done(await self._order(RoleStep.SETTLE, timeout + _ANSWER_SECONDS, settle=timeout))
+
+    async def commit_role(self, mode: DisaggregationMode) -> None:
+        """Have every rank change its role. Raises HalfSwitchedError where not all did, and not all refused to."""
+        outcomes = await self._order(RoleStep.COMMIT, _COMMIT_SECONDS)
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, RoleReply) and outcome.error]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, SplitserveError)]
+        if failures or 0 < len(refusals) < len(outcomes):
+            causes = "; ".join([*(r.error for r in refusals), *(f.message for f in failures)])
+            raise HalfSwitchedError(f"this worker's schedulers are not all {mode} now: {causes}")
+        _check_done(outcomes)
+        self._is_prefill = mode is DisaggregationMode.PREFILL
+
+    async def cancel_role(self) -> None:
+        """Have every rank go on in its old role. Raises WorkerUnavailableError, DeadlineExceededError."""
+        _check_done(await self._order(RoleStep.CANCEL, _ANSWER_SECONDS))
+
+    def break_off(self, error: SplitserveError) -> None:
+        """End everything that is open with `error`, on every rank; they serve on."""
+        for rank in self._ranks:
+            rank.break_off(error)
+
     def fail_all(self, error: SplitserveError) -> None:
         """End everything that is open with `error`, on every rank."""
         for rank in self._ranks:
             rank.fail_all(error)
+
+    async def _order(self, step: RoleStep, timeout: float, **more: Any) -> list[RoleReply | BaseException]:
+        """To all ranks: the answers of all, or what became of them."""
+        orders = (rank.role(step, timeout=timeout, **more) for rank in self._ranks)
+        return await asyncio.gather(*orders, return_exceptions=True)
 
     def _rank_for(self, request: GenerateRequest) -> SchedulerClient:
         if self._is_prefill and request.bootstrap is not None:
@@ -127,3 +174,15 @@ class SchedulerGroup:
     def _give_up(self, rids: list[str]) -> None:
         for rank in self._ranks:
             rank.give_up(rids)
+
+
+def _check_done(outcomes: Sequence[RoleReply | BaseException]) -> None:
+    """Raise what the first says that did not do it."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if outcome.error:
+            raise _REFUSALS.get(outcome.status_code, WorkerUnavailableError)(outcome.error)
+
+
+_REFUSALS: dict[int, type[SplitserveError]] = {400: InvalidRequestError, 504: DeadlineExceededError}

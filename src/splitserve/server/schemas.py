@@ -18,6 +18,18 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
+class RoleBody(Body):
+    """Of POST /role."""
+
+    role: str
+    # "complete": what runs ends here first. "migrate": it is broken off, and a router goes on with it elsewhere.
+    drain: str = "complete"
+    # Seconds for all of it.
+    timeout: float = 60.0
+    # Prefill: of its bootstrap server.
+    bootstrap_port: int | None = None
+
+
 class SamplingFields(Body):
     """What both APIs call by the same name. None: the default of core.sampling.SamplingParams."""
 

@@ -22,6 +22,9 @@ from splitserve.messages import (
     FlushCacheRequest,
     FromScheduler,
     GenerateRequest,
+    RoleReply,
+    RoleRequest,
+    RoleStep,
     SchedulerFailed,
     SchedulerReady,
     SchedulerState,
@@ -37,8 +40,8 @@ from splitserve.messages import (
 # Prompts that begin with these: the process dies; one token comes and then nothing until the request is aborted.
 DIE_TOKEN, HANG_TOKEN = 1, 2
 DEATH_CODE = 7
-# Arguments: ready at once; refuses to start; dies while it starts; never gets ready.
-READY, REFUSE, CRASH, LOAD_FOREVER = "ready", "refuse", "crash", "load-forever"
+# Arguments: ready at once; refuses to start; dies while it starts; never gets ready; rank 0 alone changes its role.
+READY, REFUSE, CRASH, LOAD_FOREVER, SPLIT = "ready", "refuse", "crash", "load-forever", "split"
 
 
 def main() -> None:
@@ -58,8 +61,9 @@ def main() -> None:
         context.destroy(linger=1000)
         sys.exit(1)
     outbox.send(encode(_ready()))
+    refuses_role = scenario == SPLIT and start.dp_rank > 0
     while True:
-        for reply in _replies(decode_to_scheduler(inbox.recv())):
+        for reply in _replies(decode_to_scheduler(inbox.recv()), refuses_role=refuses_role):
             outbox.send(encode(reply))
 
 
@@ -70,7 +74,7 @@ def _end_with_input() -> None:
     os._exit(0)
 
 
-def _replies(message: ToScheduler) -> Iterator[FromScheduler]:
+def _replies(message: ToScheduler, *, refuses_role: bool) -> Iterator[FromScheduler]:
     match message:
         case GenerateRequest(prompt_ids=[first, *_]):
             if first == DIE_TOKEN:
@@ -84,6 +88,9 @@ def _replies(message: ToScheduler) -> Iterator[FromScheduler]:
             yield StepOutputs(outputs=[TokenOutput(rid=message.rid, finish=finish)])
         case FlushCacheRequest():
             yield FlushCacheReply(call_id=message.call_id, num_pages_freed=0)
+        case RoleRequest():
+            error = "no memory" if refuses_role and message.step is RoleStep.COMMIT else ""
+            yield RoleReply(call_id=message.call_id, error=error, status_code=503 if error else 200)
         case StateRequest():
             state = SchedulerState(
                 page_size=16, pages_total=8, pages_free=8, pages_cached=0, pages_leased=0, rows_total=8, rows_free=8

@@ -42,6 +42,7 @@ from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepUnderWay
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
+from splitserve.scheduler.role_switch import RoleSwitch
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
@@ -182,17 +183,32 @@ class SimWorker:
             prompt_budget=prompt_budget,
         )
         limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
-        self.role = make_role(self, self.running, outbox)
+        # Set by `make_role` where the role can change.
+        self.role_switch: RoleSwitch | None = None
+        role = make_role(self, self.running, outbox)
         compiler = grammar_compiler or FakeCompiler(eos_token_ids)
         bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
         grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
         self._told = publisher or IndexingPublisher()
         self._feed = KVEventFeed(self._record, self._told)
         self.scheduler = Scheduler(
-            self.role, self.running, self.cache, self.inbox, outbox, clock, limits, grammars, self._feed
+            role,
+            self.running,
+            self.cache,
+            self.inbox,
+            outbox,
+            clock,
+            limits,
+            grammars,
+            self._feed,
+            self.role_switch,
         )
         self._late = LateSteps(self.scheduler, self.engine, late_steps) if late_steps else None
         self._loop = self._late or NormalLoop(self.scheduler, self.engine)
+
+    @property
+    def role(self) -> Role:
+        return self.scheduler.role
 
     @property
     def fake_engine(self) -> FakeEngine:

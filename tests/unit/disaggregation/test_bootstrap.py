@@ -128,6 +128,23 @@ def test_a_new_epoch_and_a_new_shape_replace_what_was_there(server):
     assert get(server, RANK_0).status_code == 503
 
 
+def test_a_worker_that_is_no_prefill_worker_any_more_says_so_until_it_is_one_again(server, lookup):
+    register(server, info(epoch=1))
+    server.retire()
+    decode = lookup()
+    decode.ask(server.port)
+    failure = decode.answer(server.port)
+    assert isinstance(failure, LookupFailure)
+    assert failure.is_definitive
+    assert "410" in failure.message
+    register(server, info(epoch=2, dp_size=2, dp_rank=1))
+    assert get(server, RANK_0).status_code == 503
+    register(server, info(epoch=3, dp_size=2))
+    decode = lookup()
+    decode.ask(server.port)
+    assert decode.answer(server.port).epoch == 3
+
+
 @pytest.mark.parametrize(
     ("registration", "words"),
     [

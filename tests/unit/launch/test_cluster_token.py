@@ -132,10 +132,11 @@ def test_a_local_cluster_has_a_token_of_its_own_in_a_private_file_that_goes_with
     with cluster:
         folder = cluster.log_folder
         files = {child.name: child.token_file for child in children}
-        assert files["router"] is files["null-1"] is None
+        assert files["router"] is None
         path = files["prefill-1"]
         assert path is not None
-        assert path == files["decode-1"]
+        # A colocated worker may become one of a pair.
+        assert path == files["decode-1"] == files["null-1"]
         assert path.parent == folder
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         secret = read_token_file(path).secret.decode()

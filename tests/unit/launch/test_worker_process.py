@@ -22,7 +22,17 @@ import tokenizers
 
 from splitserve.disaggregation.directory import ClusterAuth
 from splitserve.launch.child import ChildProcess
-from splitserve.testing.fake_scheduler import CRASH, DEATH_CODE, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
+from splitserve.launch.http_server import bind, port_of
+from splitserve.testing.fake_scheduler import (
+    CRASH,
+    DEATH_CODE,
+    DIE_TOKEN,
+    HANG_TOKEN,
+    LOAD_FOREVER,
+    READY,
+    REFUSE,
+    SPLIT,
+)
 from splitserve.testing.processes import running, wait_ready
 
 pytestmark = pytest.mark.process
@@ -285,3 +295,59 @@ def test_two_ranks_are_one_worker_until_one_of_them_is_killed(model_folder: Path
         assert child.wait(DEADLINE)
         assert child.exit_code == 1
         assert not first.is_running()
+
+
+def ask_role(url: str, role: str, **more: Any) -> tuple[int, Any]:
+    response = httpx.post(url + "/role", json={"role": role, **more}, timeout=DEADLINE, trust_env=False)
+    return response.status_code, response.json()
+
+
+def listed(router_url: str) -> list[tuple[str, int | None]]:
+    answer = httpx.get(router_url + "/workers", timeout=DEADLINE, trust_env=False)
+    return [(w["mode"], w["bootstrap_port"]) for w in answer.json()["workers"]]
+
+
+def test_it_changes_its_role_and_its_router_learns_of_it(model_folder: Path, tmp_path: Path) -> None:
+    with running(["router", "--port", "0"], tmp_path, name="router") as router:
+        router_url = wait_ready(router).url
+        with worker(READY, model_folder, tmp_path, "--router", router_url) as child:
+            url = wait_ready(child).url
+            # A port that is taken: nobody notices.
+            with bind("127.0.0.1", 0) as taken:
+                status, answer = ask_role(url, "prefill", bootstrap_port=port_of(taken))
+            assert (status, answer["error"]["param"]) == (400, "bootstrap_port")
+            assert post(url, generate(5))[0] == 200
+            body = generate(HANG_TOKEN, stream=True)
+            with httpx.stream("POST", url + "/generate", json=body, timeout=DEADLINE, trust_env=False) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                # It does not end: the role stays, and so does the request. Then it is broken off.
+                assert ask_role(url, "prefill", timeout=0.2)[0] == 504
+                assert post(url, generate(5))[0] == 200
+                status, answer = ask_role(url, "prefill", drain="migrate")
+                assert status == 200
+                assert "changing its role" in "".join(lines)
+            port = answer["bootstrap_port"]
+            health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=DEADLINE, trust_env=False)
+            assert health.status_code == 200
+            while listed(router_url) != [("prefill", port)]:
+                assert child.exit_code is None
+            # Through the router, and at the same address as before. It is the only one there is.
+            order = {"url": url, "role": "null"}
+            assert httpx.post(router_url + "/role", json=order, timeout=DEADLINE, trust_env=False).status_code == 200
+            assert listed(router_url) == [("null", None)]
+            assert post(router_url, generate(5))[0] == 200
+            assert ask_role(url, "prefill")[1]["bootstrap_port"] == port
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(DEADLINE)
+            assert child.exit_code == 0
+
+
+def test_a_worker_whose_schedulers_have_different_roles_ends(model_folder: Path, tmp_path: Path) -> None:
+    with worker(SPLIT, model_folder, tmp_path, "--dp-size", "2") as child:
+        url = wait_ready(child).url
+        status, answer = ask_role(url, "decode")
+        assert status == 503
+        assert "not all decode now: no memory" in answer["error"]["message"]
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 1

@@ -22,6 +22,9 @@ from splitserve.messages import (
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
+    RoleReply,
+    RoleRequest,
+    RoleStep,
     SchedulerReady,
     SchedulerState,
     SpeculationStats,
@@ -167,6 +170,10 @@ class EchoScheduler:
         self.speculation: SpeculationStats | None = None
         self.answers_calls = True
         self.kv_index = b"{}"
+        # Steps towards another role, and why some cannot be done: error and status.
+        self.role_steps: list[RoleStep] = []
+        self.role_asked = asyncio.Event()
+        self.role_errors: dict[RoleStep, tuple[str, int]] = {}
         self.ready = READY
         self.received: list[GenerateRequest] = []
         self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
@@ -217,6 +224,12 @@ class EchoScheduler:
             case StateRequest(call_id=call_id):
                 if self.answers_calls:
                     await self.send(StateReply(call_id=call_id, state=self._state()))
+            case RoleRequest(call_id=call_id, step=step):
+                self.role_steps.append(step)
+                self.role_asked.set()
+                error, status = self.role_errors.get(step, ("", 200))
+                if self.answers_calls:
+                    await self.send(RoleReply(call_id=call_id, error=error, status_code=status))
             case KVIndexRequest(call_id=call_id):
                 await self.send(KVIndexReply(call_id=call_id, snapshot=self.kv_index))
             case FlushCacheRequest(call_id=call_id):

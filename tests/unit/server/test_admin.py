@@ -8,9 +8,14 @@ import msgspec
 import pytest
 
 from splitserve.config import KVEventsConfig, WorkerConfig
-from splitserve.errors import EngineError
+from splitserve.core.request import DisaggregationMode
+from splitserve.core.sampling import SamplingParams
+from splitserve.errors import EngineError, WorkerUnavailableError
 from splitserve.server import admin
 from splitserve.server.app import build_app
+from splitserve.server.fanout import PromptSpec, fan_out
+from splitserve.server.front_end import FrontEnd, RoleOrder, RoleReport
+from splitserve.server.generation import Generation
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.server.tokenizer import Tokenizer
@@ -192,3 +197,69 @@ async def test_a_worker_that_tells_nothing_has_no_index_to_ask_for(worker: Worke
 )
 def test_ports_are_counted_up_from_a_base_only_where_they_are(endpoints: list[str], base: tuple[str, int]) -> None:
     assert admin._base_of(endpoints) == base
+
+
+class FakeSwitch:
+    """What a worker does with an order for another role."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self.orders: list[RoleOrder] = []
+        self._front = front
+
+    async def switch(self, order: RoleOrder) -> RoleReport:
+        old = self._front.mode
+        self.orders.append(order)
+        settings = msgspec.structs.replace(self._front.config.disaggregation, mode=order.mode)
+        self._front.take_role(settings, order.bootstrap_port or 8998)
+        return RoleReport(old, order.mode, 0.25)
+
+
+async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Worker) -> None:
+    assert (await worker.http.post("/role", json={"role": "decode"})).status_code == 503
+    worker.front.role_switch = switch = FakeSwitch(worker.front)
+    assert (await worker.http.get("/role")).json() == {"role": "null", "switching_to": None, "bootstrap_port": None}
+    body = {"role": "prefill", "drain": "migrate", "timeout": 5, "bootstrap_port": 7000}
+    answer = (await worker.http.post("/role", json=body)).json()
+    assert answer == {
+        "role": "prefill",
+        "old_role": "null",
+        "switching_to": None,
+        "bootstrap_port": 7000,
+        "seconds": 0.25,
+    }
+    assert switch.orders == [RoleOrder(DisaggregationMode.PREFILL, True, 5.0, 7000)]
+    info = (await worker.http.get("/server_info")).json()
+    assert (info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == ("prefill", 7000)
+    assert info["status"] == "ready"
+    worker.front.begin_drain()
+    worker.front.switching_to = DisaggregationMode.NULL
+    assert (await worker.http.get("/server_info")).json()["status"] == "switching"
+    assert "changing its role" in (await worker.http.get("/health")).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"role": "both"}, {"drain": "now"}, {"timeout": 0}, {"timeout": 1e9}, {"bootstrap_port": 1 << 16}]
+)
+async def test_an_order_that_makes_no_sense_is_refused(worker: Worker, wrong: dict[str, object]) -> None:
+    worker.front.role_switch = switch = FakeSwitch(worker.front)
+    response = await worker.http.post("/role", json={"role": "decode", **wrong})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(wrong)))
+    assert switch.orders == []
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+async def test_a_request_for_the_role_it_had_a_moment_ago_is_sent_away(worker: Worker, path: str) -> None:
+    body = {"text": "a", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    for role, status in (("decode", 503), ("null", 200)):
+        response = await worker.http.post(path, json=body, headers={"x-splitserve-role": role})
+        assert response.status_code == status
+    assert len(worker.scheduler.received) == 1
+
+
+async def test_a_request_that_was_prepared_for_another_role_does_not_reach_the_scheduler(worker: Worker) -> None:
+    spec = PromptSpec([1], SamplingParams(max_new_tokens=1))
+    generation = Generation(worker.front, fan_out([spec], 1, "r", [None]), 0.0)
+    await FakeSwitch(worker.front).switch(RoleOrder(DisaggregationMode.DECODE))
+    with pytest.raises(WorkerUnavailableError, match="decode worker now"):
+        await generation.complete()
+    assert worker.scheduler.received == []

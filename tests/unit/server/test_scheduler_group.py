@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError, WorkerUnavailableError
-from splitserve.messages import GenerateRequest
+from splitserve.errors import DeadlineExceededError, EngineError, InvalidRequestError, WorkerUnavailableError
+from splitserve.messages import GenerateRequest, RoleStep
 from splitserve.server.output_stream import OutputStream
 from splitserve.server.scheduler_client import SchedulerClient
-from splitserve.server.scheduler_group import SchedulerGroup
+from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
 
 from .server_fakes import READY, EchoScheduler
 
@@ -144,3 +144,83 @@ async def test_kv_events_are_those_of_each_rank(two: Two) -> None:
     assert group.info.kv_events_endpoints == ["tcp://*:7000", "tcp://*:7001"]
     assert group.info.kv_replay_endpoints == ["", ""]
     assert [await group.kv_index(rank) for rank in (0, 1)] == [b"[0]", b"[1]"]
+
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+
+
+async def test_all_ranks_change_their_role_and_prefill_samples_go_where_their_rooms_say(two: Two) -> None:
+    group = two.group()
+    await group.prepare_role(PREFILL, "http://bootstrap", DEADLINE)
+    await group.settle_role(DEADLINE)
+    await group.commit_role(PREFILL)
+    assert [s.role_steps for s in two.schedulers] == [[RoleStep.PREPARE, RoleStep.SETTLE, RoleStep.COMMIT]] * 2
+    for rid in ("a", "b", "c"):
+        await finish(group.submit(request(rid, room=7)))
+    assert two.received() == [[], ["a", "b", "c"]]
+    await group.prepare_role(DECODE, None, DEADLINE)
+    await group.settle_role(DEADLINE)
+    await group.commit_role(DECODE)
+    await finish(group.submit(request("d", room=7)))
+    assert two.received()[0] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, InvalidRequestError), (503, WorkerUnavailableError), (504, DeadlineExceededError)]
+)
+async def test_what_one_rank_refuses_is_refused(two: Two, status: int, error: type[Exception]) -> None:
+    for step in (RoleStep.PREPARE, RoleStep.SETTLE):
+        two.schedulers[1].role_errors[step] = ("it cannot", status)
+    group = two.group()
+    with pytest.raises(error, match="it cannot"):
+        await group.prepare_role(PREFILL, "http://bootstrap", DEADLINE)
+    with pytest.raises(error, match="it cannot"):
+        await group.settle_role(DEADLINE)
+    # All can go back.
+    await group.cancel_role()
+    assert [s.role_steps[-1] for s in two.schedulers] == [RoleStep.CANCEL] * 2
+
+
+async def test_ranks_that_all_refuse_to_change_are_as_they_were_and_others_are_split(two: Two) -> None:
+    group = two.group()
+    for scheduler in two.schedulers:
+        scheduler.role_errors[RoleStep.COMMIT] = ("no memory", 503)
+    with pytest.raises(WorkerUnavailableError, match="no memory") as refused:
+        await group.commit_role(PREFILL)
+    assert not isinstance(refused.value, HalfSwitchedError)
+    del two.schedulers[0].role_errors[RoleStep.COMMIT]
+    with pytest.raises(HalfSwitchedError, match="no memory"):
+        await group.commit_role(PREFILL)
+    # One that does not answer may have changed or not.
+    two.schedulers[0].answers_calls = two.schedulers[1].answers_calls = False
+    change = asyncio.create_task(group.commit_role(PREFILL))
+    while len(two.schedulers[0].role_steps) < 3:
+        await two.schedulers[0].role_asked.wait()
+        two.schedulers[0].role_asked.clear()
+    two.clients[0].fail_all(EngineError("it died"))
+    two.clients[1].fail_all(EngineError("it died, too"))
+    with pytest.raises(HalfSwitchedError, match="it died; it died, too"):
+        await change
+
+
+async def test_what_is_broken_off_ends_behind_what_has_come_and_the_schedulers_serve_on(
+    two: Two,
+) -> None:
+    for scheduler in two.schedulers:
+        scheduler.hold_after = 1
+    group = two.group()
+    streams = [group.submit(request("a", 20)), group.submit(request("b", 20))]
+    for stream in streams:
+        assert len((await anext(stream)).token_ids) == 1
+    group.break_off(WorkerUnavailableError("it changes its role"))
+    for stream in streams:
+        with pytest.raises(WorkerUnavailableError, match="changes its role"):
+            await anext(stream)
+        stream.close()
+    for scheduler in two.schedulers:
+        assert (await asyncio.wait_for(scheduler.aborts.get(), DEADLINE)).quiet
+        assert scheduler.aborts.empty()
+    assert [client.num_tokens_outstanding for client in two.clients] == [0, 0]
+    for scheduler in two.schedulers:
+        scheduler.hold_after = None
+    await finish(group.submit(request("c")))

@@ -1,1 +1,1 @@
-"""What a worker does with requests: colocated, prefill, decode. Changing role means replacing one object."""
+"""What a worker does with requests: colocated, prefill, decode. `role_switch.py` replaces one by another."""

@@ -66,6 +66,9 @@ class ColocatedRole:
     def is_idle(self) -> bool:
         return self._set.is_empty()
 
+    def hold(self, is_held: bool) -> None:
+        """Nobody but the scheduler brings requests."""
+
     def queue_state(self) -> QueueState:
         return {}
 

@@ -121,6 +121,9 @@ class DecodeRole:
     def is_idle(self) -> bool:
         return self._set.is_empty() and not (self._prealloc or self._transfer or self._leases)
 
+    def hold(self, is_held: bool) -> None:
+        """Nobody but the scheduler brings requests."""
+
     def queue_state(self) -> QueueState:
         return {
             "num_decode_prealloc_queue_reqs": len(self._prealloc),

@@ -53,6 +53,7 @@ class PrefillRole:
         self._inflight = PrefillInflightQueue()
         self._leases: LeaseTable[PrefillEntry] = LeaseTable()
         self._num_failed = 0
+        self._takes_asked = True
 
     def accept(self, request: Request) -> None:
         request.timeline.enter("bootstrap", self._clock.now())
@@ -61,7 +62,7 @@ class PrefillRole:
     def advance(self) -> None:
         for entry in self._leases.reclaim():
             self._free(entry)
-        for asked in self._manager.take_asked_prompts():
+        for asked in self._manager.take_asked_prompts() if self._takes_asked else ():
             self._accept_asked(asked)
         ready, failed = self._bootstrap.pop_bootstrapped()
         for entry in ready:
@@ -116,6 +117,9 @@ class PrefillRole:
 
     def is_idle(self) -> bool:
         return not (self._bootstrap or self._computing or self._inflight or self._leases)
+
+    def hold(self, is_held: bool) -> None:
+        self._takes_asked = not is_held
 
     def queue_state(self) -> QueueState:
         return {

@@ -1,0 +1,183 @@
+"""Putting roles together over what all of them share: engine, KV pool, running set, caches.
+
+A role is prepared (its hand-over opened: transport, manager, metadata) beside the one that serves, and installed in its
+place when nothing is held. The start of a worker is the same without one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+
+from splitserve.cache.block_record import BlockRecord
+from splitserve.cache.host_memory import HostMemory
+from splitserve.cache.host_tier import HostTier
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.cache.prefix import NoPrefixCache, PrefixCache
+from splitserve.cache.radix import RadixCache
+from splitserve.cache.told_prefix import ToldPrefixCache
+from splitserve.clock import Clock
+from splitserve.config import DisaggregationConfig, WorkerConfig
+from splitserve.core.request import DisaggregationMode, Request
+from splitserve.disaggregation.kit import HandOverKit
+from splitserve.disaggregation.wire import ParallelRank
+from splitserve.engine.build import BuiltEngine
+from splitserve.engine.draft import DraftingRunner
+from splitserve.engine.runner import ModelRunner
+from splitserve.errors import ConfigError
+from splitserve.launch.cluster_token import settle_host
+from splitserve.launch.hand_over import open_hand_over
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.roles.decode import DecodeRole
+from splitserve.scheduler.roles.prefill import PrefillRole
+from splitserve.scheduler.running import RunningSet
+
+NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What stays when the role changes."""
+
+    engine: BuiltEngine
+    runner: ModelRunner | DraftingRunner
+    cache: PagedKVCache
+    running: RunningSet
+    outbox: Outbox
+    clock: Clock
+    # Of KV events; None: nobody is told.
+    record: BlockRecord | None
+
+
+class RoleAssembly:
+    """A RoleBuilder. `on_change` is called from a manager's thread when a hand-over went on."""
+
+    def __init__(self, config: WorkerConfig, shared: Shared, rank: ParallelRank, on_change: Callable[[], None]) -> None:
+        self._config = config
+        self._shared = shared
+        self._rank = rank
+        self._on_change = on_change
+        # Whose caches of prefixes are in place; None before the first role.
+        self._installed: DisaggregationMode | None = None
+
+    def prepare(self, mode: DisaggregationMode, bootstrap_url: str | None) -> AssembledRole:
+        check_role(self._config, mode)
+        closing = ExitStack()
+        kit: HandOverKit | None = None
+        if mode is not NULL:
+            config = settle_host(settings_of(self._config.disaggregation, mode))
+            try:
+                kit = open_hand_over(config, self._shared.engine, bootstrap_url, self._rank, self._on_change, closing)
+            except BaseException:
+                closing.close()
+                raise
+        return AssembledRole(self, mode, kit, closing)
+
+    def install(self, mode: DisaggregationMode, kit: HandOverKit | None) -> Role:
+        shared = self._shared
+        role = _role(mode, shared, kit)
+        if mode is not PREFILL:
+            runner = shared.runner
+            target = runner.target if isinstance(runner, DraftingRunner) else runner
+            shared.engine.add_graphs(target, shared.cache.rows.table)
+        self._fit_caches(mode)
+        self._fit_running_set(mode)
+        self._installed = mode
+        return role
+
+    def _fit_running_set(self, mode: DisaggregationMode) -> None:
+        running, scheduler = self._shared.running, self._config.scheduler
+        running.admission.tokens_at_most = _prompt_only if mode is PREFILL else to_the_end
+        running.prompt_budget = scheduler.local_prefill_size if mode is DECODE else running.token_budget
+        running.admits_before = None
+
+    def _fit_caches(self, mode: DisaggregationMode) -> None:
+        """What is cached stays where it is what the new role would have computed, and may keep."""
+        cache, before = self._shared.cache, self._installed
+        had, has = before is not None and self._has_prefixes(before), self._has_prefixes(mode)
+        stays = had and has and not self._is_narrowed(before)
+        host = cache.host if stays else None
+        if has and self._config.cache.prefix_host_memory and mode is not DECODE:
+            host = host or self._host_tier()
+        elif cache.host is not None:
+            cache.host.clear()
+            host = None
+        if stays:
+            cache.host = host
+            return
+        prefix: PrefixCache = RadixCache(cache.page_size) if has else NoPrefixCache()
+        record = self._shared.record
+        cache.replace_caches(prefix if record is None else ToldPrefixCache(prefix, record), host)
+
+    def _host_tier(self) -> HostTier:
+        shared = self._shared
+        memory = HostMemory(shared.engine.pool, self._config.cache.prefix_host_memory)
+        return HostTier(memory, shared.cache.page_size, shared.record)
+
+    def _is_narrowed(self, mode: DisaggregationMode | None) -> bool:
+        """The KV cache lost digits on its way into that role's pages."""
+        return mode is DECODE and self._config.disaggregation.transfer_dtype != "auto"
+
+    def _has_prefixes(self, mode: DisaggregationMode) -> bool:
+        engine, config = self._shared.engine, self._config.cache
+        if engine.shared or not config.enable_prefix_cache:
+            # Pages that change owner cannot stay in a cache.
+            return False
+        if mode is not DECODE:
+            return True
+        # Of a sliding-window layer prefill sends what this request will read; a shorter one would miss some of it.
+        has_windows = any(component.window is not None for component in engine.layout.components)
+        return config.enable_decode_prefix_cache and not has_windows
+
+
+class AssembledRole:
+    """A PreparedRole."""
+
+    def __init__(
+        self, assembly: RoleAssembly, mode: DisaggregationMode, kit: HandOverKit | None, closing: ExitStack
+    ) -> None:
+        self.mode = mode
+        self._assembly = assembly
+        self._kit = kit
+        self._closing = closing
+
+    def install(self) -> Role:
+        return self._assembly.install(self.mode, self._kit)
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+def settings_of(config: DisaggregationConfig, mode: DisaggregationMode) -> DisaggregationConfig:
+    """The hand-over's settings for that role."""
+    # How it reaches us is the receiver's to say.
+    transfer_dtype = config.transfer_dtype if mode is DECODE else "auto"
+    return msgspec.structs.replace(config, mode=mode, transfer_dtype=transfer_dtype)
+
+
+def check_role(config: WorkerConfig, mode: DisaggregationMode) -> None:
+    """Raises ConfigError where this worker cannot have that role, whatever it has now."""
+    if mode is NULL and config.cache.shared_pool is not None:
+        raise ConfigError(
+            "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"
+        )
+
+
+def _role(mode: DisaggregationMode, shared: Shared, kit: HandOverKit | None) -> Role:
+    if kit is None:
+        return ColocatedRole(shared.running, shared.cache, shared.outbox, shared.clock)
+    make = PrefillRole if mode is PREFILL else DecodeRole
+    return make(shared.running, shared.cache, shared.outbox, shared.clock, kit)
+
+
+def _prompt_only(request: Request) -> int:
+    return request.num_prefill_tokens
+
+
+def to_the_end(request: Request) -> int:
+    return request.num_tokens_at_most

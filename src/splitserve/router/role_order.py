@@ -1,0 +1,91 @@
+"""An operator gives a worker another role through the router: no new requests for it, its switch, its new place.
+
+1. Checked: others can serve meanwhile.
+2. It gets no new requests, and `GET /workers` says what it is to become. What it runs ends, or comes back to be served
+   elsewhere (`tries.py`): the worker sees to that (`launch/role_switch.py`).
+3. It answers when it has changed, and has its place in its new pool then; or why it has not, and then it has its old
+   one again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import RoleSwitchRunningError, WorkerUnavailableError
+from splitserve.router.failure import UpstreamError
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.upstream import Upstream
+from splitserve.router.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+# Seconds that the answer may take beyond those the worker was given.
+_ANSWER_SECONDS = 30.0
+
+
+class RoleOrder(BaseModel):
+    """Body of POST /role."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    # As GET /workers has it.
+    url: str
+    role: Literal["prefill", "decode", "null"]
+    # What runs there ends there, or goes on elsewhere.
+    drain: Literal["complete", "migrate"] = "complete"
+    # Seconds for all of it.
+    timeout: float = Field(default=60.0, gt=0.0, le=86400.0)
+    # Prefill: of its bootstrap server; None: the one it had, or any free one.
+    bootstrap_port: int | None = Field(default=None, ge=0, lt=65536)
+    # Even if nobody else can serve meanwhile.
+    force: bool = False
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    role: DisaggregationMode
+    seconds: float
+    bootstrap_port: int | None = None
+
+
+async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleOrder) -> tuple[Worker, float]:
+    """The worker in its new role, and the seconds that its switch took. Raises UnknownWorkerError,
+    RoleSwitchRunningError, WorkerUnavailableError, and UpstreamError with what the worker says where it could not.
+    """
+    worker = registry.get(order.url)
+    if worker.switching_to is not None:
+        raise RoleSwitchRunningError(f"{worker.url} is changing its role to {worker.switching_to} already")
+    if not order.force and registry.needs(worker):
+        raise WorkerUnavailableError(
+            f"without {worker.url} nobody would serve requests: start another worker first, or send force: true"
+        )
+    was_draining, worker.is_draining = worker.is_draining, True
+    worker.switching_to = DisaggregationMode(order.role)
+    logger.info("worker changes its role url=%s from=%s to=%s", worker.url, worker.mode, order.role)
+    try:
+        answer = await _ask(upstream, worker, order)
+    except UpstreamError as error:
+        logger.warning("worker keeps its role url=%s mode=%s cause=%s", worker.url, worker.mode, error.body[:500])
+        raise
+    finally:
+        worker.switching_to, worker.is_draining = None, was_draining
+    # It has announced itself meanwhile, or it does not announce itself at all.
+    registry.add(worker.url, answer.role, answer.bootstrap_port)
+    return registry.get(worker.url), answer.seconds
+
+
+async def _ask(upstream: Upstream, worker: Worker, order: RoleOrder) -> _Answer:
+    body = msgspec.json.encode(order.model_dump(include={"role", "drain", "timeout", "bootstrap_port"}))
+    seconds = order.timeout + _ANSWER_SECONDS
+    status, answer, headers = await upstream.ask(worker, "POST", "/role", body, seconds=seconds)
+    if status != 200:
+        raise UpstreamError.answered(worker.mode.value, worker.url, status, answer, headers)
+    try:
+        return msgspec.json.decode(answer, type=_Answer)
+    except msgspec.MsgspecError as error:
+        message = f"{worker.url} does not say what has become of it ({error}): is it a worker of this release?"
+        raise UpstreamError.lost(worker.mode.value, worker.url, 502, message) from error

@@ -1,0 +1,182 @@
+"""One scheduler's part in a switch to another role: engine, weights, pool and caches stay, the role is replaced.
+
+The front end orders it in steps, for several schedulers all or none:
+1. PREPARE   what the new role needs (transport, manager, metadata) is opened beside the old one, which serves on. All
+             that may fail, fails here.
+2. SETTLE    no request is taken any more; answered when nothing is held, and an error where something still is at the
+             deadline. What is settled stays so.
+3. COMMIT    the new role takes the old one's place, and what only that needed is closed.
+or CANCEL    from anywhere before: what was prepared is closed, and the old role goes on as if nothing had happened.
+
+It does not know what a role needs, nor why it changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
+from splitserve.messages import RoleReply, RoleRequest, RoleStep
+from splitserve.scheduler.roles.base import Role
+
+logger = logging.getLogger(__name__)
+
+
+class PreparedRole(Protocol):
+    """All that a role needs beside what every role shares. It is its owner's to close, once."""
+
+    @property
+    def mode(self) -> DisaggregationMode: ...
+
+    def install(self) -> Role:
+        """Fit what the roles share to this one, and make it. Only while nothing is held. Raises SplitserveError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RoleBuilder(Protocol):
+    def prepare(self, mode: DisaggregationMode, bootstrap_url: str | None) -> PreparedRole:
+        """Open it; may take seconds. From any thread, beside the role that serves. Raises SplitserveError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    call_id: int
+    # Clock time.
+    deadline: float
+    timeout: float
+
+
+class RoleSwitch:
+    """Owns the current role's `PreparedRole`. `pool`: where roles are prepared; `wake` ends the scheduler's waiting.
+
+    Used by the scheduler's thread alone.
+    """
+
+    def __init__(self, builder: RoleBuilder, current: PreparedRole, pool: Executor, wake: Callable[[], None]) -> None:
+        self._builder = builder
+        self._current = current
+        self._pool = pool
+        self._wake = wake
+        self._preparing: tuple[int, Future[PreparedRole]] | None = None
+        self._prepared: PreparedRole | None = None
+        self._settling: _Settling | None = None
+        self._is_settled = False
+
+    @property
+    def is_held(self) -> bool:
+        """No request is taken: the role is about to change."""
+        return self._settling is not None or self._is_settled
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.is_held or self._preparing is not None or self._prepared is not None
+
+    def take(self, order: RoleRequest, role: Role, now: float) -> tuple[Role, RoleReply | None]:
+        """The role from here on, and the answer; None: it comes later, from `poll`."""
+        try:
+            return self._take(order, role, now)
+        except SplitserveError as error:
+            return role, _refusal(order.call_id, error)
+
+    def poll(self, role: Role, now: float, *, is_resting: bool = False) -> list[RoleReply]:
+        """Answers that have become due. `is_resting`: nothing is computed, and nothing is held."""
+        return [reply for reply in (self._poll_prepared(), self._poll_settled(role, now, is_resting)) if reply]
+
+    def close(self) -> None:
+        """Close what is open, the current role's last."""
+        self._drop_prepared()
+        self._current.close()
+
+    def _take(self, order: RoleRequest, role: Role, now: float) -> tuple[Role, RoleReply | None]:
+        match order.step:
+            case RoleStep.PREPARE:
+                if self.is_under_way:
+                    raise WorkerUnavailableError("another switch of the role is under way: wait for its end")
+                future = self._pool.submit(self._builder.prepare, order.mode, order.bootstrap_url)
+                self._preparing = order.call_id, future
+                future.add_done_callback(lambda _: self._wake())
+                return role, None
+            case RoleStep.SETTLE:
+                if self._prepared is None:
+                    raise WorkerUnavailableError("no role has been prepared: begin the switch anew")
+                self._settling = _Settling(order.call_id, now + order.timeout, order.timeout)
+                return role, None
+            case RoleStep.COMMIT:
+                return self._commit(), RoleReply(call_id=order.call_id)
+            case RoleStep.CANCEL:
+                self._drop_prepared()
+                self._settling, self._is_settled = None, False
+                role.hold(False)
+                return role, RoleReply(call_id=order.call_id)
+
+    def _commit(self) -> Role:
+        if self._prepared is None or not self._is_settled:
+            raise WorkerUnavailableError("the role cannot change before its scheduler has settled: begin anew")
+        role = self._prepared.install()
+        old, self._current, self._prepared = self._current, self._prepared, None
+        self._is_settled = False
+        try:
+            old.close()
+        except Exception:
+            # The new role stands; what is left of the old one costs memory, no request.
+            logger.exception("what the %s role needed could not be closed", old.mode)
+        logger.info("the role is %s now, and was %s", role.mode, old.mode)
+        return role
+
+    def _poll_prepared(self) -> RoleReply | None:
+        if self._preparing is None or not self._preparing[1].done():
+            return None
+        (call_id, future), self._preparing = self._preparing, None
+        try:
+            self._prepared = future.result()
+        except SplitserveError as error:
+            return _refusal(call_id, error)
+        except Exception as error:
+            logger.exception("the role could not be prepared")
+            return _refusal(call_id, WorkerUnavailableError(f"{type(error).__name__}: {error}"))
+        return RoleReply(call_id=call_id)
+
+    def _poll_settled(self, role: Role, now: float, is_resting: bool) -> RoleReply | None:
+        settling = self._settling
+        if settling is None:
+            return None
+        if is_resting:
+            self._settling, self._is_settled = None, True
+            # Not before: what peers ask for may be what keeps them from giving us what we wait for.
+            role.hold(True)
+            return RoleReply(call_id=settling.call_id)
+        if now < settling.deadline:
+            return None
+        self._settling = None
+        return _refusal(
+            settling.call_id,
+            DeadlineExceededError(
+                f"the scheduler still held requests or leased pages after {settling.timeout:g} s (stage: settling)"
+            ),
+        )
+
+    def _drop_prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing[1].add_done_callback(_close_late)
+            self._preparing = None
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.close()
+
+
+def _close_late(future: Future[PreparedRole]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()
+
+
+def _refusal(call_id: int, error: SplitserveError) -> RoleReply:
+    status = 400 if isinstance(error, ConfigError) else error.http_status
+    return RoleReply(call_id=call_id, error=error.message, status_code=status)

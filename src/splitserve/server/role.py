@@ -1,0 +1,59 @@
+"""The role of this worker: what it is, and the order to become something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import InvalidRequestError, WorkerUnavailableError
+from splitserve.server import validation
+from splitserve.server.error_response import json_response
+from splitserve.server.front_end import FrontEnd, RoleOrder
+from splitserve.server.schemas import RoleBody
+
+# Seconds that a switch may be given at most.
+MAX_SWITCH_SECONDS = 86400.0
+
+
+def role_routes(front: FrontEnd) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/role")
+    async def get_role() -> Response:
+        return json_response(_describe_role(front))
+
+    @router.post("/role")
+    async def switch_role(request: Request) -> Response:
+        order = _role_order(validation.parse(RoleBody, validation.parse_json(await request.body())))
+        if front.role_switch is None:
+            raise WorkerUnavailableError(front.unready_reason() or "this worker's role is fixed")
+        report = await front.role_switch.switch(order)
+        return json_response(
+            {**_describe_role(front), "old_role": str(report.old), "role": str(report.new), "seconds": report.seconds}
+        )
+
+    return router
+
+
+def _describe_role(front: FrontEnd) -> dict[str, Any]:
+    return {
+        "role": str(front.mode),
+        "switching_to": None if front.switching_to is None else str(front.switching_to),
+        "bootstrap_port": front.bootstrap_port if front.mode is DisaggregationMode.PREFILL else None,
+    }
+
+
+def _role_order(body: RoleBody) -> RoleOrder:
+    """Raises InvalidRequestError."""
+    if body.role not in list(DisaggregationMode):
+        raise InvalidRequestError(f"role {body.role!r}: choose one of {', '.join(DisaggregationMode)}", param="role")
+    if body.drain not in ("complete", "migrate"):
+        raise InvalidRequestError(f"drain {body.drain!r}: choose complete or migrate", param="drain")
+    if not 0 < body.timeout <= MAX_SWITCH_SECONDS:
+        raise InvalidRequestError(f"timeout must be in (0, {MAX_SWITCH_SECONDS:g}] seconds", param="timeout")
+    if body.bootstrap_port is not None and not 0 <= body.bootstrap_port < 65536:
+        raise InvalidRequestError("bootstrap_port must be in [0, 65535]; 0: any free one", param="bootstrap_port")
+    mode = DisaggregationMode(body.role)
+    return RoleOrder(mode, body.drain == "migrate", body.timeout, body.bootstrap_port)

@@ -1,0 +1,154 @@
+"""Workers of the real model change their roles under load: every stream ends with the output of an undisturbed run.
+
+`make soak` goes on with null, several ranks, other transports and both kinds of drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import httpx
+import pytest
+
+from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_all, make_requests, open_session
+from splitserve.core.request import DisaggregationMode
+from splitserve.launch.local import LocalCluster
+from splitserve.testing.deployment import MODEL, Deployment
+
+pytestmark = pytest.mark.process
+
+PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
+# Seconds that all streams of a round may take, and a switch.
+DEADLINE = 180.0
+# (worker, its new role, how it is drained)
+Switch = tuple[str, DisaggregationMode, str]
+
+
+@dataclass
+class World:
+    deployment: Deployment
+    requests: list[StreamRequest]
+    expected: dict[int, Outcome]
+
+    @property
+    def router(self) -> str:
+        return self.deployment.cluster.router_url
+
+    @property
+    def urls(self) -> dict[str, str]:
+        return {w.name: str(w.url) for w in self.deployment.cluster.workers}
+
+    def roles(self) -> dict[str, str]:
+        """As the router knows them."""
+        workers = self.deployment.client.get(f"{self.router}/workers").json()["workers"]
+        names = {url: name for name, url in self.urls.items()}
+        return {names[w["url"]]: w["mode"] for w in workers}
+
+    def switch_under_load(self, *switches: Switch) -> int:
+        """One switch after the other, while every request is sent again when it has ended. How often that was."""
+        return asyncio.run(self._switch_under_load(switches))
+
+    async def _switch_under_load(self, switches: Sequence[Switch]) -> int:
+        num_done, is_over, has_begun = 0, False, asyncio.Event()
+
+        async def load(session: aiohttp.ClientSession, i: int, request: StreamRequest) -> None:
+            nonlocal num_done
+            while not is_over:
+                outcome = Outcome()
+                await follow(session, self.router, request, outcome, has_begun.set)
+                assert outcome.difference(self.expected[i]) == "", i
+                num_done += 1
+
+        async with open_session(DEADLINE) as session:
+            loads = [asyncio.create_task(load(session, i, r)) for i, r in enumerate(self.requests)]
+            try:
+                for name, role, drain in switches:
+                    has_begun.clear()
+                    await has_begun.wait()
+                    body = {"url": self.urls[name], "role": role, "drain": drain, "timeout": DEADLINE}
+                    async with session.post(f"{self.router}/role", json=body) as response:
+                        assert response.status == 200, await response.text()
+                        assert (await response.json())["mode"] == role
+                    # A failed request shows at once, not when all is over.
+                    for task in loads:
+                        if task.done():
+                            task.result()
+                is_over = True
+                await asyncio.gather(*loads)
+            finally:
+                for task in loads:
+                    task.cancel()
+                await asyncio.gather(*loads, return_exceptions=True)
+        return num_done
+
+
+@contextmanager
+def world(
+    num_requests: int, num_tokens: int, *, backend: str = "tcp", dp_size: int = 1, worker_args: Sequence[str] = ()
+) -> Iterator[World]:
+    args = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64", *worker_args]
+    with (
+        LocalCluster(
+            MODEL,
+            prefill=1,
+            decode=2,
+            prefill_dp_size=dp_size,
+            decode_dp_size=dp_size,
+            dtype="float32",
+            threads=1,
+            backend=backend,
+            worker_args=args,
+        ) as cluster,
+        httpx.Client(timeout=60) as client,
+    ):
+        cluster.wait_ready(timeout=300)
+        requests = make_requests(num_requests, num_tokens)
+        expected = follow_all(cluster.router_url, requests, timeout=DEADLINE)
+        assert {i: o.error for i, o in expected.items() if o.error or not o.is_done} == {}
+        yield World(Deployment(cluster, client), requests, expected)
+
+
+def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices():
+    with world(5, 16) as w:
+        num_done = w.switch_under_load(("decode-2", PREFILL, "migrate"), ("decode-2", DECODE, "complete"))
+        assert num_done >= len(w.requests)
+        assert w.roles() == {"prefill-1": PREFILL, "decode-1": DECODE, "decode-2": DECODE}
+        w.deployment.check_nothing_is_held()
+
+
+# Everybody becomes everything, and a path remains at each moment.
+ROUND: list[Switch] = [
+    ("decode-2", PREFILL, "migrate"),
+    ("prefill-1", DECODE, "complete"),
+    ("decode-1", NULL, "migrate"),
+    ("decode-2", NULL, "migrate"),
+    ("prefill-1", PREFILL, "complete"),
+    ("decode-1", DECODE, "migrate"),
+    ("decode-2", DECODE, "complete"),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("backend", "dp_size", "worker_args"),
+    [
+        ("tcp", 1, ()),
+        ("tcp", 2, ("--disable-overlap-schedule",)),
+        (
+            "shm",
+            1,
+            ("--prefix-host-memory", "64M", "--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://*:0"}'),
+        ),
+        ("gloo", 1, ("--speculative-algorithm", "ngram")),
+    ],
+)
+def test_everybody_becomes_everything_under_load(backend: str, dp_size: int, worker_args: Sequence[str]):
+    with world(12, 40, backend=backend, dp_size=dp_size, worker_args=worker_args) as w:
+        for _ in range(3):
+            w.switch_under_load(*ROUND)
+            assert w.roles() == {"prefill-1": PREFILL, "decode-1": DECODE, "decode-2": DECODE}
+            w.deployment.check_nothing_is_held()
