@@ -31,7 +31,7 @@ from splitserve.errors import (
     WorkerUnavailableError,
 )
 from splitserve.launch.cluster_token import settle_host
-from splitserve.launch.roles import check_role
+from splitserve.launch.role_rules import check_role
 from splitserve.server.front_end import FrontEnd, RoleOrder, RoleReport
 from splitserve.server.scheduler_group import HalfSwitchedError
 

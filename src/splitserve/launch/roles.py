@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import msgspec
-
 from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.host_memory import HostMemory
 from splitserve.cache.host_tier import HostTier
@@ -20,16 +18,16 @@ from splitserve.cache.prefix import NoPrefixCache, PrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.clock import Clock
-from splitserve.config import DisaggregationConfig, WorkerConfig
+from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import ConfigError
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.hand_over import open_hand_over
+from splitserve.launch.role_rules import check_role, settings_of
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
@@ -151,21 +149,6 @@ class AssembledRole:
 
     def close(self) -> None:
         self._closing.close()
-
-
-def settings_of(config: DisaggregationConfig, mode: DisaggregationMode) -> DisaggregationConfig:
-    """The hand-over's settings for that role."""
-    # How it reaches us is the receiver's to say.
-    transfer_dtype = config.transfer_dtype if mode is DECODE else "auto"
-    return msgspec.structs.replace(config, mode=mode, transfer_dtype=transfer_dtype)
-
-
-def check_role(config: WorkerConfig, mode: DisaggregationMode) -> None:
-    """Raises ConfigError where this worker cannot have that role, whatever it has now."""
-    if mode is NULL and config.cache.shared_pool is not None:
-        raise ConfigError(
-            "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"
-        )
 
 
 def _role(mode: DisaggregationMode, shared: Shared, kit: HandOverKit | None) -> Role:

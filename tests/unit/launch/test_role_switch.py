@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -210,3 +212,8 @@ async def test_a_role_that_it_cannot_have_is_refused_before_anything_happens() -
         await around.switch.switch(RoleOrder(DECODE))
     assert around.steps == []
     around.check_serves_as(NULL, None)
+
+
+def test_the_front_end_does_without_torch_which_takes_seconds_and_memory() -> None:
+    code = "import sys, splitserve.launch.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
