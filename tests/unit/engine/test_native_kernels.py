@@ -135,8 +135,13 @@ def test_gate_and_up_in_one(library: Library, kind: Kind, size: int, rows: int) 
     gate, up, x = random(size, 24), random(size, 24, seed=1), random(rows, 24, seed=2) * 10
     found = PackedGateUp(library, Scratch(), gate, up, kind)(x)
     a, b = (product(kind, w, x) for w in (gate, up))
+    expected = torch.nn.functional.silu(a) * b
     assert found.shape == (rows, size)
-    assert_close(found, torch.nn.functional.silu(a) * b)
+    # CPUs that multiply bfloat16 take torch for many rows, which rounds both factors, and where silu is steep it shows.
+    slope = torch.sigmoid(a) * (1 + a * (1 - torch.sigmoid(a)))
+    rounding = torch.finfo(torch.bfloat16).eps
+    bound = rounding * ((slope * a * b).abs() + 2 * expected.abs()) + 0.01
+    assert ((found.float() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 30, 485])
