@@ -192,6 +192,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     router_urls: tuple[str, ...] = ()
     # File whose first key opens them; None: they ask for none.
     router_key_file: str | None = None
+    # File with the keys of who may call this worker; None: whoever reaches it.
+    api_key_file: str | None = None
     log_level: str = "warning"
 
 

@@ -176,6 +176,10 @@ def router(
     ] = False,
     api_key_file: ApiKeysOption = None,
     operator_key_file: OperatorKeysOption = None,
+    worker_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its first key is shown to the workers, where they have --api-key-file."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(metavar="ORIGIN", help="Web pages from there may ask, or *; repeatable.")
     ] = None,
@@ -218,6 +222,7 @@ def router(
         access_log=not disable_access_log,
         api_key_file=api_key_file,
         operator_key_file=operator_key_file,
+        worker_key_file=worker_key_file,
         cors_origins=tuple(cors_origin or ()),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,

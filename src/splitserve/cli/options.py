@@ -48,6 +48,10 @@ OperatorKeysOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The same for who adds, drains and removes workers, and for workers themselves."),
 ]
+WorkerKeysOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Keys of who may call this worker: its routers (--worker-key-file) and you."),
+]
 RouterKeyOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Its first key is shown to the router, where that has --operator-key-file."),

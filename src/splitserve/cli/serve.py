@@ -36,6 +36,7 @@ from splitserve.cli.options import (
     RouterKeyOption,
     ThreadsOption,
     TokenFileOption,
+    WorkerKeysOption,
 )
 from splitserve.config import (
     TRANSFER_DTYPES,
@@ -65,6 +66,7 @@ def serve(
         list[str] | None, typer.Option(metavar="URL[,URL]", help="Router to register with; repeatable.")
     ] = None,
     router_key_file: RouterKeyOption = None,
+    api_key_file: WorkerKeysOption = None,
     disaggregation_host: Annotated[
         str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
     ] = None,
@@ -215,6 +217,7 @@ def serve(
             served_model_name=served_model_name,
             router_urls=router_urls(router or ()),
             router_key_file=None if router_key_file is None else str(router_key_file),
+            api_key_file=None if api_key_file is None else str(api_key_file),
             log_level=log_level,
         ),
         kv_events=KVEventsConfig() if kv_events_config is None else KVEventsConfig.from_cli(kv_events_config),

@@ -100,6 +100,8 @@ def check_worker(config: WorkerConfig) -> None:
             raise ConfigError(f"{option} {rule}")
     check_config(config.kv_events, config.dp_size)
     router_key(config.server)
+    if config.server.api_key_file is not None:
+        read_keys(Path(config.server.api_key_file), "--api-key-file")
 
 
 def router_key(server: ServerConfig) -> str | None:

@@ -92,6 +92,8 @@ class LBArgs:
     # Files with the keys of clients, and of operators and workers; None: see `key_guard.py`.
     api_key_file: Path | None = None
     operator_key_file: Path | None = None
+    # File whose first key opens the workers; None: they ask for none.
+    worker_key_file: Path | None = None
     # Web pages of these origins may ask, e.g. https://chat.example.org; "*": any.
     cors_origins: tuple[str, ...] = ()
     # PEM files; None: no TLS.
@@ -170,6 +172,7 @@ class LBArgs:
         parser.add_argument("--disable-access-log", action="store_true")
         parser.add_argument("--api-key-file", type=Path, metavar="FILE")
         parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
+        parser.add_argument("--worker-key-file", type=Path, metavar="FILE")
         parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
         parser.add_argument("--ssl-certfile", type=Path, metavar="FILE")
         parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE")
@@ -204,6 +207,7 @@ class LBArgs:
             access_log=not args.disable_access_log,
             api_key_file=args.api_key_file,
             operator_key_file=args.operator_key_file,
+            worker_key_file=args.worker_key_file,
             cors_origins=tuple(args.cors_origin),
             ssl_certfile=args.ssl_certfile,
             ssl_keyfile=args.ssl_keyfile,

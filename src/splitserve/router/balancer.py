@@ -25,7 +25,7 @@ from splitserve.router.prompts import PromptReader
 from splitserve.router.rate_limit import RateLimit
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
-from splitserve.router.upstream import Upstream
+from splitserve.router.upstream import Upstream, read_key_header
 from splitserve.router.worker import Pair, Worker
 from splitserve.router.workers_file import WorkersFile
 
@@ -51,6 +51,7 @@ class MiniLoadBalancer:
         self._workers_file = None
         if args.workers_file is not None:
             self._workers_file = WorkersFile(args.workers_file, self.registry, args.health_interval)
+        self._key_header = read_key_header(args.worker_key_file)
         self._prompts = PromptReader()
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
@@ -65,7 +66,7 @@ class MiniLoadBalancer:
         return self.registry.select_pair()
 
     async def open(self) -> None:
-        self._upstream = Upstream(self.args, self.registry)
+        self._upstream = Upstream(self.args, self.registry, self._key_header)
         monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval, self.args.hang_timeout)
         follower = CacheFollower(
             self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval

@@ -57,7 +57,7 @@ class CacheFollower:
         """For ever; cancel it. At once over where nobody wants to know."""
         if not self._registry.followed_modes:
             return
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=self._upstream.key_header) as session:
             watches = Watches(lambda worker: self._watch(session, worker))
             try:
                 if self._model is not None:

@@ -1,4 +1,4 @@
-"""Who may call what: the door in front of the router's routes.
+"""Who may call what: the door in front of the routes of a router, and of a worker where that has keys.
 
 A path is open, for clients, or for operators; what nobody has classed is for operators. A client shows a client's key,
 an operator an operator's, which opens the clients' paths, too. Where only clients have keys, these open everything;
@@ -65,7 +65,7 @@ class KeyGuard:
         operator = self._operators.holder_of(key.strip()) if self._operators is not None else None
         client = self._clients.holder_of(key.strip()) if self._clients is not None else None
         if operator is None and client is None:
-            raise InvalidKeyError("nobody has this API key: see the file that --api-key-file of the router names")
+            raise InvalidKeyError("nobody has this API key: see the file that --api-key-file names")
         if operator is None and not is_for_clients and self._operators is not None:
             raise ForbiddenError(f"{path} is for operators: send a key of the router's --operator-key-file")
         return operator or client

@@ -5,6 +5,9 @@ It knows nothing of pairs.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from splitserve.router.api_keys import read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
 from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
@@ -30,13 +33,17 @@ _JSON = {"content-type": "application/json"}
 
 
 class Upstream:
-    """The router's way to its workers. Owns the connections to all of them; open it inside a running event loop."""
+    """The router's way to its workers. Owns the connections to all of them; open it inside a running event loop.
 
-    def __init__(self, args: LBArgs, registry: WorkerRegistry) -> None:
+    `key_header`: what opens the workers, see `read_key_header`.
+    """
+
+    def __init__(self, args: LBArgs, registry: WorkerRegistry, key_header: Headers) -> None:
         self._args = args
         self._registry = registry
         # No limit on connections: the workers bound their queues, a second bound here would only hide it.
         self._client = HttpClient(args.connect_timeout)
+        self.key_header = key_header
 
     async def close(self) -> None:
         await self._client.close()
@@ -49,7 +56,7 @@ class Upstream:
             worker.url,
             path,
             body,
-            {**_JSON, ROLE_HEADER: worker.mode.value, **headers},
+            {**_JSON, ROLE_HEADER: worker.mode.value, **headers, **self.key_header},
             seconds=seconds,
             idle_timeout=self._args.idle_timeout,
         )
@@ -66,7 +73,7 @@ class Upstream:
             worker.url,
             path,
             body,
-            {} if body is None else _JSON,
+            self.key_header if body is None else {**_JSON, **self.key_header},
             seconds=seconds,
             idle_timeout=seconds,
             connect_timeout=min(seconds, self._args.connect_timeout),
@@ -92,6 +99,13 @@ class Upstream:
             return UpstreamError.lost(side, worker.url, 504, message)
         message = f"{name} went away while it served this request ({error}): see its log, then try again"
         return UpstreamError.lost(side, worker.url, 502, message)
+
+
+def read_key_header(path: Path | None) -> Headers:
+    """The header with the first key of the file, which opens the workers; none without a file. Raises ConfigError."""
+    if path is None:
+        return {}
+    return {"authorization": f"Bearer {next(iter(read_keys(path, '--worker-key-file')))}"}
 
 
 class WorkerCall:

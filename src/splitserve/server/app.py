@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fastapi import FastAPI
 
 from splitserve import __version__
 from splitserve.config import WorkerConfig
 from splitserve.metrics.worker import WorkerMetrics
+from splitserve.router.api_keys import ApiKeys, read_keys
+from splitserve.router.key_guard import KeyGuard
 from splitserve.server.admin import admin_routes
 from splitserve.server.error_response import install_error_handlers
 from splitserve.server.front_end import FrontEnd
@@ -17,6 +21,9 @@ from splitserve.server.role import role_routes
 from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenize import tokenize_routes
 from splitserve.server.tokenizer import Tokenizer
+
+# Who watches the worker needs no key.
+_OPEN_PATHS = ("/health", "/metrics")
 
 
 def build_app(
@@ -45,6 +52,9 @@ def build_app(
     app = FastAPI(title="Splitserve worker", version=__version__)
     app.state.front = front
     install_error_handlers(app)
+    if config.server.api_key_file is not None:
+        keys = ApiKeys(read_keys(Path(config.server.api_key_file), "--api-key-file"))
+        app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())
     for routes in (native_routes, openai_routes, admin_routes, role_routes, tokenize_routes):
         app.include_router(routes(front))
     return app

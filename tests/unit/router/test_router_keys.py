@@ -200,3 +200,27 @@ async def test_a_stream_comes_through_the_guard_as_it_is(clients: Path) -> None:
         start_router(workers=(worker.url,), api_key_file=clients) as url,
     ):
         assert (await call(url, "POST", "/generate", BOB))[:2] == (200, b"".join(chunks).decode())
+
+
+async def test_a_worker_with_keys_opens_to_the_routers_key_whatever_the_client_shows(tmp_path: Path) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        seen.append((request.path, request.headers.get("authorization")))
+        return web.json_response({"text": "b"})
+
+    keys = write(tmp_path / "workers", f"{ROOT}\n{ALICE}\n")
+    async with (
+        start_worker(handler) as worker,
+        start_router(workers=(worker.url,), worker_key_file=keys, health_interval=60) as router,
+    ):
+        assert (await call(router, "POST", "/generate", BOB))[0] == 200
+        assert (await call(router, "GET", "/v1/models"))[0] == 200
+        assert (await call(router, "POST", "/flush_cache"))[0] == 200
+    assert {"/generate", "/v1/models", "/flush_cache"} <= {path for path, _ in seen}
+    assert {key for _, key in seen} == {f"Bearer {ROOT}"}
+
+
+def test_a_router_without_its_workers_key_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--worker-key-file"):
+        build_router_app(LBArgs(worker_key_file=tmp_path / "nothing"))
