@@ -26,9 +26,10 @@ def num_retractions(deployment: Deployment, url: str) -> float:
 
 
 # The shorter a prompt and the longer its answer, the less of what it will need is known when it is admitted.
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("num_requests", "prompt_tokens", "num_tokens", "num_retracted"),
-    [(12, 14, 36, 2), pytest.param(40, 14, 36, 24, marks=pytest.mark.soak)],
+    [(12, 14, 36, 2), (40, 14, 36, 24)],
     ids=["few", "many"],
 )
 def test_output_under_pressure_is_that_of_requests_that_have_room(

@@ -19,7 +19,7 @@ import aiohttp
 
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
-from splitserve.bench.stream import Endpoint, LoadError, Stream, wait_closed
+from splitserve.bench.stream import Endpoint, LoadError, Stream, key_header, wait_closed
 from splitserve.bench.workload import LoadRequest
 
 # Seconds for one stream from its sending to its end.
@@ -50,7 +50,10 @@ class LoadResult:
 def client_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
     # One buffer holds a frame: a line may be longer than the usual 64 KiB.
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout), read_bufsize=2**20
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        headers=key_header(),
+        read_bufsize=2**20,
     )
 
 

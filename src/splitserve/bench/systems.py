@@ -27,7 +27,7 @@ from splitserve.bench.jobs import Job
 from splitserve.bench.load import ask
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
-from splitserve.bench.stream import Endpoint, LoadError
+from splitserve.bench.stream import Endpoint, LoadError, key_header
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
@@ -146,7 +146,8 @@ class ServedSystem:
 def first_model(url: str) -> str:
     """The first model that a server offers. Raises LoadError."""
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=10.0) as response:
+        request = urllib.request.Request(f"{url}/v1/models", headers=key_header())
+        with urllib.request.urlopen(request, timeout=10.0) as response:
             model: str = json.load(response)["data"][0]["id"]
     except (OSError, ValueError, LookupError) as error:
         raise LoadError(f"{url}/v1/models names no model ({error}): is an OpenAI-compatible server there?") from error

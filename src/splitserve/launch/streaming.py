@@ -34,9 +34,14 @@ class StreamedAnswer:
         return percentile(self.gaps, 99) if self.gaps else 0.0
 
 
+def api_key() -> str | None:
+    """What the environment has for servers that ask for a key."""
+    return os.environ.get("SPLITSERVE_API_KEY")
+
+
 def open_client(url: str, timeout: float = 600.0) -> OpenAI:
     """`url`: of a router or worker, with or without /v1. Where it asks for a key, the environment has it."""
-    key = os.environ.get("SPLITSERVE_API_KEY", "none")
+    key = api_key() or "none"
     return OpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key=key, timeout=timeout, max_retries=0)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
+from aiohttp import web
 
 from splitserve.bench.load import client_session, run_load
 from splitserve.bench.prompts import Prompt
@@ -12,6 +14,7 @@ from splitserve.bench.stream import Endpoint, LoadError, Stream, num_tokens_of, 
 from splitserve.bench.systems import first_model
 from splitserve.bench.workload import LoadRequest
 from splitserve.testing.fake_openai import FakeOpenAI
+from splitserve.testing.router_world import start_worker
 
 
 def request(number, max_tokens=3, send_at=0.0):
@@ -119,6 +122,20 @@ async def test_a_server_that_is_not_there_fails_the_request():
 def test_a_server_that_offers_no_model_is_named():
     with pytest.raises(LoadError, match="/v1/models names no model"):
         first_model("http://127.0.0.1:1")
+
+
+async def test_the_key_of_the_environment_is_shown(monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_API_KEY", "a-key-0123456789")
+    seen = []
+
+    async def handler(request, _):
+        seen.append(request.headers.get("authorization"))
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async with start_worker(handler) as server:
+        assert await asyncio.to_thread(first_model, server.url) == "m"
+        await run_load(Endpoint(server.url, "m"), [request(1)], concurrency=1, timeout=10.0)
+    assert seen == ["Bearer a-key-0123456789"] * 2
 
 
 def test_a_request_asks_for_exactly_so_many_tokens_in_token_ids():
