@@ -119,7 +119,8 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
         threads=1,
         # Long prompts take several chunks.
         worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
-        router_args=["--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"],
+        # A request meets more faults in a minute than others in a year: three tries are soon gone without a token.
+        router_args=["--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5", "--max-retries", "8"],
         worker_program=PROGRAM,
     )
 

@@ -148,7 +148,10 @@ class Saboteur:
     async def _all_usable(self) -> bool:
         children = self._cluster.children_of(self._role)
         known = {w["url"]: w for w in (await self._get("/workers"))["workers"]}
-        return all(c.ready is not None and known.get(c.ready.url, {"healthy": False})["healthy"] for c in children)
+        return all(
+            c.ready is not None and (worker := known.get(c.ready.url)) and worker["healthy"] and worker["ready"]
+            for c in children
+        )
 
     async def _get(self, path: str) -> Any:
         try:

@@ -72,7 +72,7 @@ class HealthMonitor:
         elif worker.calls and time.monotonic() - (worker.silent_since or asked_at) >= self._hang_timeout:
             self._break_off(worker)
         if status == 200 and worker.broken_off is None:
-            worker.mark_healthy()
+            self._registry.mark_healthy(worker)
         else:
             self._registry.mark_unhealthy(worker)
         if worker.healthy != was_healthy:

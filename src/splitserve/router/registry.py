@@ -35,10 +35,14 @@ FORGET_AFTER = 60.0
 class Avoid:
     """Whom a request that failed is not to meet again."""
 
-    # Not at all.
-    failed: set[Worker] = field(default_factory=set)
+    # Not before it has been away and come back: clock times at which they failed.
+    failed: dict[Worker, float] = field(default_factory=dict)
     # Not while there are others: one of them is at fault, nobody knows which.
     suspects: set[Worker] = field(default_factory=set)
+
+    def excludes(self, worker: Worker) -> bool:
+        failed_at = self.failed.get(worker)
+        return failed_at is not None and worker.returned_at <= failed_at
 
 
 _NOBODY = Avoid()
@@ -73,7 +77,7 @@ class WorkerRegistry:
         if known is not None and known.mode is mode:
             known.bootstrap_port = bootstrap_port
             known.is_static = known.is_static or is_static
-            known.mark_healthy()
+            known.mark_healthy(self._clock.now())
             return False
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
         if self._probe:
@@ -135,6 +139,9 @@ class WorkerRegistry:
     def block_sizes(self) -> frozenset[int]:
         """Of all workers whose caches are known; tokens."""
         return frozenset(w.prefixes.block_size for w in self._workers.values() if w.prefixes is not None)
+
+    def mark_healthy(self, worker: Worker) -> None:
+        worker.mark_healthy(self._clock.now())
 
     def mark_unhealthy(self, worker: Worker) -> None:
         worker.mark_unhealthy(self._clock.now())
@@ -233,7 +240,7 @@ class WorkerRegistry:
         return policy.place(worker, wish) if isinstance(policy, CacheAware) else None
 
     def _takers(self, mode: DisaggregationMode, avoid: Avoid) -> list[Worker]:
-        return [w for w in self.pool(mode) if w.takes_requests and w not in avoid.failed]
+        return [w for w in self.pool(mode) if w.takes_requests and not avoid.excludes(w)]
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         name = "colocated" if mode is DisaggregationMode.NULL else mode.value

@@ -206,7 +206,7 @@ class Tries:
             self._wish = dataclasses.replace(self._wish, num_told=num_told)
 
     def _blame(self, error: UpstreamError, target: Pair | Worker) -> None:
-        """Who is at fault loses trust, and the request does not go there again."""
+        """Who is at fault loses trust, and the request does not go there again while it has not been away since."""
         if error.cause in (Cause.REQUEST, Cause.ABORTED):
             return
         is_lost, is_partners = error.cause is Cause.LOST, error.code == "peer_lost"
@@ -215,7 +215,7 @@ class Tries:
         else:
             at_fault = target.prefill if (error.side == "prefill") is not is_partners else target.decode
         if is_lost or is_partners:
-            self._avoid.failed.add(at_fault)
+            self._avoid.failed[at_fault] = self._registry.now()
         else:
             self._avoid.suspects.update(_workers(target))
         if is_lost or is_partners or error.code in _OWN_FAULTS:

@@ -39,6 +39,8 @@ class Worker:
     healthy: bool = True
     # Clock time of the first failure in a row; None while healthy.
     unhealthy_since: float | None = None
+    # Clock time at which it was last healthy again after a failure.
+    returned_at: float = -math.inf
     # An operator wants no new requests there.
     is_draining: bool = False
     # While it changes its role by our order: the role it is to have.
@@ -97,7 +99,9 @@ class Worker:
         finally:
             self.num_running_of_rank[rank] -= 1
 
-    def mark_healthy(self) -> None:
+    def mark_healthy(self, now: float) -> None:
+        if not self.healthy:
+            self.returned_at = now
         self.healthy = True
         self.unhealthy_since = None
 

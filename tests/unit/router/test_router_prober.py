@@ -49,7 +49,7 @@ def test_nobody_is_in_doubt_where_nobody_probes() -> None:
     registry.add("d", DECODE)
     worker = registry.get("d")
     registry.mark_unhealthy(worker)
-    worker.mark_healthy()
+    worker.mark_healthy(0.0)
     assert worker.unready_reason is None
 
 
@@ -75,7 +75,7 @@ def test_who_joins_beside_a_proven_one_is_held_back_until_it_is_proven(registry:
     assert registry.get("d3").unready_reason == JOINED
     assert decodes(registry) == {"d1", "d2"}
     # A request that failed there had better try the new one than nobody.
-    assert decodes(registry, Avoid(failed={d1, d2})) == decodes(registry, Avoid(suspects={d1, d2})) == {"d3"}
+    assert decodes(registry, Avoid(failed={d1: 0.0, d2: 0.0})) == decodes(registry, Avoid(suspects={d1, d2})) == {"d3"}
     # A request that ends well is a proof.
     registry.get("d3").forgive()
     assert decodes(registry) == {"d1", "d2", "d3"}
@@ -97,7 +97,7 @@ def test_who_was_lost_is_in_doubt_when_it_comes_back(registry: WorkerRegistry) -
     d1 = registry.get("d1")
     registry.mark_unhealthy(d1)
     registry.mark_unhealthy(d1)
-    d1.mark_healthy()
+    d1.mark_healthy(0.0)
     assert d1.unready_reason == LOST
     assert decodes(registry) == {"d2"}
 

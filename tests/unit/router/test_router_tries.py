@@ -264,6 +264,32 @@ async def test_a_prefill_that_hangs_loses_its_requests_to_another() -> None:
         assert await pools.post("/generate", STREAM) == (200, WHOLE)
 
 
+async def test_a_worker_that_came_back_is_somebody_to_go_on_at_where_all_others_have_failed() -> None:
+    async def prefill(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (never() if body["dispatch"]["attempt"] < 2 else answers({}))(request, body)
+
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (never() if body["dispatch"]["attempt"] < 2 else journals(COUNT))(request, body)
+
+    async with serve_pools([prefill] * 2, [decode], health_interval=0.05, hang_timeout=1.0) as pools:
+        first, second = pools.prefill
+        first.is_stopped = True
+        request = asyncio.create_task(pools.post("/generate", STREAM))
+        await asyncio.wait_for(second.arrived.wait(), 60)
+        first.is_stopped = False
+        async with asyncio.timeout(60):
+            while not await is_healthy(pools, first.url):
+                pass
+        second.is_stopped = True
+        assert await request == (200, WHOLE)
+        assert [len(p.bodies) for p in pools.prefill] == [2, 1]
+
+
+async def is_healthy(pools: Pools, url: str) -> bool:
+    async with pools.client.get(pools.router + "/workers") as response:
+        return next(w["healthy"] for w in (await response.json())["workers"] if w["url"] == url)
+
+
 async def test_a_slow_worker_that_answers_questions_keeps_its_stream() -> None:
     go_on = asyncio.Event()
     decodes = [journals(COUNT, until=2, go_on=go_on), never()]

@@ -73,9 +73,9 @@ def test_with_nobody_else_a_worker_at_fault_still_serves(registry) -> None:
 def test_a_request_does_not_meet_again_whom_it_saw_fail_and_suspects_only_where_there_is_nobody_else(registry) -> None:
     d1, d2 = worker(registry, "d1"), worker(registry, "d2")
     assert decodes(registry, avoid=Avoid(suspects={d1})) == {"d2"}
-    assert decodes(registry, avoid=Avoid(failed={d2}, suspects={d1})) == {"d1"}
+    assert decodes(registry, avoid=Avoid(failed={d2: 0.0}, suspects={d1})) == {"d1"}
     with pytest.raises(WorkerUnavailableError, match="none of the 2 decode"):
-        registry.select(avoid=Avoid(failed={d1, d2}))
+        registry.select(avoid=Avoid(failed={d1: 0.0, d2: 0.0}))
 
 
 async def test_what_a_cancelled_writer_accepted_goes_out_once_and_in_order() -> None:
