@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
 from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
@@ -145,7 +145,9 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         return _json(_describe(registry.get(worker.registry_url)))
 
     @app.delete("/workers")
-    async def remove_worker(url: str) -> Response:
+    async def remove_worker(url: str = "") -> Response:
+        if not url:
+            raise InvalidRequestError("url is missing: DELETE /workers?url=URL, as GET /workers has it", param="url")
         worker = registry.get(url)
         registry.remove(worker.url)
         return _json(_describe(worker))
@@ -154,6 +156,8 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def drain_worker(request: Request) -> Response:
         order = _parse(WorkerOrder, await request.body(), "find")
         worker = registry.get(order.url)
+        if worker.switching_to is not None:
+            raise RoleSwitchRunningError(f"{worker.url} changes its role to {worker.switching_to}: drain it afterwards")
         if order.migrate and not registry.has_stand_in(worker):
             raise WorkerUnavailableError(
                 f"no other {worker.mode} worker takes requests, so what runs on {worker.url} can go nowhere: "
@@ -233,8 +237,9 @@ def _parse(model: type[Body], raw: bytes, what_for: str) -> Body:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        problems = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
-        raise InvalidRequestError(f"cannot {what_for} this worker: {problems}") from None
+        errors = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+        problems = "; ".join(f"{field}: {problem}" if field else problem for field, problem in errors)
+        raise InvalidRequestError(f"cannot {what_for} this worker: {problems}", param=errors[0][0] or None) from None
 
 
 def _describe(worker: Worker) -> dict[str, Any]:

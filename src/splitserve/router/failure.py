@@ -49,11 +49,12 @@ class UpstreamError(Exception):
         error = body.get("error") if isinstance(body, dict) else None
         return str(error.get("code") or "") if isinstance(error, dict) else ""
 
-    def explained(self, context: str, outcome: str) -> UpstreamError:
-        """The same failure, told in full: which request, at what stage, and what became of it."""
+    def explained(self, context: str, outcome: str, code: str | None = None) -> UpstreamError:
+        """The same failure, told in full: which request, at what stage, and what became of it. `code`: another one."""
         try:
             body = msgspec.json.decode(self.body)
             body["error"]["message"] = f"{context}: {body['error']['message']}; {outcome}"
+            body["error"]["code"] = code or body["error"]["code"]
         except (msgspec.DecodeError, KeyError, TypeError):
             return self
         return UpstreamError(self.side, self.url, self.status, msgspec.json.encode(body), self.cause, self.headers)

@@ -34,7 +34,9 @@ MAX_PROBES = 16
 # Seconds between two looks who is in doubt. One that joins is seen at once.
 LOOK_INTERVAL = 0.25
 # Answers of workers that do not let themselves be asked like that: they are trusted at once.
-_CANNOT_BE_ASKED = (401, 403, 404, 405)
+_CANNOT_BE_ASKED = (404, 405)
+# Answers to whoever shows no key, or a wrong one.
+_REFUSED = (401, 403)
 # Seconds the other side of a pair gets to tell what it knows of a failure.
 _GRACE = 1.0
 
@@ -128,7 +130,9 @@ async def generate(upstream: Upstream, worker: Worker) -> str | None:
         status, answer, _ = await upstream.ask(worker, "GET", "/health_generate", seconds=PROBE_TIMEOUT)
     except UpstreamError as error:
         return f"it generates nothing: {_message(error.body)}"
-    return None if status in (200, *_CANNOT_BE_ASKED) else f"it generates nothing: {status}, {_message(answer)}"
+    if status in (200, *_CANNOT_BE_ASKED):
+        return None
+    return _refusal(upstream, status) or f"it generates nothing: {status}, {_message(answer)}"
 
 
 async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
@@ -160,7 +164,16 @@ async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
         return f"no hand-over: {_message(error.body)}"
     if status in (200, *_CANNOT_BE_ASKED):
         return None
-    return f"no hand-over: {worker.mode} worker {worker.url}: {status}, {_message(answer)}"
+    problem = _refusal(upstream, status) or f"{status}, {_message(answer)}"
+    return f"no hand-over: {worker.mode} worker {worker.url}: {problem}"
+
+
+def _refusal(upstream: Upstream, status: int) -> str | None:
+    """Why it answers nothing that this router asks for itself; None: for another reason."""
+    if status not in _REFUSED:
+        return None
+    problem = "does not take this router's key: see" if upstream.key_header else "asks for a key: give the router"
+    return f"it {problem} --worker-key-file ({status})"
 
 
 def _message(body: bytes) -> str:

@@ -59,11 +59,13 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
     worker = registry.get(order.url)
     if worker.switching_to is not None:
         raise RoleSwitchRunningError(f"{worker.url} is changing its role to {worker.switching_to} already")
+    if worker.is_draining:
+        raise RoleSwitchRunningError(f"{worker.url} is draining: POST /workers/resume first, a switch drains by itself")
     if not order.force and registry.needs(worker):
         raise WorkerUnavailableError(
             f"without {worker.url} nobody would serve requests: start another worker first, or send force: true"
         )
-    was_draining, worker.is_draining = worker.is_draining, True
+    worker.is_draining = True
     worker.switching_to = DisaggregationMode(order.role)
     logger.info("worker changes its role url=%s from=%s to=%s", worker.url, worker.mode, order.role)
     try:
@@ -72,7 +74,7 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
         logger.warning("worker keeps its role url=%s mode=%s cause=%s", worker.url, worker.mode, error.body[:500])
         raise
     finally:
-        worker.switching_to, worker.is_draining = None, was_draining
+        worker.switching_to, worker.is_draining = None, False
     # It has announced itself meanwhile, or it does not announce itself at all.
     registry.add(worker.url, answer.role, answer.bootstrap_port)
     return registry.get(worker.url), answer.seconds

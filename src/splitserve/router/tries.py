@@ -178,7 +178,8 @@ class Tries:
         if self._client.started and not self.journal.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
         if self.seconds_left <= 0:
-            raise self._explained(error, f"its {self._limit:g} s are over: give it a longer timeout")
+            outcome = f"its {self._limit:g} s are over: give it a longer timeout"
+            raise self._explained(error, outcome, DeadlineExceededError.reason)
         if self._num_failures > self._max_retries:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)
@@ -221,12 +222,12 @@ class Tries:
         if is_lost or is_partners or error.code in _OWN_FAULTS:
             self._registry.add_fault(at_fault)
 
-    def _explained(self, error: UpstreamError, outcome: str) -> UpstreamError:
+    def _explained(self, error: UpstreamError, outcome: str, code: str | None = None) -> UpstreamError:
         # A worker's own report names request and stage.
         if error.cause is not Cause.LOST:
             return error
         stage = "streaming" if self._client.started else "dispatch"
-        return error.explained(f"request {self._body['rid']} (stage: {stage}, try {self.num_tries})", outcome)
+        return error.explained(f"request {self._body['rid']} (stage: {stage}, try {self.num_tries})", outcome, code)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._arrived

@@ -73,7 +73,7 @@ class Upstream:
             worker.url,
             path,
             body,
-            self.key_header if body is None else {**_JSON, **self.key_header},
+            self.key_header if body is None else {**_JSON, ROLE_HEADER: worker.mode.value, **self.key_header},
             seconds=seconds,
             idle_timeout=seconds,
             connect_timeout=min(seconds, self._args.connect_timeout),

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -242,12 +243,25 @@ async def test_a_pair_is_ready_when_each_generates_and_both_have_served_a_reques
         assert 'splitserve_router:probes_total{outcome="ok"} 2.0' in metrics
 
 
-@pytest.mark.parametrize("status", [401, 404])
+@pytest.mark.parametrize("status", [404, 405])
 async def test_workers_that_cannot_be_asked_are_trusted(status: int) -> None:
     """Of other projects, say."""
     p, d = Scripted(generates=status, hands_over=status), Scripted(generates=status)
     async with probed([p], [d]) as world:
         await world.until_ready(p, d)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+async def test_workers_that_want_another_key_are_not_ready_and_say_which(tmp_path: Path, has_key: bool) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("router-0123456789abcdef\n")
+    keys.chmod(0o600)
+    p, d = Scripted(generates=401, hands_over=401), Scripted(generates=401, hands_over=401)
+    async with probed([p], [d], worker_key_file=keys if has_key else None) as world:
+        state = await world.until(d, lambda state: "--worker-key-file" in state["reason"])
+        assert ("does not take this router's key" in state["reason"]) is has_key
+        assert (await world.get("/ready"))[0] == 503
+        assert (await world.get("/health_generate"))[0] != 200
 
 
 async def test_a_colocated_worker_is_ready_when_it_generates() -> None:

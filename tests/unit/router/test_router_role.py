@@ -103,6 +103,43 @@ async def test_a_worker_that_has_changed_stands_in_its_new_pool() -> None:
         assert await w.modes() == ["prefill", "decode", "null"]
 
 
+async def test_an_operators_drain_and_a_switch_do_not_undo_each_other() -> None:
+    ordered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def takes_its_time(request: web.Request, body: dict[str, Any]) -> web.Response:
+        ordered.set()
+        await go_on.wait()
+        return await changes(request, body)
+
+    async with world(PREFILL, DECODE, DECODE, on_order=takes_its_time) as w:
+        url = w.workers[2].url
+        assert (await w.post("/workers/drain", {"url": url}))[0] == 200
+        status, answer = await w.order(2, "null")
+        assert (status, "/workers/resume" in answer["error"]["message"]) == (409, True)
+        assert [state["draining"] for state in await w.listed()] == [False, False, True]
+        assert (await w.post("/workers/resume", {"url": url}))[0] == 200
+        switch = asyncio.create_task(w.order(2, "null"))
+        await ordered.wait()
+        status, answer = await w.post("/workers/drain", {"url": url})
+        assert (status, "changes its role" in answer["error"]["message"]) == (409, True)
+        go_on.set()
+        assert (await switch)[0] == 200
+
+
+async def test_what_is_wrong_with_an_order_is_named_with_its_field() -> None:
+    async with world(PREFILL, DECODE) as w:
+        for path, body, field in (
+            ("/role", {"role": "decode"}, "url"),
+            ("/role", {"url": w.workers[0].url, "role": "decode", "timeout": -1}, "timeout"),
+            ("/workers", {"mode": "decode", "url": w.workers[0].url}, "registry_url"),
+        ):
+            status, answer = await w.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert f"{field}: " in answer["error"]["message"]
+        async with w.client.delete(w.url + "/workers") as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "url")
+
+
 async def test_while_it_changes_it_shows_and_gets_no_requests_though_it_leaves_and_comes_back() -> None:
     ordered, go_on = asyncio.Event(), asyncio.Event()
 

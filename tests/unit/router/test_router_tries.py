@@ -156,6 +156,7 @@ async def test_nothing_is_tried_after_the_requests_deadline(how) -> None:
         status, answer = await pools.post("/generate", body, headers)
         assert status == 502
         assert "longer timeout" in json.loads(answer)["error"]["message"]
+        assert json.loads(answer)["error"]["code"] == "deadline_exceeded"
         assert pools.decode[1].bodies == []
 
 
