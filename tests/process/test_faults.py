@@ -20,7 +20,7 @@ import pytest
 from splitserve.chaos.injector import order_fault, replace_worker, signal_worker
 from splitserve.chaos.orders import PROGRAM, Fault
 from splitserve.chaos.points import Stage
-from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, make_requests
+from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
@@ -104,8 +104,7 @@ def world(num_workers: int) -> Iterator[World]:
     ):
         cluster.wait_ready(timeout=300)
         requests = make_requests(NUM_STREAMS, NUM_TOKENS)
-        expected = follow_all(cluster.router_url, requests, timeout=DEADLINE)
-        assert {i: o.error for i, o in expected.items() if o.error or not o.is_done} == {}
+        expected = follow_undisturbed(cluster.router_url, requests, timeout=DEADLINE)
         yield World(Deployment(cluster, client), requests, expected)
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 

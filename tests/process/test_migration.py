@@ -24,6 +24,7 @@ from splitserve.chaos.streams import Outcome, follow, follow_all, make_requests,
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.child import POLL_INTERVAL
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.metrics_page import sum_samples
 from splitserve.testing.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
@@ -43,13 +44,8 @@ def check_same(outcomes: dict[int, Outcome], expected: dict[int, Outcome]) -> No
     assert {i: problem for i, o in outcomes.items() if (problem := o.difference(expected[i]))} == {}
 
 
-def migrations(url: str) -> int:
-    async def ask() -> str:
-        async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as response:
-            return await response.text()
-
-    lines = [line for line in asyncio.run(ask()).splitlines() if line.startswith("splitserve_router:retries_total")]
-    return sum(int(float(line.split()[-1])) for line in lines if 'kind="migration"' in line)
+def migrations(url: str) -> float:
+    return sum_samples(url, kind="migration").get("splitserve_router:retries_total", 0.0)
 
 
 @contextmanager

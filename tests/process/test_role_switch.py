@@ -14,7 +14,7 @@ import aiohttp
 import httpx
 import pytest
 
-from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_all, make_requests, open_session
+from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_undisturbed, make_requests, open_session
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
@@ -107,8 +107,7 @@ def world(
     ):
         cluster.wait_ready(timeout=300)
         requests = make_requests(num_requests, num_tokens)
-        expected = follow_all(cluster.router_url, requests, timeout=DEADLINE)
-        assert {i: o.error for i, o in expected.items() if o.error or not o.is_done} == {}
+        expected = follow_undisturbed(cluster.router_url, requests, timeout=DEADLINE)
         yield World(Deployment(cluster, client), requests, expected)
 
 

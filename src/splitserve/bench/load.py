@@ -19,8 +19,10 @@ import aiohttp
 
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
-from splitserve.bench.stream import Endpoint, LoadError, Stream, key_header, wait_closed
+from splitserve.bench.stream import Endpoint, LoadError, Stream, wait_closed
 from splitserve.bench.workload import LoadRequest
+from splitserve.launch.streaming import api_key
+from splitserve.router.api_keys import key_header
 
 # Seconds for one stream from its sending to its end.
 STREAM_TIMEOUT = 900.0
@@ -52,7 +54,7 @@ def client_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=timeout),
-        headers=key_header(),
+        headers=key_header(api_key()),
         read_bufsize=2**20,
     )
 

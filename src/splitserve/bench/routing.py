@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -38,13 +37,14 @@ from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.child import POLL_INTERVAL
 from splitserve.launch.local import ClusterError, LocalCluster
+from splitserve.launch.metrics_page import sum_samples
 from splitserve.launch.up import wait_ready
 from splitserve.metrics.worker import PREFIX
 from splitserve.server.tokenizer import Tokenizer
 
 SINGLE = "one worker"
 _EVENTS = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'
-_HITS, _QUERIES = PREFIX + "prefix_cache_hits", PREFIX + "prefix_cache_queries"
+_HITS, _QUERIES = PREFIX + "prefix_cache_hits_total", PREFIX + "prefix_cache_queries_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +230,5 @@ def _await_events(router_url: str) -> None:
 
 def _count(worker_url: str) -> tuple[float, float]:
     """Prompt tokens that were found, and looked up, in the worker's prefix cache."""
-    with urllib.request.urlopen(f"{worker_url}/metrics", timeout=30.0) as response:
-        text = response.read().decode()
-    totals = {_HITS: 0.0, _QUERIES: 0.0}
-    for family in text_string_to_metric_families(text):
-        if family.name in totals:
-            totals[family.name] = sum(sample.value for sample in family.samples)
-    return totals[_HITS], totals[_QUERIES]
+    sums = sum_samples(worker_url)
+    return sums.get(_HITS, 0.0), sums.get(_QUERIES, 0.0)

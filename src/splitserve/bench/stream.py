@@ -21,7 +21,6 @@ import msgspec
 from splitserve.bench.stats import StreamRecord
 from splitserve.bench.workload import LoadRequest
 from splitserve.errors import SplitserveError
-from splitserve.launch.streaming import api_key
 
 # Beyond OpenAI's own fields. Ours and vLLM know both; most servers ignore what they do not know.
 _EXACT = {"ignore_eos": True, "return_token_ids": True}
@@ -31,12 +30,6 @@ class LoadError(SplitserveError):
     """A stream of the benchmark failed."""
 
     reason = "load_failed"
-
-
-def key_header() -> dict[str, str]:
-    """Of every request; empty where the environment has no key."""
-    key = api_key()
-    return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,13 @@ from splitserve.bench.jobs import Job
 from splitserve.bench.load import ask
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
-from splitserve.bench.stream import Endpoint, LoadError, key_header
+from splitserve.bench.stream import Endpoint, LoadError
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
+from splitserve.launch.streaming import api_key
 from splitserve.launch.up import wait_ready
+from splitserve.router.api_keys import key_header
 
 # Seconds for a system to start.
 READY_TIMEOUT = 600.0
@@ -146,7 +148,7 @@ class ServedSystem:
 def first_model(url: str) -> str:
     """The first model that a server offers. Raises LoadError."""
     try:
-        request = urllib.request.Request(f"{url}/v1/models", headers=key_header())
+        request = urllib.request.Request(f"{url}/v1/models", headers=key_header(api_key()))
         with urllib.request.urlopen(request, timeout=10.0) as response:
             model: str = json.load(response)["data"][0]["id"]
     except (OSError, ValueError, LookupError) as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,12 @@ from splitserve.chaos.leaks import held
 from splitserve.chaos.orders import PROGRAM
 from splitserve.chaos.report import ChaosReport, Tally
 from splitserve.chaos.saboteur import Saboteur
-from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_all, make_requests, open_session
+from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_undisturbed, make_requests, open_session
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.launch.child import POLL_INTERVAL
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.metrics_page import sum_samples
 
 # Different requests that there are.
 _NUM_REQUESTS = 30
@@ -37,7 +37,6 @@ _NUM_REQUESTS = 30
 _LEAVING = 0.05
 # Seconds: for the workers to load, for a stream, and for everything to come back when all is over.
 _READY, _STREAM, _SETTLE = 600.0, 300.0, 60.0
-_RETRIES = re.compile(r'^splitserve_router:retries_total\{kind="(\w+)".*\} ([\d.e+]+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,12 @@ def _run(options: ChaosOptions, console: Console) -> ChaosReport:
     with _cluster(options) as cluster:
         console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
         cluster.wait_ready(_READY)
-        expected = follow_all(cluster.router_url, requests, timeout=_STREAM)
+        expected = follow_undisturbed(cluster.router_url, requests, timeout=_STREAM)
         console.print(f"now with faults, for {options.seconds:.0f} s (seed {options.seed})", highlight=False)
         try:
             _disturb(_Run(options, cluster, requests, expected, tally))
             leaks = asyncio.run(_await_release(cluster))
-            moves = asyncio.run(_count_moves(cluster.router_url))
+            num_migrations, num_retries = (_count_moves(cluster.router_url, kind) for kind in ("migration", "retry"))
         except BaseException:
             cluster.keep_logs()
             raise
@@ -94,8 +93,8 @@ def _run(options: ChaosOptions, console: Console) -> ChaosReport:
         seed=options.seed,
         seconds=options.seconds,
         tally=tally,
-        num_migrations=moves.get("migration", 0),
-        num_retries=moves.get("retry", 0),
+        num_migrations=num_migrations,
+        num_retries=num_retries,
         leaks=leaks + _processes_left(),
     )
 
@@ -215,14 +214,9 @@ async def _problem(client: aiohttp.ClientSession, url: str) -> str:
     return "; ".join(f"{url} keeps {what}" for state in states if (what := held(state)))
 
 
-async def _count_moves(router_url: str) -> dict[str, int]:
-    """Requests that went on elsewhere, by kind."""
-    async with aiohttp.ClientSession() as client, client.get(f"{router_url}/metrics") as response:
-        text = await response.text()
-    counts: dict[str, int] = {}
-    for kind, count in _RETRIES.findall(text):
-        counts[kind] = counts.get(kind, 0) + int(float(count))
-    return counts
+def _count_moves(router_url: str, kind: str) -> int:
+    """Requests that went on elsewhere: "migration" in a stream, "retry" before the first byte."""
+    return int(sum_samples(router_url, kind=kind).get("splitserve_router:retries_total", 0.0))
 
 
 def _processes_left() -> list[str]:

@@ -192,3 +192,12 @@ def follow_all(
     if is_due:
         raise ValueError(f"no moment at which each of {len(outcomes)} streams had had {after} events")
     return outcomes
+
+
+def follow_undisturbed(url: str, requests: Sequence[StreamRequest], *, timeout: float) -> dict[int, Outcome]:
+    """What disturbed streams are held against. Raises ValueError where one of these does not end well."""
+    outcomes = follow_all(url, requests, timeout=timeout)
+    failed = {i: o.error for i, o in outcomes.items() if o.error is not None or not o.is_done}
+    if failed:
+        raise ValueError(f"requests failed though nothing disturbed them: {failed}")
+    return outcomes

@@ -10,7 +10,7 @@ from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, Serve
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
-from splitserve.router.api_keys import read_keys
+from splitserve.router.api_keys import first_key, read_keys
 from splitserve.router.args import parse_url
 from splitserve.scheduler.ngram import MIN_MATCH
 from splitserve.server.bootstrap_fields import MAX_DP_SIZE
@@ -108,7 +108,7 @@ def router_key(server: ServerConfig) -> str | None:
     """What a worker shows its router; None: nothing. Raises ConfigError."""
     if server.router_key_file is None:
         return None
-    return next(iter(read_keys(Path(server.router_key_file), "--router-key-file")))
+    return first_key(Path(server.router_key_file), "--router-key-file")
 
 
 def router_urls(options: Sequence[str]) -> tuple[str, ...]:

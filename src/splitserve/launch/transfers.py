@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import urllib.request
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
+from splitserve.launch.metrics_page import sum_samples
 
 _PREFIX = "splitserve:kv_transfer_"
 
@@ -41,12 +40,7 @@ class Transfers:
 
 def read_transfers(prefill_url: str) -> Transfers:
     """Raises OSError where the worker does not answer."""
-    with urllib.request.urlopen(prefill_url + "/metrics", timeout=10.0) as response:
-        text = response.read().decode()
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    sums = sum_samples(prefill_url)
     return Transfers(
         count=int(sums.get(f"{_PREFIX}bytes_count", 0)),
         num_bytes=sums.get(f"{_PREFIX}bytes_sum", 0.0),

@@ -66,6 +66,16 @@ def read_keys(path: Path, option: str) -> dict[str, str]:
     return holders
 
 
+def first_key(path: Path, option: str) -> str:
+    """The one to show to others. Raises ConfigError."""
+    return next(iter(read_keys(path, option)))
+
+
+def key_header(key: str | None) -> dict[str, str]:
+    """What shows it; empty where there is none."""
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
 def _problem(words: list[str], known: Mapping[str, str]) -> str | None:
     """What is wrong with a line. The key itself is never told."""
     key, *names = words

@@ -13,6 +13,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.router.access_log import Visit
 from splitserve.router.admission import Admission
+from splitserve.router.api_keys import first_key, key_header
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
@@ -25,7 +26,7 @@ from splitserve.router.prompts import PromptReader
 from splitserve.router.rate_limit import RateLimit
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
-from splitserve.router.upstream import Upstream, read_key_header
+from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Pair, Worker
 from splitserve.router.workers_file import WorkersFile
 
@@ -51,7 +52,8 @@ class MiniLoadBalancer:
         self._workers_file = None
         if args.workers_file is not None:
             self._workers_file = WorkersFile(args.workers_file, self.registry, args.health_interval)
-        self._key_header = read_key_header(args.worker_key_file)
+        path = args.worker_key_file
+        self._key_header = key_header(None if path is None else first_key(path, "--worker-key-file"))
         self._prompts = PromptReader()
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None

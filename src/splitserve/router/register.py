@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.router.api_keys import key_header
 from splitserve.router.args import parse_url
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -91,11 +92,12 @@ def _request(mode: DisaggregationMode, host: str, port: int, bootstrap_port: int
 
 
 async def _tell(router_url: str, path: str, request: PDRegistryRequest, api_key: str | None) -> None:
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-            session.post(router_url.rstrip("/") + path, json=request.model_dump(), headers=headers) as response,
+            session.post(
+                router_url.rstrip("/") + path, json=request.model_dump(), headers=key_header(api_key)
+            ) as response,
         ):
             if response.status == 200:
                 return

@@ -5,9 +5,6 @@ It knows nothing of pairs.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from splitserve.router.api_keys import read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
 from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
@@ -35,7 +32,7 @@ _JSON = {"content-type": "application/json"}
 class Upstream:
     """The router's way to its workers. Owns the connections to all of them; open it inside a running event loop.
 
-    `key_header`: what opens the workers, see `read_key_header`.
+    `key_header`: what opens the workers.
     """
 
     def __init__(self, args: LBArgs, registry: WorkerRegistry, key_header: Headers) -> None:
@@ -99,13 +96,6 @@ class Upstream:
             return UpstreamError.lost(side, worker.url, 504, message)
         message = f"{name} went away while it served this request ({error}): see its log, then try again"
         return UpstreamError.lost(side, worker.url, 502, message)
-
-
-def read_key_header(path: Path | None) -> Headers:
-    """The header with the first key of the file, which opens the workers; none without a file. Raises ConfigError."""
-    if path is None:
-        return {}
-    return {"authorization": f"Bearer {next(iter(read_keys(path, '--worker-key-file')))}"}
 
 
 class WorkerCall:

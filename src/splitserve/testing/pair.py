@@ -84,7 +84,28 @@ class DisaggregatedWorker(SimWorker):
         )
 
 
-class PairWorld:
+class Between:
+    """What lies between the workers of a world: control messages, writes under way, and time."""
+
+    rng: random.Random
+    clock: ManualClock
+    control: Wires
+    data: FakeNetwork
+
+    def happen_between(self, which: int) -> None:
+        """Let one thing happen; `which`, from 4 to 7, says of what kind."""
+        match which:
+            case 4 | 5:
+                if pairs := self.control.busy():
+                    self.control.deliver(self.rng.choice(sorted(pairs)))
+            case 6:
+                if busy := self.data.busy_sessions():
+                    self.data.run_one(self.rng.choice(sorted(busy)))
+            case 7:
+                self.clock.advance(self.rng.choice([0.0, 0.0, 0.001, 0.01]))
+
+
+class PairWorld(Between):
     """One prefill and one decode worker. `prefill_settings` and `decode_settings` go to the SimWorkers."""
 
     ADDRESS = BootstrapAddress("sim", 1)
@@ -153,14 +174,8 @@ class PairWorld:
                 self.prefill.manager.tick()
             case 3:
                 self.decode.manager.tick()
-            case 4 | 5:
-                if pairs := self.control.busy():
-                    self.control.deliver(self.rng.choice(sorted(pairs)))
-            case 6:
-                if busy := self.data.busy_sessions():
-                    self.data.run_one(self.rng.choice(sorted(busy)))
-            case 7:
-                self.clock.advance(self.rng.choice([0.0, 0.0, 0.001, 0.01]))
+            case other:
+                self.happen_between(other)
 
     def run_until_idle(self, max_events: int = 200_000) -> None:
         for _ in range(max_events):

@@ -30,6 +30,7 @@ from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.testing.control import Book, Channel, Wires
 from splitserve.testing.fake_grammar import InlinePool
+from splitserve.testing.pair import Between
 from splitserve.testing.sim import SimWorker
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -141,7 +142,7 @@ class SwitchingWorker(SimWorker):
         self.submit(RoleRequest(call_id=list(RoleStep).index(step), step=step, **more))
 
 
-class SwitchWorld:
+class SwitchWorld(Between):
     """`modes`: the workers' at the start."""
 
     def __init__(self, seed: int, modes: list[DisaggregationMode], *, late: bool = False, **settings: Any) -> None:
@@ -197,14 +198,8 @@ class SwitchWorld:
             case 2 | 3:
                 if self.managers:
                     self.rng.choice(self.managers).tick()
-            case 4 | 5:
-                if pairs := self.control.busy():
-                    self.control.deliver(self.rng.choice(sorted(pairs)))
-            case 6:
-                if busy := self.data.busy_sessions():
-                    self.data.run_one(self.rng.choice(sorted(busy)))
-            case 7:
-                self.clock.advance(self.rng.choice([0.0, 0.0, 0.001, 0.01]))
+            case other:
+                self.happen_between(other)
 
     def run_until_idle(self, max_events: int = 400_000) -> None:
         for _ in range(max_events):
