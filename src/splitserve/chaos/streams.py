@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from splitserve.bench.stream import LoadError
+
 # Logprobs of the same token may differ by what float32 does to sums in another order.
 _LOGPROB_TOLERANCE = 1e-3
 _OUTPUT = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}
@@ -195,9 +197,9 @@ def follow_all(
 
 
 def follow_undisturbed(url: str, requests: Sequence[StreamRequest], *, timeout: float) -> dict[int, Outcome]:
-    """What disturbed streams are held against. Raises ValueError where one of these does not end well."""
+    """What disturbed streams are held against. Raises LoadError where one of these does not end well."""
     outcomes = follow_all(url, requests, timeout=timeout)
     failed = {i: o.error for i, o in outcomes.items() if o.error is not None or not o.is_done}
     if failed:
-        raise ValueError(f"requests failed though nothing disturbed them: {failed}")
+        raise LoadError(f"requests failed though nothing disturbed them: {failed}")
     return outcomes
