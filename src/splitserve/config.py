@@ -197,6 +197,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "warning"
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is cut over ranks; `core/parallel.py`."""
+
+    # Each matrix over so many ranks, and the layers over so many stages.
+    tp_size: int = 1
+    pp_size: int = 1
+    # Layers of each stage; empty: as even as can be.
+    pp_layers: tuple[int, ...] = ()
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one worker is told."""
 
@@ -207,6 +217,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     server: ServerConfig = ServerConfig()
     kv_events: KVEventsConfig = KVEventsConfig()
+    parallel: ParallelConfig = ParallelConfig()
     # Schedulers behind its one front end, each with the whole model, a pool and the other limits here for itself.
     dp_size: int = 1
 

@@ -18,9 +18,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from splitserve.clock import SystemClock
+from splitserve.core.parallel import ParallelRank
 from splitserve.disaggregation.challenge import TOKENS_DIFFER, Challenges, Proof
 from splitserve.disaggregation.loop_thread import LoopThread
-from splitserve.disaggregation.wire import PROTOCOL_VERSION, ParallelRank, PrefillInfo, version_difference
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, PrefillInfo, version_difference
 
 logger = logging.getLogger(__name__)
 

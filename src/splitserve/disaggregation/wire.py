@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from splitserve.core.layout import KVLayout
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import RoomKey
 from splitserve.disaggregation.checksum import can_compare
 from splitserve.disaggregation.convert import is_convertible, travels_as
@@ -44,17 +45,6 @@ class VersionMismatch(WireError):
     def __init__(self, version: int, envelope: Envelope) -> None:
         self.envelope = envelope
         super().__init__(version_difference(ours=PROTOCOL_VERSION, theirs=version))
-
-
-class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a worker's model one rank holds."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
 
 
 class KVArgs(msgspec.Struct, frozen=True, kw_only=True):

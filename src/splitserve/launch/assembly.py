@@ -12,7 +12,7 @@ from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.slots import DecodeReqToTokenPool
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, WorkerConfig
-from splitserve.disaggregation.wire import ParallelRank
+from splitserve.core.parallel import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.grammar import XGrammarCompiler

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from splitserve.clock import SystemClock
 from splitserve.config import DisaggregationConfig
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.checksum import Checksums
@@ -20,7 +21,7 @@ from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports import create_transport, moves_gpu_memory, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
-from splitserve.disaggregation.wire import KVArgs, ParallelRank
+from splitserve.disaggregation.wire import KVArgs
 from splitserve.engine.build import BuiltEngine
 from splitserve.errors import ConfigError
 

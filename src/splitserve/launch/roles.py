@@ -19,9 +19,9 @@ from splitserve.cache.radix import RadixCache
 from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.clock import Clock
 from splitserve.config import WorkerConfig
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
-from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.runner import ModelRunner

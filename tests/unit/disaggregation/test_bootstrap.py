@@ -6,11 +6,12 @@ import httpx
 import msgspec
 import pytest
 
+from splitserve.core.parallel import ParallelRank
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.disaggregation.challenge import answer
 from splitserve.disaggregation.directory import ClusterAuth, HttpDirectory, register_rank
 from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
-from splitserve.disaggregation.wire import PROTOCOL_VERSION, KVArgs, ParallelRank, PrefillInfo
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, KVArgs, PrefillInfo
 from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.testing.kv_world import layout
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.peers import LookupFailure
 from splitserve.disaggregation.state import KVPoll
-from splitserve.disaggregation.wire import ParallelRank
 from splitserve.errors import WorkerUnavailableError
 from splitserve.testing.kv_world import BOOTSTRAP, Worker, World
 

@@ -6,6 +6,7 @@ import pytest
 
 from splitserve.config import DisaggregationConfig
 from splitserve.core.layout import Region
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.disaggregation.manager import KVManager
@@ -15,7 +16,7 @@ from splitserve.disaggregation.room import Limits
 from splitserve.disaggregation.seal import control_key, seal, unseal
 from splitserve.disaggregation.state import IllegalTransition, KVPoll
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.wire import PROTOCOL_VERSION, ParallelRank, Ping, encode
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, Ping, encode
 from splitserve.errors import (
     CapacityError,
     DeadlineExceededError,

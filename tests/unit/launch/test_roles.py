@@ -16,9 +16,9 @@ from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.clock import ManualClock, SystemClock
 from splitserve.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.wire import ParallelRank
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import ConfigError
 from splitserve.launch.own_bootstrap import OwnBootstrap
