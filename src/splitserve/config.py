@@ -206,6 +206,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Layers of each stage; empty: as even as can be.
     pp_layers: tuple[int, ...] = ()
 
+    @property
+    def group_size(self) -> int:
+        """Ranks that compute one step together."""
+        return self.tp_size * self.pp_size
+
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one worker is told."""

@@ -232,7 +232,7 @@ class SchedulerReady(Message, frozen=True):
 
 
 class SchedulerFailed(Message, frozen=True):
-    """The scheduler could not start. Its process ends after this."""
+    """The scheduler could not start, or one of the ranks of its model cannot go on. Its process ends after this."""
 
     message: str
 

@@ -11,6 +11,7 @@ import transformers
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.shape import WorkerShape
 from splitserve.testing.deployment import Deployment
 from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
 from splitserve.testing.tiny_models import make_tiny_model
@@ -35,8 +36,9 @@ def reference(model) -> Reference:
 @pytest.fixture
 def deployment(model) -> Iterator[Deployment]:
     args = ["--max-total-tokens", "4000", "--dp-size", "2"]
+    two = WorkerShape(dp_size=2)
     cluster = LocalCluster(
-        model, null=1, prefill_dp_size=2, decode_dp_size=2, dtype="float32", threads=1, worker_args=args
+        model, null=1, prefill_shape=two, decode_shape=two, dtype="float32", threads=1, worker_args=args
     )
     with cluster:
         cluster.wait_ready(timeout=300)

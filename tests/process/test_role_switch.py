@@ -17,6 +17,7 @@ import pytest
 from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_undisturbed, make_requests, open_session
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.shape import WorkerShape
 from splitserve.testing.deployment import MODEL, Deployment
 
 pytestmark = pytest.mark.process
@@ -96,8 +97,8 @@ def world(
             MODEL,
             prefill=1,
             decode=2,
-            prefill_dp_size=dp_size,
-            decode_dp_size=dp_size,
+            prefill_shape=WorkerShape(dp_size=dp_size),
+            decode_shape=WorkerShape(dp_size=dp_size),
             dtype="float32",
             threads=1,
             backend=backend,

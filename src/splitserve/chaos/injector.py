@@ -20,7 +20,7 @@ def order_fault(child: ChildProcess, fault: Fault) -> Order:
 def signal_worker(child: ChildProcess, number: signal.Signals) -> None:
     """Front end and schedulers together, as a whole machine fails; SIGCONT lets a stopped one go on."""
     assert child.ready is not None
-    for pid in (child.pid, *child.ready.scheduler_pids):
+    for pid in (child.pid, *child.ready.scheduler_pids, *child.ready.follower_pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 

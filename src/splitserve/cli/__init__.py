@@ -29,14 +29,17 @@ from splitserve.cli.options import (
     ModelArgument,
     OperatorKeysOption,
     ParentOption,
+    PpSizeOption,
     QuantizationOption,
     ReadyFileOption,
     ThreadsOption,
     TokenFileOption,
+    TpSizeOption,
 )
 from splitserve.cli.serve import serve
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.checks import check_backend, check_dtype, check_worker_options
+from splitserve.launch.shape import WorkerShape
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 from splitserve.router.policies import POLICIES
 
@@ -68,7 +71,11 @@ def up(
     null: Annotated[
         int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
     ] = 0,
+    prefill_tp_size: TpSizeOption = 1,
+    prefill_pp_size: PpSizeOption = 1,
     prefill_dp_size: DpSizeOption = 1,
+    decode_tp_size: TpSizeOption = 1,
+    decode_pp_size: PpSizeOption = 1,
     decode_dp_size: DpSizeOption = 1,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     hand_over: HandOverOption = False,
@@ -105,8 +112,8 @@ def up(
         prefill=prefill,
         decode=decode,
         null=null,
-        prefill_dp_size=prefill_dp_size,
-        decode_dp_size=decode_dp_size,
+        prefill_shape=WorkerShape.of("prefill", prefill_tp_size, prefill_pp_size, prefill_dp_size),
+        decode_shape=WorkerShape.of("decode", decode_tp_size, decode_pp_size, decode_dp_size),
         dtype=dtype,
         backend=transfer_backend,
         host=host,
@@ -280,7 +287,13 @@ def verify(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
     transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
     hand_over: HandOverOption = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each worker's model.")] = None,
+    prefill_tp_size: TpSizeOption = 1,
+    prefill_pp_size: PpSizeOption = 1,
+    prefill_dp_size: DpSizeOption = 1,
+    decode_tp_size: TpSizeOption = 1,
+    decode_pp_size: PpSizeOption = 1,
+    decode_dp_size: DpSizeOption = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank's model.")] = None,
     quantization: Annotated[
         str | None, typer.Option(help="Of the pair's weights only, to see what it costs; exit code 0 whatever that is.")
     ] = None,
@@ -298,6 +311,8 @@ def verify(
         hand_over=hand_over,
         threads=threads,
         quantization=quantization,
+        prefill_shape=WorkerShape.of("prefill", prefill_tp_size, prefill_pp_size, prefill_dp_size),
+        decode_shape=WorkerShape.of("decode", decode_tp_size, decode_pp_size, decode_dp_size),
     )
     raise typer.Exit(run_verify(options, as_json=as_json))
 

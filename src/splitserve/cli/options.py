@@ -69,9 +69,16 @@ QuantizationOption = Annotated[
 CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model, in each of its schedulers.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model, in each of its ranks.")]
 DpSizeOption = Annotated[
     int, typer.Option(help="Schedulers of the worker, each with the model and a pool: data parallel ranks.")
+]
+TpSizeOption = Annotated[
+    int, typer.Option(help="Tensor parallel ranks: processes that each hold a part of every matrix of the model.")
+]
+PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers of the model.")]
+PpLayersOption = Annotated[
+    str | None, typer.Option(metavar="N,N,...", help="Layers of each pipeline stage; default: as even as can be.")
 ]
 ReservedTokensOption = Annotated[
     int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")

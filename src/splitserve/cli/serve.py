@@ -27,6 +27,8 @@ from splitserve.cli.options import (
     NumDraftTokensOption,
     ParentOption,
     PolicyOption,
+    PpLayersOption,
+    PpSizeOption,
     PrefixHostMemoryOption,
     PriorityOption,
     QuantizationOption,
@@ -36,6 +38,7 @@ from splitserve.cli.options import (
     RouterKeyOption,
     ThreadsOption,
     TokenFileOption,
+    TpSizeOption,
     WorkerKeysOption,
 )
 from splitserve.config import (
@@ -44,6 +47,7 @@ from splitserve.config import (
     DisaggregationConfig,
     KVEventsConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
@@ -52,7 +56,7 @@ from splitserve.config import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker, named_values, num_bytes, router_urls
+from splitserve.launch.checks import check_worker, named_values, num_bytes, router_urls, stage_sizes
 
 
 def serve(
@@ -98,6 +102,9 @@ def serve(
     disable_cuda_graph: NoGraphOption = False,
     cuda_graph_max_bs: GraphBatchOption = 256,
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
+    tp_size: TpSizeOption = 1,
+    pp_size: PpSizeOption = 1,
+    pp_layers: PpLayersOption = None,
     dp_size: DpSizeOption = 1,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
@@ -221,6 +228,11 @@ def serve(
             log_level=log_level,
         ),
         kv_events=KVEventsConfig() if kv_events_config is None else KVEventsConfig.from_cli(kv_events_config),
+        parallel=ParallelConfig(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            pp_layers=() if pp_layers is None else stage_sizes(pp_layers, "--pp-layers"),
+        ),
         dp_size=dp_size,
     )
     check_worker(config)

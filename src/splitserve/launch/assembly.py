@@ -41,8 +41,7 @@ def assemble_scheduler(
     bootstrap_url: str | None,
     closing: ExitStack,
     publisher: EventPublisher,
-    *,
-    dp_rank: int = 0,
+    rank: ParallelRank,
 ) -> Loop:
     """Build the scheduler over a loaded engine, in `config`'s role at first. What it opens is closed by `closing`.
 
@@ -55,7 +54,6 @@ def assemble_scheduler(
     runner, speculation = _runner(config, engine, cache)
     running = _running_set(config, engine, cache, speculation)
     shared = Shared(engine, runner, cache, running, outbox, clock, record)
-    rank = ParallelRank(dp_rank=dp_rank, dp_size=config.dp_size)
     roles = RoleAssembly(config, shared, rank, pipe.waker.wake)
     current = roles.prepare(config.disaggregation.mode, bootstrap_url)
     preparing = ThreadPoolExecutor(1, thread_name_prefix="role-switch")
@@ -112,6 +110,8 @@ def _running_set(
     config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache, speculation: Speculation | None
 ) -> RunningSet:
     scheduler = config.scheduler
+    # A copy would be of this rank's part alone: where a model is cut over ranks, all of it is computed again.
+    host_memory = scheduler.retraction_host_memory if config.parallel.group_size == 1 else 0
     admission = Admission(
         cache,
         num_reserved_decode_tokens=scheduler.num_reserved_decode_tokens,
@@ -120,7 +120,7 @@ def _running_set(
     return RunningSet(
         cache,
         admission,
-        Retraction(cache, engine.pool, scheduler.retraction_host_memory),
+        Retraction(cache, engine.pool, host_memory),
         WaitingOrder(scheduler.schedule_policy, cache, has_priorities=scheduler.enable_priority),
         token_budget=scheduler.chunked_prefill_size,
         max_running=scheduler.max_running_requests,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ServerConfig, WorkerConfig
@@ -23,14 +23,20 @@ _SET_BY_UP = {
     "--disaggregation-mode": "say how many of each kind: --prefill N --decode N, or --prefill 0 --decode 0 --null N",
     "--port": "workers take free ports; the router's --port stands before MODEL",
     "--router": "workers register with the router that is started here",
-    "--dp-size": "give --prefill-dp-size and --decode-dp-size before MODEL",
+    **{
+        f"--{name}-size": f"give --prefill-{name}-size and --decode-{name}-size before MODEL"
+        for name in ("tp", "pp", "dp")
+    },
+    "--pp-layers": "stages of `up` are as even as can be: start such a worker by `splitserve serve`",
 }
+# Of these also workers that are no pair can be told.
+_SHAPES = ("--tp-size", "--pp-size", "--pp-layers", "--dp-size")
 
 
 def check_worker_options(options: Sequence[str], *, has_pairs: bool) -> None:
     """Of all workers of one `splitserve up`."""
     for name in (option.partition("=")[0] for option in options):
-        if name in _SET_BY_UP and (has_pairs or name != "--dp-size"):
+        if name in _SET_BY_UP and (has_pairs or name not in _SHAPES):
             raise ConfigError(f"{name} after --: {_SET_BY_UP[name]}")
 
 
@@ -91,6 +97,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
         ("--cuda-graph-max-bs", config.model.cuda_graph_max_batch >= 0, "must be at least 1"),
         ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
+        *_shape_checks(config),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
@@ -102,6 +109,30 @@ def check_worker(config: WorkerConfig) -> None:
     router_key(config.server)
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file), "--api-key-file")
+
+
+def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
+    """What a model that is cut over ranks can be, and what of a worker knows one rank only."""
+    parallel, is_whole = config.parallel, config.parallel.group_size == 1
+    yield "--tp-size", parallel.tp_size >= 1, "must be at least 1"
+    yield "--pp-size", parallel.pp_size >= 1, "must be at least 1"
+    num_stages = len(parallel.pp_layers)
+    rule = f"names the layers of {num_stages} pipeline stages, --pp-size of {parallel.pp_size}"
+    yield "--pp-layers", num_stages in (0, parallel.pp_size), rule
+    yield "--pp-layers", min(parallel.pp_layers, default=1) >= 1, "must give each pipeline stage at least 1 layer"
+    alone = "is for a model on one rank, and --tp-size and --pp-size cut it over several: leave it out"
+    yield "--speculative-draft-model", is_whole or config.speculative.draft_model is None, alone
+    yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone
+    yield "--quantization", is_whole or config.model.quantization is None, alone
+    yield "--prefix-host-memory", is_whole or config.cache.prefix_host_memory == 0, alone
+
+
+def stage_sizes(text: str, option: str) -> tuple[int, ...]:
+    """Of numbers with commas between them. Raises ConfigError."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r}: give a number of layers for each stage, such as 10,20") from None
 
 
 def router_key(server: ServerConfig) -> str | None:

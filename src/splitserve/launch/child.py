@@ -112,7 +112,7 @@ class ChildProcess:
     def _orphan(self) -> list[psutil.Process]:
         """The schedulers of a worker that died: they end by themselves, and are waited for."""
         found = []
-        for pid in self.ready.scheduler_pids if self.ready else ():
+        for pid in (*self.ready.scheduler_pids, *self.ready.follower_pids) if self.ready else ():
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if any("splitserve" in word for word in process.cmdline()):

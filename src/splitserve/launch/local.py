@@ -30,6 +30,7 @@ from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess, wait_until_ended
 from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.http_server import bind, port_of, reachable_host
+from splitserve.launch.shape import WorkerShape
 
 # Seconds that the router gets to prove a path through workers that serve; then requests have to find out.
 PROOF_PATIENCE = 60.0
@@ -37,6 +38,9 @@ PROOF_PATIENCE = 60.0
 DRAIN_TIMEOUT = 120.0
 # In the cluster's own folder, which this user alone can enter.
 _TOKEN_FILE = "cluster-token"
+
+
+ONE_RANK = WorkerShape()
 
 
 class ClusterError(SplitserveError):
@@ -63,7 +67,8 @@ class LocalCluster:
 
     `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
     `worker_args` go to every worker's `splitserve serve`, `pair_args` to those of prefill and decode, `router_args` to
-    `splitserve router`. `threads`: of each scheduler, None: the cores divided fairly.
+    `splitserve router`. `threads`: of each rank, None: the cores divided fairly.
+    `prefill_shape`, `decode_shape`: of each worker of that kind.
     `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
     `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
     `worker_program`: what runs as a worker, with the arguments of `splitserve serve`.
@@ -76,8 +81,8 @@ class LocalCluster:
         prefill: int = 1,
         decode: int = 1,
         null: int = 0,
-        prefill_dp_size: int = 1,
-        decode_dp_size: int = 1,
+        prefill_shape: WorkerShape = ONE_RANK,
+        decode_shape: WorkerShape = ONE_RANK,
         dtype: str = "auto",
         backend: str = "tcp",
         host: str = "127.0.0.1",
@@ -105,12 +110,9 @@ class LocalCluster:
         self._port = port
         self._log_level = log_level
         self._worker_program = worker_program
-        self._dp_sizes = {DisaggregationMode.PREFILL: prefill_dp_size, DisaggregationMode.DECODE: decode_dp_size}
-        for role, size in self._dp_sizes.items():
-            if size < 1:
-                raise ConfigError(f"--{role}-dp-size {size}: it must be at least 1")
-        num_schedulers = sum(self._dp_sizes.get(role, 1) for role in self._roles)
-        self.threads = max(1, num_cores() // num_schedulers) if threads is None else threads
+        self._shapes = {DisaggregationMode.PREFILL: prefill_shape, DisaggregationMode.DECODE: decode_shape}
+        num_ranks = sum(self._shapes.get(role, ONE_RANK).num_ranks for role in self._roles)
+        self.threads = max(1, num_cores() // num_ranks) if threads is None else threads
         if self.threads < 1:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
@@ -121,6 +123,10 @@ class LocalCluster:
         self._router_args = list(router_args)
         if hand_over and backend != "shm":
             raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")
+        if hand_over and any(shape.tp_size * shape.pp_size > 1 for shape in (prefill_shape, decode_shape)):
+            raise ConfigError(
+                "--hand-over is between workers of one rank each: leave it out, or --..-tp-size and --..-pp-size"
+            )
         self._hands_over = hand_over
         # The file of the pool that prefill and decode workers share; -1: each has its own.
         self._pool_fd = -1
@@ -171,7 +177,7 @@ class LocalCluster:
         # A colocated one may become one of a pair.
         args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
         if role is not DisaggregationMode.NULL:
-            args += ["--dp-size", str(self._dp_sizes[role]), *self._pair_args]
+            args += [*self._shapes[role].args, *self._pair_args]
             if self._hands_over:
                 args += ["--shared-pool", f"/proc/{os.getpid()}/fd/{self._pool_fd}"]
         beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)

@@ -15,6 +15,8 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     # Workers only.
     scheduler_pids: tuple[int, ...] = ()
+    # Of the ranks beside the schedulers, where models are cut over several.
+    follower_pids: tuple[int, ...] = ()
     bootstrap_port: int | None = None
     disaggregation_mode: str | None = None
 

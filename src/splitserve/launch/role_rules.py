@@ -17,7 +17,12 @@ def settings_of(config: DisaggregationConfig, mode: DisaggregationMode) -> Disag
 
 
 def check_role(config: WorkerConfig, mode: DisaggregationMode) -> None:
-    """Raises ConfigError where this worker cannot have that role, whatever it has now."""
+    """Raises ConfigError where this worker cannot have that role."""
+    if mode is not config.disaggregation.mode and config.parallel.group_size > 1:
+        raise ConfigError(
+            f"a worker whose model is cut over ranks (--tp-size {config.parallel.tp_size} --pp-size "
+            f"{config.parallel.pp_size}) stays what it is: start another worker in the role {mode}"
+        )
     if mode is DisaggregationMode.NULL and config.cache.shared_pool is not None:
         raise ConfigError(
             "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"

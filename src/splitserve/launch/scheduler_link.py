@@ -1,8 +1,11 @@
 """The scheduler processes of a worker as its front end holds them: open them with their pipes, learn of ends, end them.
 
-There is one for each data parallel rank. It reads one line on its standard input and ends when that input ends. So it
-cannot outlive the front end, whatever becomes of that one. It is in a session of its own: a Ctrl-C in the terminal
-reaches the front end alone.
+There is one for each data parallel rank, and where a model is cut over ranks, one for each follower beside it. It reads
+one line on its standard input and ends when that input ends. So it cannot outlive the front end, whatever becomes of
+that one. It is in a session of its own: a Ctrl-C in the terminal reaches the front end alone.
+
+Ranks that compute together end together: without one of them the others wait inside a collective, where they hear
+nothing, so they are killed.
 """
 
 from __future__ import annotations
@@ -13,20 +16,23 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Self
 
 import msgspec
 
 from splitserve.config import WorkerConfig
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
+from splitserve.launch.rank_channel import RankEndpoints
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
 
 logger = logging.getLogger(__name__)
 
 SCHEDULER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.scheduler_process")
+FOLLOWER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "splitserve.launch.rank_process")
 # Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default a
 # worker whose core is shared spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
 OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
@@ -47,13 +53,18 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
     from_scheduler: str
     # Prefill: where this worker's own bootstrap server takes registrations.
     bootstrap_url: str | None = None
-    # Which of the config's `dp_size` schedulers this is.
-    dp_rank: int = 0
+    # Which part of which of the config's `dp_size` schedulers this is.
+    rank: ParallelRank = ParallelRank()
+    # None: it has the model alone.
+    endpoints: RankEndpoints | None = None
 
 
 class SchedulerProcess:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    """One of a scheduler's ranks: the driver, which is what others know as the scheduler, or a follower."""
+
+    def __init__(self, process: asyncio.subprocess.Process, rank: ParallelRank) -> None:
         self._process = process
+        self.rank = rank
         # Done when the process has ended; its result is the exit code, negative for a signal.
         self.ended: asyncio.Task[int] = asyncio.create_task(process.wait(), name="scheduler-process")
 
@@ -66,7 +77,7 @@ class SchedulerProcess:
             start_new_session=True,
             env={**OPENMP_ENVIRONMENT, **os.environ},
         )
-        link = cls(process)
+        link = cls(process, start.rank)
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -79,6 +90,12 @@ class SchedulerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def kill(self) -> None:
+        """Nobody can use it any more."""
+        if not self.ended.done():
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
     async def close(self) -> None:
         """End it, by force if it does not listen. Idempotent; returns when it is gone."""
@@ -96,14 +113,19 @@ class Schedulers:
     """All of one worker."""
 
     group: SchedulerGroup
-    # By data parallel rank.
+    # By data parallel rank, the driver of each before its followers.
     processes: tuple[SchedulerProcess, ...]
     # Done when the first of them has ended: none can be missed. Its result says which, and how.
     ended: asyncio.Task[str]
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return tuple(process.pid for process in self.processes)
+        """Of the drivers, by data parallel rank."""
+        return tuple(process.pid for process in self.processes if process.rank.is_driver)
+
+    @property
+    def follower_pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self.processes if not process.rank.is_driver)
 
 
 async def open_schedulers(
@@ -115,25 +137,26 @@ async def open_schedulers(
     """
     pipes = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
     clients = []
-    for rank in range(config.dp_size):
-        client = SchedulerClient(f"ipc://{pipes}/to-{rank}", f"ipc://{pipes}/from-{rank}")
+    for dp_rank in range(config.dp_size):
+        client = SchedulerClient(f"ipc://{pipes}/to-{dp_rank}", f"ipc://{pipes}/from-{dp_rank}")
         closing.push_async_callback(client.close)
         await client.start()
         clients.append(client)
     # Cancelled halfway, a start would leave a process that nobody holds: `closing` waits for it, and ends it.
     starting: list[asyncio.Task[SchedulerProcess]] = []
     closing.push_async_callback(_end_started, starting)
-    for rank, client in enumerate(clients):
+    for dp_rank, client in enumerate(clients):
         start = SchedulerStart(
             config=config,
             model_folder=model_folder,
             to_scheduler=client.to_scheduler,
             from_scheduler=client.from_scheduler,
             bootstrap_url=bootstrap_url,
-            dp_rank=rank,
         )
-        process = SchedulerProcess.start(SCHEDULER_COMMAND, start)
-        starting.append(asyncio.create_task(process, name=f"scheduler-start-{rank}"))
+        for rank_start in _starts_of_ranks(start, dp_rank, pipes):
+            command = SCHEDULER_COMMAND if rank_start.rank.is_driver else FOLLOWER_COMMAND
+            process = SchedulerProcess.start(command, rank_start)
+            starting.append(asyncio.create_task(process, name=f"scheduler-start-{len(starting)}"))
     processes = tuple(await asyncio.shield(asyncio.gather(*starting)))
     ended = asyncio.create_task(_first_end(processes), name="scheduler-watch")
     closing.callback(ended.cancel)
@@ -141,12 +164,32 @@ async def open_schedulers(
     return Schedulers(SchedulerGroup(clients, is_prefill=is_prefill), processes, ended)
 
 
+def _starts_of_ranks(start: SchedulerStart, dp_rank: int, pipes: str) -> list[SchedulerStart]:
+    """One for each rank that computes with this scheduler, the driver's first."""
+    parallel, dp_size = start.config.parallel, start.config.dp_size
+    one = ParallelRank(dp_rank=dp_rank, dp_size=dp_size, tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+    endpoints = RankEndpoints.in_folder(pipes, str(dp_rank), one.group_size) if one.group_size > 1 else None
+    ranks = sorted(one.group(), key=lambda rank: not rank.is_driver)
+    return [msgspec.structs.replace(start, rank=rank, endpoints=endpoints) for rank in ranks]
+
+
 async def _first_end(processes: Sequence[SchedulerProcess]) -> str:
     await asyncio.wait([process.ended for process in processes], return_when=asyncio.FIRST_COMPLETED)
-    rank = next(rank for rank, process in enumerate(processes) if process.ended.done())
-    code = processes[rank].ended.result()
-    name = f"scheduler process of data parallel rank {rank}" if len(processes) > 1 else "scheduler process"
+    first = next(process for process in processes if process.ended.done())
+    for other in processes:
+        if other.rank.dp_rank == first.rank.dp_rank:
+            other.kill()
+    code, name = first.ended.result(), _name_of(first.rank)
     return f"{name} was killed by signal {-code}" if code < 0 else f"{name} ended with code {code}"
+
+
+def _name_of(rank: ParallelRank) -> str:
+    places = []
+    if rank.group_size > 1:
+        places.append(f"tensor parallel rank {rank.tp_rank} of pipeline stage {rank.pp_rank}")
+    if rank.dp_size > 1:
+        places.append(f"data parallel rank {rank.dp_rank}")
+    return " of ".join(["scheduler process", ", ".join(places)]) if places else "scheduler process"
 
 
 async def _end_started(starting: Sequence[asyncio.Task[SchedulerProcess]]) -> None:

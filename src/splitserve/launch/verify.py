@@ -25,8 +25,9 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
-from splitserve.launch.local import LocalCluster
+from splitserve.launch.local import ONE_RANK, LocalCluster
 from splitserve.launch.passage import PASSAGE
+from splitserve.launch.shape import WorkerShape
 from splitserve.launch.up import wait_ready
 from splitserve.launch.verify_compare import Answer, Comparison, VerifyError, VerifyReport
 from splitserve.launch.verify_prompts import CHUNK_TOKENS, Prompt, built_in_prompts, read_prompts
@@ -52,10 +53,20 @@ class VerifyOptions:
     transfer_backend: str
     # Pages change owner in one pool instead of being copied; with shm.
     hand_over: bool
-    # CPU threads of each worker; None: the cores divided fairly.
+    # CPU threads of each rank; None: the cores divided fairly.
     threads: int | None
     # Of the weights of the pair, while the colocated worker keeps its own: what it costs is what is measured.
     quantization: str | None = None
+    # Of the pair; the colocated worker has one rank.
+    prefill_shape: WorkerShape = ONE_RANK
+    decode_shape: WorkerShape = ONE_RANK
+
+    @property
+    def pair(self) -> str:
+        """Its shapes in words; empty where each of the two has one rank."""
+        if self.prefill_shape == self.decode_shape == ONE_RANK:
+            return ""
+        return f"prefill {self.prefill_shape} to decode {self.decode_shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,8 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         dtype=options.dtype,
         backend=options.transfer_backend,
         hand_over=options.hand_over,
+        prefill_shape=options.prefill_shape,
+        decode_shape=options.decode_shape,
         threads=options.threads,
         worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
         pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
@@ -163,7 +176,7 @@ async def compare_sides(
             comparisons += [
                 Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))
             ]
-    return VerifyReport(options.model, dtype, options.transfer_backend, comparisons, options.quantization)
+    return VerifyReport(options.model, dtype, options.transfer_backend, comparisons, options.quantization, options.pair)
 
 
 async def _ask_all(client: _Client, url: str, prompts: Sequence[Prompt], this: _Round, max_tokens: int) -> list[Answer]:

@@ -121,6 +121,8 @@ class VerifyReport:
     comparisons: Sequence[Comparison]
     # Of the disaggregated side's weights alone; None: both sides have the same.
     quantization: str | None = None
+    # How the pair is cut over ranks; "": each of the two has one.
+    pair: str = ""
 
     @property
     def share_of_equal_tokens(self) -> float:

@@ -27,6 +27,7 @@ def report_object(report: VerifyReport) -> dict[str, Any]:
         "dtype": report.dtype,
         "transfer_backend": report.transfer_backend,
         "quantization": report.quantization,
+        "pair": report.pair or None,
         "share_of_equal_tokens": report.share_of_equal_tokens,
         "mean_logprob_delta": mean if math.isfinite(mean := report.mean_logprob_delta) else None,
     }
@@ -98,8 +99,9 @@ def _verdict(report: VerifyReport) -> Text:
         if report.dtype in EXACT_DTYPES
         else f"logprobs within {report.tolerance:g} (near ties may fall either way in {report.dtype})"
     )
+    way = f"{report.transfer_backend}, {report.pair}" if report.pair else report.transfer_backend
     return Text(
-        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {report.model} in {report.dtype} over {report.transfer_backend}, "
+        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {report.model} in {report.dtype} over {way}, "
         f"{report.num_prompts} prompts, {total - mismatches} of {total} answers equal token for token, max logprob "
         f"delta {report.max_logprob_delta:.1e}; the rule: {rule}",
         style="bold green" if report.equal else "bold red",

@@ -141,7 +141,7 @@ class _Worker:
             await asyncio.gather(ready, draining, return_exceptions=True)
 
     async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd) -> int:
-        self._write_ready_file(schedulers.pids)
+        self._write_ready_file(schedulers)
         membership = Membership(self._registration)
         membership.enter(self._mode, self._bootstrap.port)
         front.role_switch = switch = RoleSwitch(front, schedulers.group, self._bootstrap, membership)
@@ -156,7 +156,7 @@ class _Worker:
             if not (schedulers.ended.done() or switch.broken.done()):
                 return 0
             error = _died(schedulers.ended.result()) if schedulers.ended.done() else _broke(switch.broken.result())
-            logger.error("%s", error)
+            logger.error("%s", schedulers.group.failure or error)
             # Every open request ends with this error before the server goes.
             schedulers.group.fail_all(error)
             return 1
@@ -173,14 +173,15 @@ class _Worker:
         is_wildcard = settings.host in ("0.0.0.0", "::", "")
         return reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
 
-    def _write_ready_file(self, scheduler_pids: tuple[int, ...]) -> None:
+    def _write_ready_file(self, schedulers: Schedulers) -> None:
         port = port_of(self._socket)
         url = f"http://{self._host()}:{port}"
         logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap.port)
         if self._options.ready_file is not None:
             info = ReadyInfo(
                 pid=os.getpid(),
-                scheduler_pids=scheduler_pids,
+                scheduler_pids=schedulers.pids,
+                follower_pids=schedulers.follower_pids,
                 port=port,
                 bootstrap_port=self._bootstrap.port,
                 url=url,

@@ -22,6 +22,7 @@ from typing import Any, Self, TypedDict, Unpack, overload
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.shape import WorkerShape
 from splitserve.launch.up import wait_ready
 from splitserve.offline.backends import Backend, RouterBackend, SchedulerBackend
 from splitserve.offline.bridge import Bridge
@@ -211,13 +212,13 @@ def _cluster(
     model: str, prefill: int, decode: int, backend: str, hand_over: bool, options: Mapping[str, Any]
 ) -> LocalCluster:
     rest = dict(options)
-    dp_size = rest.pop("dp_size", 1)
+    shape = WorkerShape(dp_size=rest.pop("dp_size", 1))
     return LocalCluster(
         model,
         prefill=prefill,
         decode=decode,
-        prefill_dp_size=dp_size,
-        decode_dp_size=dp_size,
+        prefill_shape=shape,
+        decode_shape=shape,
         backend=backend,
         hand_over=hand_over,
         dtype=rest.pop("dtype", "auto"),

@@ -118,9 +118,9 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
     return {
         "model_path": front.model_path,
         "served_model_name": front.served_model_name,
-        "tp_size": 1,
+        "tp_size": front.config.parallel.tp_size,
         "dp_size": front.config.dp_size,
-        "pp_size": 1,
+        "pp_size": front.config.parallel.pp_size,
         "disaggregation_mode": str(config.mode),
         "disaggregation_bootstrap_port": front.bootstrap_port if is_prefill else None,
         "disaggregation_transfer_backend": config.transfer_backend,

@@ -233,7 +233,7 @@ class SchedulerClient:
                 self.info = info
                 self._settled.set()
             case SchedulerFailed(message=message):
-                self.fail_all(ModelLoadError(message))
+                self.fail_all(ModelLoadError(message) if self.info is None else WorkerUnavailableError(message))
 
     def _deliver(self, output: TokenOutput) -> None:
         # Outputs of a stream that was closed early may still be on their way: nobody wants them.

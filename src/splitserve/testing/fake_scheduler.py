@@ -40,17 +40,20 @@ from splitserve.messages import (
 # Prompts that begin with these: the process dies; one token comes and then nothing until the request is aborted.
 DIE_TOKEN, HANG_TOKEN = 1, 2
 DEATH_CODE = 7
-# Arguments: ready at once; refuses to start; dies while it starts; never gets ready; rank 0 alone changes its role.
+# Arguments: ready at once; refuses to start; dies while it starts; never gets ready; rank 0 alone changes its role;
+# ready, but deaf to the end of its input, as one is that waits inside a collective; follows another, and never serves.
 READY, REFUSE, CRASH, LOAD_FOREVER, SPLIT = "ready", "refuse", "crash", "load-forever", "split"
+STUCK, FOLLOW = "stuck", "follow"
 
 
 def main() -> None:
     scenario = sys.argv[1]
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    if scenario != STUCK:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     if scenario == CRASH:
         os._exit(DEATH_CODE)
-    if scenario == LOAD_FOREVER:
+    if scenario in (LOAD_FOREVER, FOLLOW):
         threading.Event().wait()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -61,7 +64,7 @@ def main() -> None:
         context.destroy(linger=1000)
         sys.exit(1)
     outbox.send(encode(_ready()))
-    refuses_role = scenario == SPLIT and start.dp_rank > 0
+    refuses_role = scenario == SPLIT and start.rank.dp_rank > 0
     while True:
         for reply in _replies(decode_to_scheduler(inbox.recv()), refuses_role=refuses_role):
             outbox.send(encode(reply))

@@ -9,7 +9,13 @@ import sys
 
 from splitserve import cli
 from splitserve.launch import scheduler_link
+from splitserve.testing.fake_scheduler import FOLLOW, STUCK
 
 if __name__ == "__main__":
-    scheduler_link.SCHEDULER_COMMAND = (sys.executable, "-m", "splitserve.testing.fake_scheduler", sys.argv[1])
+    fake = (sys.executable, "-m", "splitserve.testing.fake_scheduler")
+    scheduler_link.SCHEDULER_COMMAND = (*fake, sys.argv[1])
+    scheduler_link.FOLLOWER_COMMAND = (*fake, FOLLOW)
+    if sys.argv[1] == STUCK:
+        # Only who kills it gets rid of it.
+        scheduler_link.END_TIMEOUT = 600.0
     cli.main(sys.argv[2:])

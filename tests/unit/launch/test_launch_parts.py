@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 
 from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
+from splitserve.core.parallel import ParallelRank
 from splitserve.errors import ConfigError
-from splitserve.launch import scheduler_process
+from splitserve.launch import rank_share
 from splitserve.launch.hand_over import check_pool_device
 from splitserve.launch.http_server import bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.logs import setup_logger
+from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file, write_ready_file
 from splitserve.launch.scheduler_link import SchedulerStart
-from splitserve.launch.scheduler_process import share_of_rank
+from splitserve.launch.shape import WorkerShape
 from splitserve.launch.streaming import StreamedAnswer
 
 
@@ -95,16 +97,18 @@ def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch
     assert LocalCluster("m").threads == 4
     assert LocalCluster("m", prefill=2, decode=3).threads == 1
     assert LocalCluster("m", threads=3).threads == 3
-    assert LocalCluster("m", prefill_dp_size=1, decode_dp_size=3).threads == 2
+    assert LocalCluster("m", decode_shape=WorkerShape(dp_size=3)).threads == 2
+    assert LocalCluster("m", prefill_shape=WorkerShape(tp_size=2, pp_size=2)).threads == 1
 
 
-def start_of(dp_size: int, **model: Any) -> SchedulerStart:
-    config = WorkerConfig(model=ModelConfig(**model), cache=CacheConfig(mem_fraction=0.6), dp_size=dp_size)
-    return SchedulerStart(config=config, model_folder="/m", to_scheduler="a", from_scheduler="b", dp_rank=1)
+def start_of(dp_size: int, *, rank: ParallelRank | None = None, **model: Any) -> SchedulerStart:
+    config = WorkerConfig(model=ModelConfig(**model), cache=CacheConfig(mem_fraction=0.6))
+    rank = rank or ParallelRank(dp_rank=1, dp_size=dp_size)
+    return SchedulerStart(config=config, model_folder="/m", to_scheduler="a", from_scheduler="b", rank=rank)
 
 
 def test_ranks_divide_the_cores_and_the_memory_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_process, "num_cores", lambda: 7)
+    monkeypatch.setattr(rank_share, "num_cores", lambda: 7)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     model, cache = share_of_rank(start_of(3))
     assert (model.threads, model.device, cache.num_sharers) == (2, "auto", 3)
@@ -124,6 +128,17 @@ def test_gpus_are_dealt_out_in_turn(monkeypatch: pytest.MonkeyPatch, asked: str,
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     model, cache = share_of_rank(start_of(7, device=asked))
     assert (model.device, cache.num_sharers) == (got, num_sharers)
+
+
+def test_ranks_of_one_model_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    rank = ParallelRank(tp_size=2, pp_size=2, dp_size=2, dp_rank=1)
+    shares = [share_of_rank(start_of(2, rank=each)) for each in rank.group()]
+    assert [model.device for model, _ in shares] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert {cache.num_sharers for _, cache in shares} == {2}
+    with pytest.raises(ConfigError, match="are for 8 GPUs, and this machine has 4"):
+        share_of_rank(start_of(1, rank=ParallelRank(tp_size=8)))
 
 
 def test_an_unknown_log_level_is_refused() -> None:

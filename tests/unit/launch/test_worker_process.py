@@ -32,6 +32,7 @@ from splitserve.testing.fake_scheduler import (
     READY,
     REFUSE,
     SPLIT,
+    STUCK,
 )
 from splitserve.testing.processes import running, wait_ready
 
@@ -295,6 +296,27 @@ def test_two_ranks_are_one_worker_until_one_of_them_is_killed(model_folder: Path
         assert child.wait(DEADLINE)
         assert child.exit_code == 1
         assert not first.is_running()
+
+
+def test_a_killed_follower_ends_its_worker_though_the_others_hear_nothing(model_folder: Path, tmp_path: Path) -> None:
+    with worker(STUCK, model_folder, tmp_path, "--tp-size", "2", "--pp-size", "2") as child:
+        ready = wait_ready(child)
+        ranks = [psutil.Process(pid) for pid in (*ready.scheduler_pids, *ready.follower_pids)]
+        assert len(ranks) == 4
+        info = httpx.get(ready.url + "/server_info", timeout=DEADLINE, trust_env=False).json()
+        assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (2, 2, 1)
+        # Its model is cut over ranks: they would all have to change.
+        status, answer = ask_role(ready.url, "decode")
+        assert (status, answer["error"]["param"]) == (400, "role")
+        assert "--tp-size 2 --pp-size 2" in answer["error"]["message"]
+        body = generate(HANG_TOKEN, stream=True)
+        with httpx.stream("POST", ready.url + "/generate", json=body, timeout=DEADLINE, trust_env=False) as stream:
+            # The followers stand in the order of their numbers; the third of the four has the scheduler.
+            ranks[2].kill()
+            assert b"tensor parallel rank 1 of pipeline stage 0 was killed by signal 9" in stream.read()
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 1
+        assert not any(rank.is_running() for rank in ranks)
 
 
 def ask_role(url: str, role: str, **more: Any) -> tuple[int, Any]:

@@ -1,0 +1,25 @@
+"""A process that ends when its standard input does: whoever started it has closed it, or is gone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+# Seconds a process gets to end in order before it is ended from outside what it is in: a step, a load, a collective.
+GRACE = 5.0
+
+
+def end_with_input(on_end: Callable[[], None]) -> None:
+    """Have a thread watch the input from now on; it calls `on_end`."""
+    threading.Thread(target=_watch, args=(on_end,), name="end-of-input", daemon=True).start()
+
+
+def _watch(on_end: Callable[[], None]) -> None:
+    # Not through sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's exit.
+    while os.read(0, 4096):
+        pass
+    on_end()
+    # Nobody waits any more for what the main thread is in.
+    threading.Event().wait(GRACE)
+    os._exit(1)

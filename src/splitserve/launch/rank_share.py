@@ -1,0 +1,36 @@
+"""What one rank gets of its worker's machine: cores and free memory are divided, GPUs dealt out in turn."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from splitserve.config import CacheConfig, ModelConfig
+from splitserve.engine.loader import parse_cpus
+from splitserve.errors import ConfigError
+from splitserve.launch.local import num_cores
+from splitserve.launch.scheduler_link import SchedulerStart
+
+
+def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
+    """Raises ConfigError where a model is to be cut over more ranks than there are GPUs."""
+    config, rank = start.config, start.rank
+    model = msgspec.structs.replace(config.model, model=start.model_folder)
+    num_ranks = rank.dp_size * rank.group_size
+    if num_ranks == 1:
+        return model, config.cache
+    cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
+    device, num_sharers = model.device, num_ranks
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        if rank.group_size > num_gpus:
+            raise ConfigError(
+                f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {rank.group_size} GPUs, and this "
+                f"machine has {num_gpus}: choose smaller ones, or --device cpu"
+            )
+        place = rank.dp_rank * rank.group_size + rank.index
+        device, num_sharers = f"cuda:{place % num_gpus}", -(-num_ranks // num_gpus)
+    return (
+        msgspec.structs.replace(model, threads=model.threads or max(1, cores // num_ranks), device=device),
+        msgspec.structs.replace(config.cache, num_sharers=num_sharers),
+    )
