@@ -80,13 +80,25 @@ class Stage:
     entry: Entry | None
     exit: Exit | None
 
-    def run(self, model: Any, given: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+    def run(
+        self,
+        model: Any,
+        given: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        *,
+        ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The stage's layers, over token ids [1, T] on the first stage, hidden states [1, T, hidden_size] on others;
-        returns hidden states [1, T, hidden_size]."""
+        returns hidden states [1, T, hidden_size].
+
+        `ahead`: what goes through that part of the model before its first layer which every stage has, and is thrown
+        away on all but the first; None: `given`, since it does not matter.
+        """
         name = "input_ids"
         if self.entry is not None:
             self.entry.given, name = given, "inputs_embeds"
-        out = model.base_model(**{name: given}, position_ids=positions, use_cache=False, step_attention=attention)
+        out = model.base_model(**{name: given if ahead is None else ahead}, position_ids=positions, use_cache=False, step_attention=attention)
         if self.exit is None:
             hidden: torch.Tensor = out.last_hidden_state
             return hidden
