@@ -112,16 +112,23 @@ def ask_of(rng: random.Random, number: int, longest: int) -> GenerateRequest:
     )
 
 
-def loop_of(seed: int, *, overlapped: bool) -> dict:
-    """A worker's loop; every seed has steps that end at other times. Nobody guesses there."""
-    return {"late_steps": random.Random(seed), "proposer": None} if overlapped else {}
+def loop_of(seed: int, loop: str) -> dict:
+    """A worker's loop; every seed has steps that end at other times. In the overlapped one nobody guesses."""
+    match loop:
+        case "normal":
+            return {}
+        case "overlapped":
+            return {"late_steps": random.Random(seed), "proposer": None}
+        case "pipelined":
+            return {"late_steps": random.Random(seed), "pp_size": 1 + seed % 4}
+    raise ValueError(loop)
 
 
-def colocated_life(seed: int, *, overlapped: bool) -> int:
+def colocated_life(seed: int, loop: str) -> int:
     """One life of a null worker; how often somebody gave way."""
     rng = random.Random(seed)
     page_size, longest = rng.choice([1, 2, 4, 16]), rng.choice([8, 24, 60, 60])
-    settings = settings_of(rng, page_size, longest) | loop_of(seed, overlapped=overlapped)
+    settings = settings_of(rng, page_size, longest) | loop_of(seed, loop)
     world = ColocatedWorld(**settings, token_budget=rng.choice([1, 5, 64]), prefix=rng.random() < 0.6)
     is_fifo = settings["policy"] is SchedulePolicy.FCFS and not settings["has_priorities"]
     life, watch = Life(), Watch(world, is_fifo=is_fifo)
@@ -151,15 +158,15 @@ def colocated_life(seed: int, *, overlapped: bool) -> int:
     return world.scheduler.state().num_retracted_requests_total
 
 
-def pair_life(seed: int, *, overlapped: bool) -> int:
+def pair_life(seed: int, loop: str) -> int:
     """One life of a prefill and a decode worker; how often somebody gave way."""
     rng = random.Random(seed)
     page_size, longest = rng.choice([1, 4, 16]), rng.choice([8, 24, 60, 60])
     prefill = {"num_pages": -(-longest // page_size) + rng.choice([0, 20]), "page_size": page_size}
     prefill["prefix_host_memory"] = rng.choice([0, 5 * 8 * page_size, 1 << 20])
     decode = settings_of(rng, page_size, longest) | {"pre_alloc_size": rng.choice([0, 1, 8]), "prefix_host_memory": 0}
-    prefill |= loop_of(seed + 1, overlapped=overlapped)
-    decode |= loop_of(seed, overlapped=overlapped)
+    prefill |= loop_of(seed + 1, loop)
+    decode |= loop_of(seed, loop)
     world = PairWorld(seed, prefill_settings=prefill, decode_settings=decode, num_slots=rng.choice([1, 8]))
     life, watch = Life(), Watch(world.decode)
     for i in range(rng.randrange(2, 24)):
@@ -188,20 +195,20 @@ def pair_life(seed: int, *, overlapped: bool) -> int:
     return world.decode.scheduler.state().num_retracted_requests_total
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("loop", ["normal", "overlapped", "pipelined"])
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("life", [colocated_life, pair_life])
-def test_every_request_ends_right_however_small_the_pool(life, block, overlapped):
+def test_every_request_ends_right_however_small_the_pool(life, block, loop):
     # Steps that end late take more turns.
-    seeds = range(block * 50, block * 50 + 50, 2 if overlapped else 1)
-    num_retractions = sum(life(seed, overlapped=overlapped) for seed in seeds)
+    seeds = range(block * 50, block * 50 + 50, 1 if loop == "normal" else 2)
+    num_retractions = sum(life(seed, loop) for seed in seeds)
     assert num_retractions > 5, "no pressure: this proves nothing"
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("loop", ["normal", "overlapped", "pipelined"])
 @pytest.mark.parametrize("block", range(50))
 @pytest.mark.parametrize("life", [colocated_life, pair_life])
-def test_every_request_ends_right_in_ten_thousand_lives(life, block, overlapped):
+def test_every_request_ends_right_in_ten_thousand_lives(life, block, loop):
     for seed in range(1000 + block * 100, 1100 + block * 100):
-        life(seed, overlapped=overlapped)
+        life(seed, loop)

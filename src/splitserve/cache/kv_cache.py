@@ -10,7 +10,8 @@ The life of a request in here:
 4. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
 
 Between `step_began` and `step_ended` the engine may touch whatever the step's requests held when it began. What they
-give back meanwhile is set aside, and free when the step has ended. A loop that waits for each step needs neither.
+give back meanwhile is set aside, and free when no step of theirs is under way. A loop that waits for each step needs
+neither.
 
 It does not know why a request is admitted or released, who gives way when there is no page left, nor what the pages
 contain.
@@ -18,6 +19,7 @@ contain.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -72,10 +74,11 @@ class PagedKVCache:
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
-        # Requests of the step under way, and what they gave back since it began: pages, and all of those released.
-        self._stepping: frozenset[Request] = frozenset()
-        self._pages_aside: list[int] = []
-        self._leaving: list[tuple[Holding, int]] = []
+        # The requests of each step under way, first the one that ends first, and what they gave back meanwhile: pages,
+        # and all of those released.
+        self._steps: deque[frozenset[Request]] = deque()
+        self._pages_aside: dict[Request, list[int]] = {}
+        self._leaving: dict[Request, tuple[Holding, int]] = {}
         # How often admitted requests gave pages back: room comes back by nothing else.
         self.num_releases = 0
         self.prefix_queries = 0
@@ -168,10 +171,7 @@ class PagedKVCache:
             return
         self.prefix.lock(match.handle)
         self.prefix.unlock(holding.handle)
-        if request in self._stepping:
-            self._pages_aside.extend(duplicates)
-        else:
-            self.pages.free(duplicates)
+        self._give_back(request, duplicates)
         request.pages[:whole] = match.pages
         self.rows.write(row, 0, match.pages)
         holding.num_shared, holding.handle = whole, match.handle
@@ -183,22 +183,23 @@ class PagedKVCache:
         holding, row = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
-        if request in self._stepping:
-            self._leaving.append((holding, row))
+        if self._is_under_way(request):
+            self._leaving[request] = holding, row
         else:
             self._let_go(holding, row)
 
     def step_began(self, requests: Iterable[Request]) -> None:
-        """The engine works on `requests`, until `step_ended`. One step at a time."""
-        self._stepping = frozenset(requests)
+        """The engine works on `requests`, until `step_ended`. Several steps may be under way."""
+        self._steps.append(frozenset(requests))
 
     def step_ended(self) -> None:
-        self._stepping = frozenset()
-        self.pages.free(self._pages_aside)
-        self._pages_aside = []
-        leaving, self._leaving = self._leaving, []
-        for holding, row in leaving:
-            self._let_go(holding, row)
+        """The one that began first has ended."""
+        for request in self._steps.popleft():
+            if self._is_under_way(request):
+                continue
+            self.pages.free(self._pages_aside.pop(request, ()))
+            if request in self._leaving:
+                self._let_go(*self._leaving.pop(request))
 
     def settle(self, request: Request) -> None:
         """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
@@ -242,8 +243,9 @@ class PagedKVCache:
             self.host.check()
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
-        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + self._pages_aside
-        own += [p for holding, _ in self._leaving for p in holding.request.pages[holding.num_shared :]]
+        aside = [page for pages in self._pages_aside.values() for page in pages]
+        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + aside
+        own += [p for holding, _ in self._leaving.values() for p in holding.request.pages[holding.num_shared :]]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
             raise InvariantViolation(
@@ -255,9 +257,19 @@ class PagedKVCache:
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
         # Pages aside gave way to pages of the prefix cache, locked at once; they are free when the step has ended.
-        left = self.num_grantable_pages + len(self._pages_aside)
+        left = self.num_grantable_pages + len(aside)
         if owed != self._owed or left < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {left} left")
+
+    def _is_under_way(self, request: Request) -> bool:
+        return any(request in step for step in self._steps)
+
+    def _give_back(self, request: Request, pages: list[int]) -> None:
+        """Free pages that were the request's, as soon as no step works on them."""
+        if pages and self._is_under_way(request):
+            self._pages_aside.setdefault(request, []).extend(pages)
+        else:
+            self.pages.free(pages)
 
     def _let_go(self, holding: Holding, row: int) -> None:
         request = holding.request

@@ -9,6 +9,9 @@ first that does not, and the token drawn there follows them. So a step yields wh
 
 Steps run one after the other. One may be prepared while the step before it still runs: where it goes on from a token
 which that one is still to draw, the plan says LAST_DRAWN, and the engine, which drew it, puts it there.
+
+An engine of several pipeline stages has several steps under way, a stage each. They pass every stage in the order in
+which they were begun, and end in it. None needs a token that another one is to draw.
 """
 
 from __future__ import annotations
@@ -131,5 +134,24 @@ class Engine(Protocol):
 
         This half may run while the step before it does, the other one not before that has ended, in any thread. It need
         not run at all. Both raise EngineError.
+        """
+        ...
+
+
+class PipelinedEngine(Protocol):
+    """An engine whose stages work at different steps."""
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step behind those under way: read of the page table what it needs, and tell the other stages.
+
+        Called in the scheduler's thread, while what earlier calls returned runs in another: it must be cheap, and does
+        not wait for any stage. What is returned is this process's share of the step. It runs exactly once, in one
+        other thread, in the order of the calls, and returns when the step has ended in all stages.
+
+        No plan has LAST_DRAWN in it. Steps under way together are of different requests, except that a prompt's chunks
+        may follow each other: the later one finds the KV of the earlier one in each stage, which had it first.
+
+        Both raise EngineError: here, nobody was told and the step is not under way; there, only this step has failed,
+        and those behind it go on.
         """
         ...

@@ -1,4 +1,4 @@
-"""When a scheduler does what. Two loops, each for all roles.
+"""When a scheduler does what. Three loops, each for all roles; that of pipelines is in pipeline.py.
 
 normal       one thing after the other: receive, plan, run the step, commit its result.
 overlapped   the step runs in the engine's thread, and the scheduler works meanwhile:
@@ -46,7 +46,7 @@ class NormalLoop:
     def run(self, is_stopping: Callable[[], bool]) -> None:
         while not is_stopping():
             if not self.run_once():
-                self._scheduler.rest(_patience(self._scheduler))
+                self._scheduler.rest(patience(self._scheduler))
 
     def run_once(self) -> bool:
         """One turn; False if there was nothing to compute."""
@@ -95,7 +95,7 @@ class OverlappedLoop:
         following = self._prepare(now)
         if now is None:
             if following is None:
-                self._scheduler.rest(_patience(self._scheduler))
+                self._scheduler.rest(patience(self._scheduler))
             return self._begin(following)
         if not now.result.done():
             self._scheduler.wait(STEP_WAIT)
@@ -103,7 +103,7 @@ class OverlappedLoop:
 
     def _prepare(self, now: StepUnderWay | None) -> PreparedStep | None:
         """The step after `now`; None where there is none, or none that can be planned yet."""
-        batch = self._scheduler.plan(now.batch if now else None)
+        batch = self._scheduler.plan([now.batch] if now else [])
         if batch is None:
             return None
         try:
@@ -134,5 +134,5 @@ class OverlappedLoop:
         return StepUnderWay(step.batch, result)
 
 
-def _patience(scheduler: Scheduler) -> float:
+def patience(scheduler: Scheduler) -> float:
     return IDLE_WAIT if scheduler.role.is_idle() else BUSY_WAIT

@@ -11,6 +11,10 @@ plan sees them as they will be then: tokens computed, and one more drawn, under 
 enough there is no plan before the result: somebody would have to give way, whose KV must be whole first, or a token is
 drawn by the ids of those before it (penalties, grammars).
 
+In a pipeline (`pp_size` above 1) several steps are under way, its micro-batches. There nobody goes on from a token that
+is not drawn yet: who waits for one is left out, and the others go into the next micro-batch, in even shares. A prompt's
+chunks follow each other without waiting.
+
 It does not know roles: who may enter the line, what happens to a computed chunk and who hears of a token is theirs.
 """
 
@@ -45,12 +49,14 @@ class Batch:
     plan: StepPlan
     requests: tuple[Request, ...]
 
-    def steps(self) -> dict[Request, RequestStep]:
-        return dict(zip(self.requests, self.plan.requests, strict=True))
-
 
 # Request -> its tokens [start, end) in the step.
 Spans = dict[Request, tuple[int, int]]
+# A request and its tokens [start, end) that could be computed next.
+Missing = tuple[Request, int, int]
+
+# Tokens that prompts get in a micro-batch at least, where they have so many: a pass over fewer takes hardly less time.
+LEAST_CHUNK = 256
 
 
 class RunningSet:
@@ -65,6 +71,7 @@ class RunningSet:
         max_running: int,
         speculation: Speculation | None = None,
         prompt_budget: int | None = None,
+        pp_size: int = 1,
     ) -> None:
         self.cache = cache
         self.admission = admission
@@ -75,6 +82,8 @@ class RunningSet:
         self.speculation = speculation
         # Of the budget, what prompts may have together; decodes wait for them no longer than that takes.
         self.prompt_budget = token_budget if prompt_budget is None else prompt_budget
+        # Micro-batches that are to be under way at a time.
+        self.pp_size = pp_size
         # Rank of somebody who waits for room elsewhere, whom nobody that waits here is to pass; None: nobody.
         self.admits_before: tuple[int, int] | None = None
         # Not admitted yet: they hold no page and no row.
@@ -84,27 +93,36 @@ class RunningSet:
         # Admitted: each has a row and pages, in order of arrival.
         self.running: list[Request] = []
 
-    def plan(self, now: float, under_way: Batch | None = None) -> Batch | None:
+    def plan(self, now: float, under_way: Sequence[Batch] = ()) -> Batch | None:
         """The next step, or None if there is nothing to compute, or nothing that can be planned yet.
 
-        `under_way`: the step before it, whose result is not known. A plan may be thrown away for a newer one.
+        `under_way`: the steps before it, whose results are not known, in order; one at most, but in a pipeline. A plan
+        may be thrown away for a newer one.
         """
-        before = {} if under_way is None else under_way.steps()
-        if any(r.params.needs_history and step.sample is not None for r, step in before.items()):
+        # Of each request its last one.
+        before: dict[Request, RequestStep] = {}
+        for batch in under_way:
+            before.update(zip(batch.requests, batch.plan.requests, strict=True))
+        if self.pp_size == 1 and any(r.params.needs_history and s.sample is not None for r, s in before.items()):
             return None
         if self.speculation is not None:
-            self.speculation.give_back()
+            self.speculation.give_back(before)
         self._fill_places(now)
+        decodes, chunks = self._missing(before)
+        prompt_budget = self.prompt_budget
+        if self.pp_size > 1:
+            decodes = decodes[: self._share_of_decodes(len(decodes), before)]
+            prompt_budget = min(prompt_budget, self._share_of_prompts(chunks, under_way))
         spans: Spans = {}
         budget = self.token_budget
-        for request, start, end in self._in_order(before):
+        for request, start, end in chain(decodes, chunks):
             if budget <= 0:
                 break
             if request.row is None:
                 continue
             if end - start > 1:
                 # From here on there are prompts only.
-                budget = min(budget, self.prompt_budget)
+                budget = min(budget, prompt_budget)
             end = min(end, start + budget)
             if self.cache.extend(request, end):
                 spans[request] = (start, end)
@@ -113,7 +131,7 @@ class RunningSet:
                 return None
             else:
                 budget += self._make_room(request, end, spans, now)
-        self._admit_waiting(min(budget, self.prompt_budget), spans, now)
+        self._admit_waiting(min(budget, prompt_budget), spans, now)
         if not spans:
             return None
         requests, steps = tuple(spans), [step_of(request, start, end) for request, (start, end) in spans.items()]
@@ -163,21 +181,37 @@ class RunningSet:
         while self.prebuilt and len(self.running) < self.max_running:
             self.running.append(self.prebuilt.popleft())
 
-    def _in_order(self, before: Mapping[Request, RequestStep]) -> Iterator[tuple[Request, int, int]]:
-        """Running requests with the tokens [start, end) that they miss: decodes before chunks, by arrival."""
-        chunks: list[tuple[Request, int, int]] = []
-        decodes: list[tuple[Request, int, int]] = []
+    def _missing(self, before: Mapping[Request, RequestStep]) -> tuple[list[Missing], list[Missing]]:
+        """What can be computed next of running requests: decodes, and chunks of prompts; each by arrival."""
+        decodes: list[Missing] = []
+        chunks: list[Missing] = []
         for request in self.running:
-            # Spelled out: this loop and the one over what it yields are most of a step's plan.
+            # Spelled out: this loop and the one over what it finds are most of a step's plan.
             start, end = request.num_computed_tokens, len(request.prompt_ids) + len(request.output_ids)
             if before and (step := before.get(request)) is not None:
                 start = step.end
                 if step.sample is not None:
-                    if not self.admission.goes_on(request, end + 1):
+                    if self.pp_size > 1 or not self.admission.goes_on(request, end + 1):
                         continue
                     end += 1
             (decodes if end - start == 1 else chunks).append((request, start, end))
-        return chain(decodes, chunks)
+        return decodes, chunks
+
+    def _share_of_decodes(self, num_ready: int, before: Mapping[Request, RequestStep]) -> int:
+        """Of the requests that decode, how many go into one micro-batch."""
+        num_drawing = sum(step.sample is not None for step in before.values())
+        return even_share(num_ready + num_drawing, self.pp_size)
+
+    def _share_of_prompts(self, chunks: Sequence[Missing], under_way: Sequence[Batch]) -> int:
+        """Of the prompts' tokens, how many go into one micro-batch."""
+        enough = self.pp_size * self.prompt_budget
+        num_tokens = sum(end - start for _, start, end in chunks)
+        num_tokens += sum(n for batch in under_way for s in batch.plan.requests if (n := len(s.token_ids)) > 1)
+        for request in self.waiting:
+            if num_tokens >= enough:
+                break
+            num_tokens += request.num_tokens
+        return max(LEAST_CHUNK, even_share(num_tokens, self.pp_size))
 
     def _make_room(self, request: Request, end: int, spans: Spans, now: float) -> int:
         """Put the request's tokens up to `end` into the step, and others out of the pool until it has pages for them.
@@ -218,6 +252,11 @@ class RunningSet:
             request.timeline.enter("running", now)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             budget += self._make_room(request, end, spans, now)
+
+
+def even_share(count: int, num_parts: int) -> int:
+    """The largest of `num_parts` parts of `count` that are as even as can be."""
+    return -(-count // num_parts)
 
 
 def still_open(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:

@@ -8,13 +8,14 @@ A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns 
     commit    the engine's result, into requests and out to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
 
-A loop that does so beside a step says when that began and ended, and has the next one planned as its successor.
+A loop that does so beside steps says when each began and ended, and has the next one planned behind those under way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
@@ -125,13 +126,14 @@ class Scheduler:
         self._answer_role_orders()
         self._kv_events.publish()
 
-    def plan(self, under_way: Batch | None = None) -> Batch | None:
+    def plan(self, under_way: Sequence[Batch] = ()) -> Batch | None:
         return self._set.plan(self._clock.now(), under_way)
 
     def step_began(self, batch: Batch) -> None:
         self._cache.step_began(batch.requests)
 
     def step_ended(self) -> None:
+        """The one that began first."""
         self._cache.step_ended()
 
     def commit(self, batch: Batch, result: StepResult) -> None:

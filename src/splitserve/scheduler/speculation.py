@@ -14,7 +14,7 @@ It does not know how guesses are made. Requests with grammars get none: their ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -41,18 +41,19 @@ class Speculation:
         self._proposer = proposer
         self._cache = cache
         self._num_draft_tokens = num_draft_tokens
-        # Of the last plan: they may hold pages for tokens that they did not get.
+        # They may hold pages for tokens that they did not get, or that were not accepted.
         self._extended: list[Request] = []
         # Steps of requests that verified guesses, the guesses, and how many of these were accepted; since the start.
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
-    def give_back(self) -> None:
+    def give_back(self, under_way: Collection[Request] = ()) -> None:
+        """Those `under_way` keep theirs until their step has ended."""
         for request in self._extended:
-            if request.row is not None:
+            if request not in under_way and self._cache.holds(request):
                 self._cache.shrink(request, request.num_tokens)
-        self._extended.clear()
+        self._extended = [request for request in self._extended if request in under_way]
 
     def add_proposals(self, requests: Sequence[Request], steps: list[RequestStep], budget: int) -> None:
         """Put guesses into `steps`, those of `requests`, in place: `budget` tokens at most."""

@@ -7,6 +7,7 @@ page table. A page that was lost, swapped, overwritten or not transferred change
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -49,6 +50,8 @@ class FakeEngine:
         self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64) if pool is None else pool
         # The last token drawn for each row of the page table.
         self._drawn: dict[int, int] = {}
+        # Begun and not ended: one at a time, but in a pipeline.
+        self._under_way: deque[StepPlan] = deque()
         # Two float32 elements are the eight bytes of one value.
         component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2)
         self.layout = KVLayout(page_size, num_pages, (component,))
@@ -78,6 +81,24 @@ class FakeEngine:
                 failure, self._failure = self._failure, None
                 raise failure
             return StepResult(tuple(map(self._run, plan.requests, slots)))
+
+        return run
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """A pipeline's: what is under way together must not need each other's tokens, and ends in order."""
+        for step in plan.requests:
+            assert LAST_DRAWN not in step.token_ids
+            earlier = [s for before in self._under_way for s in before.requests if s.row == step.row]
+            if earlier:
+                assert earlier[-1].sample is None, f"{step.rid} goes on from a token that is not drawn yet"
+                assert earlier[-1].rid == step.rid, f"{step.rid} got the row of a request under way"
+                assert earlier[-1].end == step.start
+        self._under_way.append(plan)
+        work = self.prepare(plan)
+
+        def run() -> StepResult:
+            assert self._under_way.popleft() is plan, "steps end in the order in which they began"
+            return work()
 
         return run
 

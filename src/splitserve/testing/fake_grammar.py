@@ -112,6 +112,13 @@ class HeldPool(Executor):
         for future, work in held:
             run(future, work)
 
+    def finish_next(self) -> None:
+        """What was submitted first, if anything is held."""
+        if self._held:
+            future, work = self._held.pop(0)
+            if future.running() or future.set_running_or_notify_cancel():
+                run(future, work)
+
 
 def run(future: Future[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     try:

@@ -1,8 +1,8 @@
 """Schedulers on fakes under a manual clock: whole workers in one thread, turned by hand, no sockets and no waiting.
 
 `SimWorker` is one worker: the real scheduler, role, cache and queues over the fake engine, with lists for pipes. Its
-loop is the normal one, or the overlapped one with an engine whose steps end some turns later. `ColocatedWorld` is one
-null worker.
+loop is the normal one, or the overlapped or pipelined one with an engine whose steps end some turns later.
+`ColocatedWorld` is one null worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.clock import ManualClock
 from splitserve.config import SchedulePolicy
-from splitserve.core.batch import Engine, TokenLogprob
+from splitserve.core.batch import Engine, PipelinedEngine, TokenLogprob
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.request import FinishReason, Request
@@ -40,6 +40,7 @@ from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepUnderWay
 from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.pipeline import PipelinedLoop
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_switch import RoleSwitch
@@ -90,12 +91,41 @@ class LateSteps:
         self._ends = rng.choice([0.2, 0.6, 1.0])
         self.under_way: StepUnderWay | None = None
 
+    @property
+    def is_computing(self) -> bool:
+        return self.under_way is not None
+
     def run_once(self) -> bool:
         """One turn, before which the step under way may have ended; False if there was nothing to compute."""
         if self._rng.random() < self._ends:
             self._engine_thread.finish_all()
         before, self.under_way = self.under_way, self._loop.turn(self.under_way)
         return before is not None or self.under_way is not None
+
+
+class LatePipeline:
+    """The pipelined loop in one thread. A step is run, from its first read to its last write, when it ends."""
+
+    def __init__(self, scheduler: Scheduler, engine: PipelinedEngine, rng: random.Random, pp_size: int) -> None:
+        self._engine_thread = HeldPool()
+        self._loop = PipelinedLoop(scheduler, engine, self._engine_thread, wake=lambda: None, pp_size=pp_size)
+        self._rng = rng
+        self._ends = rng.choice([0.2, 0.6, 1.0])
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._loop.under_way)
+
+    def run_once(self) -> bool:
+        """One turn, before which some of the steps under way may have ended; False if there was nothing to compute."""
+        while self._rng.random() < self._ends and not self._are_all_done():
+            self._engine_thread.finish_next()
+        before = self.is_computing
+        self._loop.turn()
+        return before or self.is_computing
+
+    def _are_all_done(self) -> bool:
+        return all(step.result.done() for step in self._loop.under_way)
 
 
 class IndexingPublisher(NullEventPublisher):
@@ -141,6 +171,8 @@ class SimWorker:
         num_draft_tokens: int = 4,
         # How late steps end, in the overlapped loop; None: the normal loop.
         late_steps: random.Random | None = None,
+        # Stages of the pipelined loop, which takes the place of the overlapped one; None: no pipeline.
+        pp_size: int | None = None,
         inbox: ListInbox | None = None,
         # Whether it records KV events, and their publisher; None: one that is compared with what is held at the end.
         tells: bool = True,
@@ -181,6 +213,7 @@ class SimWorker:
             max_running=max_running,
             speculation=Speculation(proposer, self.cache, num_draft_tokens) if proposer else None,
             prompt_budget=prompt_budget,
+            pp_size=pp_size or 1,
         )
         limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
         # Set by `make_role` where the role can change.
@@ -203,7 +236,11 @@ class SimWorker:
             self._feed,
             self.role_switch,
         )
-        self._late = LateSteps(self.scheduler, self.engine, late_steps) if late_steps else None
+        self._late: LateSteps | LatePipeline | None = None
+        if late_steps and pp_size:
+            self._late = LatePipeline(self.scheduler, self.fake_engine, late_steps, pp_size)
+        elif late_steps:
+            self._late = LateSteps(self.scheduler, self.engine, late_steps)
         self._loop = self._late or NormalLoop(self.scheduler, self.engine)
 
     @property
@@ -224,7 +261,7 @@ class SimWorker:
         return self._loop.run_once()
 
     def is_idle(self) -> bool:
-        is_computing = self._late is not None and self._late.under_way is not None
+        is_computing = self._late is not None and self._late.is_computing
         return self.role.is_idle() and not (is_computing or self.inbox.messages or self.scheduler.grammars)
 
     def tokens(self, rid: str) -> list[int]:
