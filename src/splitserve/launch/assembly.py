@@ -12,12 +12,13 @@ from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.slots import DecodeReqToTokenPool
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, WorkerConfig
-from splitserve.core.parallel import ParallelRank
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.engine.runner import ModelRunner
 from splitserve.events.publisher import EventPublisher
+from splitserve.launch.rank_channel import DriverChannel
+from splitserve.launch.rank_group import DriverPlace
 from splitserve.launch.roles import RoleAssembly, Shared, to_the_end
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
@@ -26,6 +27,7 @@ from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.pipeline import PipelinedLoop
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_switch import RoleSwitch
@@ -41,7 +43,7 @@ def assemble_scheduler(
     bootstrap_url: str | None,
     closing: ExitStack,
     publisher: EventPublisher,
-    rank: ParallelRank,
+    place: DriverPlace,
 ) -> Loop:
     """Build the scheduler over a loaded engine, in `config`'s role at first. What it opens is closed by `closing`.
 
@@ -51,10 +53,10 @@ def assemble_scheduler(
     record = None if config.kv_events.publisher == "null" else BlockRecord(config.cache.page_size)
     cache = _cache(config, engine)
     outbox = Outbox(pipe.send, clock)
-    runner, speculation = _runner(config, engine, cache)
+    runner, speculation = _runner(config, engine, cache, place.channel)
     running = _running_set(config, engine, cache, speculation)
     shared = Shared(engine, runner, cache, running, outbox, clock, record)
-    roles = RoleAssembly(config, shared, rank, pipe.waker.wake)
+    roles = RoleAssembly(config, shared, place, pipe.waker.wake)
     current = roles.prepare(config.disaggregation.mode, bootstrap_url)
     preparing = ThreadPoolExecutor(1, thread_name_prefix="role-switch")
     role_switch = RoleSwitch(roles, current, preparing, pipe.waker.wake)
@@ -70,17 +72,33 @@ def assemble_scheduler(
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     feed = KVEventFeed(record, publisher)
     scheduler = Scheduler(current.install(), running, cache, pipe, outbox, clock, limits, grammars, feed, role_switch)
-    # A guess goes on from tokens that are known: with speculation no step can be planned beside the one before it.
-    if speculation is not None or not config.scheduler.overlap_schedule:
+    return _loop(config, scheduler, runner, pipe, closing)
+
+
+def _loop(
+    config: WorkerConfig,
+    scheduler: Scheduler,
+    runner: ModelRunner | DraftingRunner,
+    pipe: FrontEndPipe,
+    closing: ExitStack,
+) -> Loop:
+    if not _overlaps(config):
         return NormalLoop(scheduler, runner)
     engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
     # The step under way must end before its memory goes.
     closing.callback(engine_thread.shutdown, wait=True)
+    if config.parallel.pp_size > 1 and isinstance(runner, ModelRunner):
+        return PipelinedLoop(scheduler, runner, engine_thread, pipe.waker.wake, config.parallel.pp_size)
     return OverlappedLoop(scheduler, runner, engine_thread, pipe.waker.wake)
 
 
+def _overlaps(config: WorkerConfig) -> bool:
+    """A guess goes on from tokens that are known: with speculation no step can be planned beside the one before it."""
+    return config.scheduler.overlap_schedule and config.speculative.algorithm is None
+
+
 def _runner(
-    config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache
+    config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache, channel: DriverChannel | None
 ) -> tuple[ModelRunner | DraftingRunner, Speculation | None]:
     """What runs the steps, and what puts guesses into them."""
     table, speculative = cache.rows.table, config.speculative
@@ -92,7 +110,7 @@ def _runner(
     if speculative.algorithm is SpeculativeAlgorithm.NGRAM:
         proposer = NgramProposer(speculative.ngram_max_match)
         speculation = Speculation(proposer, cache, speculative.num_draft_tokens)
-    return engine.runner(table, has_graphs=False), speculation
+    return engine.runner(table, has_graphs=False, tell=channel.tell if channel else None), speculation
 
 
 def _grammars(
@@ -125,6 +143,7 @@ def _running_set(
         token_budget=scheduler.chunked_prefill_size,
         max_running=scheduler.max_running_requests,
         speculation=speculation,
+        pp_size=config.parallel.pp_size if _overlaps(config) else 1,
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+import msgspec
 
 from splitserve.clock import SystemClock
 from splitserve.config import DisaggregationConfig
@@ -14,9 +17,8 @@ from splitserve.disaggregation.arrival import Arrivals
 from splitserve.disaggregation.checksum import Checksums
 from splitserve.disaggregation.control import ManagerThread, ZmqChannel
 from splitserve.disaggregation.directory import HttpDirectory, register_rank
-from splitserve.disaggregation.kit import HandOverKit
 from splitserve.disaggregation.manager import KVManager
-from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.disaggregation.staging import Staging
 from splitserve.disaggregation.transports import create_transport, moves_gpu_memory, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
@@ -24,20 +26,29 @@ from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
 from splitserve.engine.build import BuiltEngine
 from splitserve.errors import ConfigError
+from splitserve.launch.rank_group import RankPlace
 
 # Seconds a prefill rank tries to reach the bootstrap server of its own worker.
 REGISTER_TIMEOUT = 30.0
 
 
-def open_hand_over(
+@dataclass(frozen=True, slots=True)
+class RankHandOver:
+    """One rank's part in handing KV caches over."""
+
+    manager: ManagerThread
+    metadata: MetadataBuffers
+
+
+def open_rank(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
-    rank: ParallelRank,
+    place: RankPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
-) -> HandOverKit:
-    """Open the hand-over of a prefill or decode worker; `closing` ends it: first the thread, last the transport.
+) -> RankHandOver:
+    """Open one rank's hand-over; `closing` ends it: first the thread, last the transport.
 
     `on_change` is called from the manager's thread when a room's state changed.
     """
@@ -59,13 +70,14 @@ def open_hand_over(
     if config.mode is DisaggregationMode.DECODE:
         directory = HttpDirectory(waker.wake, token)
         closing.callback(directory.close)
+    args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
     channel = ZmqChannel(config.host)
     manager = KVManager(
         config.mode,
         clock=SystemClock(),
         channel=channel,
         transport=transport,
-        args=_kv_args(config, engine, metadata, rank, can_convert=staging is not None),
+        args=args,
         metadata=metadata,
         config=config,
         directory=directory,
@@ -73,6 +85,8 @@ def open_hand_over(
         arrivals=arrivals,
         checksums=Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None,
         shared=engine.shared,
+        group_args=_args_of_group(args, place),
+        instance=place.instance,
         wake=waker.wake,
     )
     thread = ManagerThread(manager, channel, waker, on_change)
@@ -80,7 +94,7 @@ def open_hand_over(
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url, token)
-    return HandOverKit(thread, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
+    return RankHandOver(thread, metadata)
 
 
 def check_pool_device(backend: str, device_type: str) -> None:
@@ -143,6 +157,13 @@ def _kv_args(
         generation=engine.shared.generation if engine.shared else 0,
         transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
     )
+
+
+def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
+    """Of all ranks of this worker, by `ParallelRank.index`."""
+    if place.exchange is None:
+        return [own]
+    return [msgspec.msgpack.decode(said, type=KVArgs) for said in place.exchange(msgspec.msgpack.encode(own))]
 
 
 def _register(manager: KVManager, bootstrap_url: str | None, token: bytes) -> None:

@@ -26,6 +26,8 @@ from splitserve.errors import EngineError, WorkerUnavailableError
 MAX_ORDERS = 256
 # The same of frames about rooms.
 MAX_ROOM_FRAMES = 65_536
+# Seconds that a rank waits for the others while all start.
+EXCHANGE_TIMEOUT = 120.0
 # Frames taken at a time, and how long a closed pipe still tries to deliver.
 _FRAMES_A_TURN = 1000
 _LINGER_MS = 1000

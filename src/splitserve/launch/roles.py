@@ -19,14 +19,14 @@ from splitserve.cache.radix import RadixCache
 from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.clock import Clock
 from splitserve.config import WorkerConfig
-from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.runner import ModelRunner
 from splitserve.launch.cluster_token import settle_host
-from splitserve.launch.hand_over import open_hand_over
+from splitserve.launch.group_rooms import open_hand_over
+from splitserve.launch.rank_group import DriverPlace
 from splitserve.launch.role_rules import check_role, settings_of
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
@@ -55,10 +55,10 @@ class Shared:
 class RoleAssembly:
     """A RoleBuilder. `on_change` is called from a manager's thread when a hand-over went on."""
 
-    def __init__(self, config: WorkerConfig, shared: Shared, rank: ParallelRank, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: WorkerConfig, shared: Shared, place: DriverPlace, on_change: Callable[[], None]) -> None:
         self._config = config
         self._shared = shared
-        self._rank = rank
+        self._place = place
         self._on_change = on_change
         # Whose caches of prefixes are in place; None before the first role.
         self._installed: DisaggregationMode | None = None
@@ -70,7 +70,7 @@ class RoleAssembly:
         if mode is not NULL:
             config = settle_host(settings_of(self._config.disaggregation, mode))
             try:
-                kit = open_hand_over(config, self._shared.engine, bootstrap_url, self._rank, self._on_change, closing)
+                kit = open_hand_over(config, self._shared.engine, bootstrap_url, self._place, self._on_change, closing)
             except BaseException:
                 closing.close()
                 raise

@@ -25,6 +25,7 @@ import msgspec
 from splitserve.config import WorkerConfig
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.wire import new_epoch
 from splitserve.launch.rank_channel import RankEndpoints
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -55,6 +56,8 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_url: str | None = None
     # Which part of which of the config's `dp_size` schedulers this is.
     rank: ParallelRank = ParallelRank()
+    # Drawn for all ranks of this start of the worker.
+    instance: int = 0
     # None: it has the model alone.
     endpoints: RankEndpoints | None = None
 
@@ -142,6 +145,7 @@ async def open_schedulers(
         closing.push_async_callback(client.close)
         await client.start()
         clients.append(client)
+    instance = new_epoch()
     # Cancelled halfway, a start would leave a process that nobody holds: `closing` waits for it, and ends it.
     starting: list[asyncio.Task[SchedulerProcess]] = []
     closing.push_async_callback(_end_started, starting)
@@ -152,6 +156,7 @@ async def open_schedulers(
             to_scheduler=client.to_scheduler,
             from_scheduler=client.from_scheduler,
             bootstrap_url=bootstrap_url,
+            instance=instance,
         )
         for rank_start in _starts_of_ranks(start, dp_rank, pipes):
             command = SCHEDULER_COMMAND if rank_start.rank.is_driver else FOLLOWER_COMMAND

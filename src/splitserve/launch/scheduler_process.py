@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import sys
@@ -17,12 +18,15 @@ import msgspec
 
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.errors import SplitserveError
+from splitserve.engine.parallel.ranks import Ranks
+from splitserve.errors import RanksLostError, SplitserveError
 from splitserve.events.publisher import EventPublisher, EventPublisherFactory
 from splitserve.launch.assembly import assemble_scheduler
 from splitserve.launch.end_of_input import end_with_input
 from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
+from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
+from splitserve.launch.rank_group import DriverPlace, meet
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
@@ -46,15 +50,18 @@ def main() -> int:
             publisher = EventPublisherFactory.create(start.config.kv_events, start.rank.dp_rank)
             closing.callback(publisher.shutdown)
             model, cache = share_of_rank(start)
+            place, ranks = _take_place(start, model.device, closing)
             engine = build_engine(
                 model,
                 cache,
+                ranks=ranks,
+                pp_layers=start.config.parallel.pp_layers,
                 draft_model=start.config.speculative.draft_model,
                 # Also where its role hands nothing over yet.
                 shareable_pool=needs_shareable_pool(start.config.disaggregation.transfer_backend),
             )
             closing.callback(engine.close)
-            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, publisher, start.rank)
+            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, publisher, place)
         except SplitserveError as error:
             pipe.send(SchedulerFailed(message=error.message))
             return 1
@@ -64,8 +71,24 @@ def main() -> int:
             return 1
         closing.enter_context(set_up_interpreter())
         pipe.send(_ready(engine, publisher))
-        loop.run(stopping.is_set)
+        try:
+            loop.run(stopping.is_set)
+        except RanksLostError as error:
+            logger.error("%s", error.message)
+            pipe.send(SchedulerFailed(message=error.message))
+            return 1
     return 0
+
+
+def _take_place(start: SchedulerStart, device: str, closing: ExitStack) -> tuple[DriverPlace, Ranks | None]:
+    """Meet the ranks that compute with this one, if there are any."""
+    if start.endpoints is None:
+        return DriverPlace(start.rank, start.instance), None
+    channel = DriverChannel(start.endpoints, start.rank)
+    closing.callback(channel.close)
+    ranks = closing.enter_context(meet(start.endpoints, start.rank, device))
+    exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
+    return DriverPlace(start.rank, start.instance, exchange, channel), ranks
 
 
 def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:

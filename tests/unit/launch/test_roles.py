@@ -16,12 +16,12 @@ from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.clock import ManualClock, SystemClock
 from splitserve.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
-from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import ConfigError
 from splitserve.launch.own_bootstrap import OwnBootstrap
+from splitserve.launch.rank_group import DriverPlace
 from splitserve.launch.roles import AssembledRole, RoleAssembly, Shared
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.outbox import Outbox
@@ -64,7 +64,7 @@ class World:
             ManualClock(),
             self.record,
         )
-        self.roles = RoleAssembly(self.config, shared, ParallelRank(), lambda: None)
+        self.roles = RoleAssembly(self.config, shared, DriverPlace(), lambda: None)
 
     async def become(self, mode: DisaggregationMode) -> AssembledRole:
         """The role before stays open: nobody here listens to it."""

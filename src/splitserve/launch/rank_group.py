@@ -1,0 +1,38 @@
+"""A rank's place among those that compute a model with it, and its ways to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from splitserve.core.parallel import ParallelRank
+from splitserve.engine.parallel.ranks import Ranks, open_ranks
+from splitserve.launch.rank_channel import DriverChannel, RankEndpoints
+
+# Where torch.distributed's sockets listen while all ranks are on one host: they ask nobody who he is.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    rank: ParallelRank = field(default_factory=ParallelRank)
+    # Drawn for all ranks of this start of the worker.
+    instance: int = 0
+    # What each rank says of itself, by `ParallelRank.index`, for what this one says; None: it has the model alone.
+    exchange: Callable[[bytes], list[bytes]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DriverPlace(RankPlace):
+    # To its followers; None: there are none.
+    channel: DriverChannel | None = None
+
+
+def meet(endpoints: RankEndpoints, rank: ParallelRank, device: str) -> Ranks:
+    """Open the group of processes. Each rank calls this, and waits for all. Raises ConfigError."""
+    if endpoints.init_method.startswith("file:"):
+        for name, value in _LOOPBACK.items():
+            os.environ.setdefault(name, value)
+    # Where there are GPUs, each rank was given one by name.
+    return open_ranks(rank, endpoints.init_method, "cpu" if device == "auto" else device)
