@@ -42,7 +42,12 @@ def main() -> int:
     setup_logger(start.config.server.log_level)
     pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
     stopping = threading.Event()
-    end_with_input(lambda: (stopping.set(), pipe.waker.wake()))
+
+    def stop() -> None:
+        stopping.set()
+        pipe.waker.wake()
+
+    end_with_input(stop)
     with ExitStack() as closing:
         closing.callback(pipe.close)
         try:

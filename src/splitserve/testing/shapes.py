@@ -1,0 +1,106 @@
+"""Workers of chosen shapes as real processes, and pairs among them: asked directly, as a router would ask them.
+
+One worker of each shape serves in as many pairs as there are shapes on the other side.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import torch
+import transformers
+
+from splitserve.chaos.leaks import held
+from splitserve.core.request import DisaggregationMode
+from splitserve.launch.child import ChildProcess
+from splitserve.launch.ready_file import ReadyInfo
+from splitserve.launch.shape import WorkerShape
+from splitserve.testing.processes import running, wait_ready
+from splitserve.testing.tiny_models import make_tiny_model
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ANSWER_SECONDS = 120.0
+
+
+def make_divisible_model(folder: Path) -> Path:
+    """A tiny random Llama for 1, 2 or 4 tensor parallel ranks, of which 4 share 2 KV heads, and of 3 layers."""
+    config = transformers.AutoConfig.from_pretrained(make_tiny_model("llama", folder))
+    config.num_attention_heads, config.num_key_value_heads = 8, 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Shapes:
+    """Workers of one model (float32). Use as a context manager; `folder` takes their logs."""
+
+    def __init__(self, model: str, folder: Path, *, backend: str = "tcp", args: Sequence[str] = ()) -> None:
+        self._model = model
+        self._folder = folder
+        self._args = ["--dtype", "float32", "--threads", "1", "--transfer-backend", backend, *args]
+        self._closing = ExitStack()
+        self._num_started = 0
+        self._http = self._closing.enter_context(httpx.Client(timeout=_ANSWER_SECONDS, trust_env=False))
+        self._pool = self._closing.enter_context(ThreadPoolExecutor(32))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def start(self, mode: DisaggregationMode, shape: WorkerShape, *args: str) -> ChildProcess:
+        """One worker, not yet ready."""
+        self._num_started += 1
+        command = ["serve", self._model, "--port", "0", "--disaggregation-mode", mode, *shape.args, *self._args, *args]
+        if mode is DisaggregationMode.PREFILL:
+            command += ["--disaggregation-bootstrap-port", "0"]
+        name = f"{mode}-{self._num_started}"
+        return self._closing.enter_context(running(command, self._folder, name=name, env=_ENVIRONMENT))
+
+    def generate(self, worker: ReadyInfo, prompt: Sequence[int], **more: Any) -> httpx.Response:
+        """`/generate`, greedy."""
+        params = {"temperature": 0.0, **more.pop("sampling_params", {})}
+        body = {"input_ids": list(prompt), "sampling_params": params, **more}
+        return self._http.post(f"{worker.url}/generate", json=body)
+
+    def generate_apart(
+        self, prefill: ReadyInfo, decode: ReadyInfo, prompt: Sequence[int], **more: Any
+    ) -> httpx.Response:
+        """Decode's answer, of a pair of workers."""
+        room = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": secrets.randbits(62),
+        }
+        other = self._pool.submit(self.generate, prefill, prompt, **room, **more)
+        answer = self.generate(decode, prompt, **room, **more)
+        if answer.status_code == 200:
+            assert other.result().status_code == 200, other.result().text
+        return answer
+
+    def state(self, worker: ReadyInfo) -> dict[str, Any]:
+        state: dict[str, Any] = self._http.get(f"{worker.url}/server_info").json()["internal_states"][0]
+        return state
+
+    def wait_running(self, worker: ReadyInfo, num_requests: int, within: float = 60.0) -> None:
+        """Until so many are running there."""
+        deadline = time.monotonic() + within
+        while (found := self.state(worker)["num_running_reqs"]) != num_requests:
+            assert time.monotonic() < deadline, f"{found} of {num_requests} requests run at {worker.url}"
+
+    def check_nothing_is_held(self, *children: ChildProcess, within: float = 30.0) -> None:
+        """Soon after the last request every page, row and slot is back."""
+        deadline = time.monotonic() + within
+        for child in children:
+            while problem := held(self.state(wait_ready(child))):
+                assert time.monotonic() < deadline, f"{child.name} keeps something: {problem}\n{child.log_tail()}"

@@ -1,0 +1,192 @@
+"""Models cut over ranks, in real processes: tokens are those of one rank, whatever the shapes of a pair.
+
+`make test` has one pair and the end of a follower, `make soak` every pair of shapes over tcp and shm, and smollm2.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+import torch
+import transformers
+
+from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
+from splitserve.core.request import DisaggregationMode
+from splitserve.engine.sources import resolve_model
+from splitserve.launch.child import ChildProcess
+from splitserve.launch.local import LocalCluster
+from splitserve.launch.shape import WorkerShape
+from splitserve.testing.deployment import MODEL, Deployment
+from splitserve.testing.processes import wait_ready
+from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
+from splitserve.testing.shapes import Shapes, make_divisible_model
+
+pytestmark = pytest.mark.process
+
+NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+DEADLINE = 60.0
+PROMPTS = [[(i * 37 + j * 11) % 250 for j in range(3 + 21 * i)] for i in range(8)]
+EXACT = {"max_new_tokens": NUM_OUTPUT_TOKENS, "min_new_tokens": NUM_OUTPUT_TOKENS}
+# Chunks that are smaller than most prompts.
+ARGS = ["--max-total-tokens", "4000", "--chunked-prefill-size", "32"]
+SHAPES = [WorkerShape(tp, pp) for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_divisible_model(tmp_path_factory.mktemp("models") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: str) -> Reference:
+    torch.set_num_threads(1)
+    return greedy_reference(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
+
+
+def check_pair(shapes: Shapes, prefill: ChildProcess, decode: ChildProcess, reference: Reference, prompts) -> None:
+    """All prompts at once, twice: what the first round has left in the caches is there for the second."""
+    pair = wait_ready(prefill), wait_ready(decode)
+    for temperature in ("cold", "warm"):
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda p: shapes.generate_apart(*pair, p, sampling_params=EXACT), prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["output_ids"] == reference(prompt), (temperature, len(prompt))
+    shapes.check_nothing_is_held(prefill, decode)
+
+
+def check_alone(shapes: Shapes, child: ChildProcess, reference: Reference, prompts) -> None:
+    worker = wait_ready(child)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda p: shapes.generate(worker, p, sampling_params=EXACT), prompts))
+    assert [answer.json()["output_ids"] for answer in answers] == [reference(prompt) for prompt in prompts]
+    shapes.check_nothing_is_held(child)
+
+
+def test_a_pair_of_unequal_shapes_equals_one_rank_and_ends_with_any_of_its_ranks(model, reference, tmp_path):
+    with Shapes(model, tmp_path, args=ARGS) as shapes:
+        prefill = shapes.start(PREFILL, WorkerShape(tp_size=2), "--page-size", "16")
+        decode = shapes.start(DECODE, WorkerShape(pp_size=2), "--page-size", "8")
+        check_pair(shapes, prefill, decode, reference, PROMPTS)
+        _check_a_killed_follower_ends_its_worker_alone(shapes, prefill, decode)
+
+
+def _check_a_killed_follower_ends_its_worker_alone(shapes: Shapes, prefill: ChildProcess, decode: ChildProcess) -> None:
+    pair = wait_ready(prefill), wait_ready(decode)
+    ranks = [psutil.Process(pid) for pid in (*pair[1].scheduler_pids, *pair[1].follower_pids)]
+    endless = {"max_new_tokens": 3000, "min_new_tokens": 3000}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(shapes.generate_apart, *pair, p, sampling_params=endless) for p in PROMPTS[:4]]
+        shapes.wait_running(pair[1], len(asked))
+        ranks[1].kill()
+        for answer in asked:
+            assert answer.result(DEADLINE).status_code == 503
+            assert "tensor parallel rank 0 of pipeline stage 0 was killed by signal 9" in answer.result().text
+    assert decode.wait(DEADLINE)
+    assert decode.exit_code == 1
+    assert not any(rank.is_running() for rank in ranks)
+    # The other worker has its pages back, and serves on.
+    shapes.check_nothing_is_held(prefill)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_a_colocated_worker_equals_one_rank(model, reference, tmp_path, shape: WorkerShape):
+    with Shapes(model, tmp_path, args=ARGS) as shapes:
+        check_alone(shapes, shapes.start(NULL, shape), reference, PROMPTS)
+
+
+@pytest.fixture(scope="module", params=["tcp", "shm"])
+def prefills(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shapes, dict]]:
+    """A prefill worker of every shape."""
+    with Shapes(model, tmp_path_factory.mktemp("prefills"), backend=request.param, args=ARGS) as shapes:
+        yield shapes, {shape: shapes.start(PREFILL, shape) for shape in SHAPES}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page_size", ["16", "4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_of_any_shape_takes_from_prefill_of_any_shape(prefills, reference, shape: WorkerShape, page_size: str):
+    shapes, workers = prefills
+    decode = shapes.start(DECODE, shape, "--page-size", page_size)
+    try:
+        for prefill in workers.values():
+            check_pair(shapes, prefill, decode, reference, PROMPTS)
+    finally:
+        decode.close()
+
+
+@pytest.fixture(scope="module")
+def real_reference() -> Reference:
+    torch.set_num_threads(1)
+    folder = resolve_model(MODEL)
+    return greedy_reference(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (WorkerShape(tp_size=3), WorkerShape(pp_size=2)),
+        (WorkerShape(pp_size=2), WorkerShape(tp_size=3)),
+        (WorkerShape(tp_size=3, pp_size=2), WorkerShape()),
+    ],
+    ids=str,
+)
+def test_the_real_model_equals_one_rank(prompts, real_reference, tmp_path, prefill: WorkerShape, decode: WorkerShape):
+    chosen = [p for p in prompts if len(p) in (1, 17, 64, 129, 513)]
+    with Shapes(MODEL, tmp_path, args=["--max-total-tokens", "8000", "--chunked-prefill-size", "64"]) as shapes:
+        pair = shapes.start(PREFILL, prefill), shapes.start(DECODE, decode)
+        check_pair(shapes, *pair, real_reference, chosen)
+
+
+@pytest.mark.soak
+def test_a_size_that_does_not_fit_the_heads_is_refused_with_those_that_do(tmp_path):
+    with Shapes(MODEL, tmp_path) as shapes:
+        child = shapes.start(NULL, WorkerShape(tp_size=2))
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 1
+        assert "cannot be cut over 2 tensor parallel ranks" in child.log_path.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["driver", "follower"])
+@pytest.mark.parametrize("role", [PREFILL, DECODE])
+def test_streams_go_on_elsewhere_when_a_rank_is_killed(model, role: DisaggregationMode, victim: str):
+    """Two workers of each kind; every stream has the tokens that it has undisturbed."""
+    cut = WorkerShape(tp_size=2)
+    cluster = LocalCluster(
+        model,
+        prefill=2,
+        decode=2,
+        prefill_shape=cut,
+        decode_shape=cut,
+        dtype="float32",
+        threads=1,
+        worker_args=ARGS,
+        router_args=["--health-interval", "0.5"],
+    )
+    with cluster, httpx.Client(timeout=DEADLINE) as client:
+        cluster.wait_ready(timeout=300)
+        requests = make_requests(12, 200)
+        expected = follow_undisturbed(cluster.router_url, requests, timeout=DEADLINE)
+        child = cluster.children_of(role)[0]
+        assert child.ready is not None
+        pid = (child.ready.scheduler_pids if victim == "driver" else child.ready.follower_pids)[0]
+
+        outcomes = follow_all(
+            cluster.router_url,
+            requests,
+            timeout=DEADLINE,
+            disturb=lambda: psutil.Process(pid).send_signal(signal.SIGKILL),
+            after=2,
+        )
+        assert not {i: found for i, o in expected.items() if (found := outcomes[i].difference(o))}
+        assert child.wait(DEADLINE)
+        cluster.remove_worker(child)
+        Deployment(cluster, client).check_nothing_is_held()
