@@ -121,6 +121,35 @@ def test_decode_of_any_shape_takes_from_prefill_of_any_shape(prefills, reference
         decode.close()
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("cut", [WorkerShape(tp_size=2), WorkerShape(pp_size=2)], ids=str)
+def test_requests_that_give_way_on_decode_are_computed_again(model, reference, tmp_path, cut: WorkerShape):
+    tight = ["--max-total-tokens", "480", "--num-reserved-decode-tokens", "1"]
+    with Shapes(model, tmp_path, args=ARGS) as shapes:
+        prefill, decode = shapes.start(PREFILL, cut), shapes.start(DECODE, cut, *tight)
+        check_pair(shapes, prefill, decode, reference, PROMPTS)
+        state = shapes.state(wait_ready(decode))
+        assert state["num_retracted_requests_total"] > 0
+
+
+@pytest.mark.soak
+def test_data_parallel_ranks_have_ranks_of_their_own(model, reference):
+    cluster = LocalCluster(
+        model,
+        prefill_shape=WorkerShape(tp_size=2, dp_size=2),
+        decode_shape=WorkerShape(pp_size=2, dp_size=2),
+        dtype="float32",
+        threads=1,
+        worker_args=ARGS,
+    )
+    with cluster, httpx.Client(timeout=DEADLINE) as client:
+        cluster.wait_ready(timeout=300)
+        deployment = Deployment(cluster, client)
+        answers = deployment.generate_all("disaggregated", PROMPTS, len(PROMPTS), sampling_params=EXACT)
+        assert [a["output_ids"] for a in answers] == [reference(prompt) for prompt in PROMPTS]
+        deployment.check_nothing_is_held()
+
+
 @pytest.fixture(scope="module")
 def real_reference() -> Reference:
     torch.set_num_threads(1)
