@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, RanksLostError
 
 # Seconds that a rank waits for another one in the middle of a step.
 TIMEOUT = 300.0
@@ -73,9 +73,12 @@ class Ranks:
         return hidden
 
     def least(self, number: int) -> int:
-        """The least that any rank of any stage says."""
+        """The least that any rank of any stage says. Raises RanksLostError where one does not answer."""
         found = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        try:
+            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        except Exception as error:
+            raise RanksLostError(f"Rank {self.rank.index} waited for the others in vain: {error}") from error
         return int(found.item())
 
     def close(self) -> None:
