@@ -116,7 +116,8 @@ class HandLoop:
 
     def _begin(self, rows: list[int]) -> tuple[list[int], StepPlan, Callable[[], StepResult]]:
         plan = StepPlan(tuple(self._step(row) for row in rows))
-        return rows, plan, self.runner.begin(plan)
+        begin = self.runner.begin if self._work.num_micro_batches > 1 else self.runner.prepare
+        return rows, plan, begin(plan)
 
     def _step(self, row: int) -> RequestStep:
         prompt, output, start = self._work.prompts[row], self.outcome.tokens[row], self._computed[row]
@@ -167,7 +168,9 @@ class RankProcesses:
     """`num_ranks` processes; `close` ends them."""
 
     def __init__(self, num_ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One process imports torch and transformers, and each rank begins as a copy of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._commands: list[Connection] = []
         self._processes = []
         # Into each rank's inbox, from every other rank.
@@ -175,7 +178,9 @@ class RankProcesses:
         for index in range(num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(index, theirs, orders[index][0], [sending for _, sending in orders]), daemon=True
+                target=_rank_main,
+                args=(index, theirs, orders[index][0], [sending for _, sending in orders]),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -94,18 +94,18 @@ class Ranks:
         self.close()
 
 
-def open_ranks(
-    rank: ParallelRank, init_method: str, device: torch.device | str, *, timeout: float = TIMEOUT
-) -> Ranks:
+def open_ranks(rank: ParallelRank, init_method: str, device: torch.device | str, *, timeout: float = TIMEOUT) -> Ranks:
     """Meet the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
 
-    Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step. Raises
-    ConfigError where they do not meet.
+    Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step.
+    Raises ConfigError where they do not meet.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait = datetime.timedelta(seconds=timeout)
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
             backend, init_method=init_method, rank=rank.index, world_size=rank.group_size, timeout=wait
         )

@@ -164,6 +164,19 @@ def test_ranks_compute_what_one_rank_computes(
             )
 
 
+def test_each_rank_reads_its_own_weights_and_no_others(
+    processes: RankProcesses, folder: Callable[[str], Path], alone: Callable[[str], Outcome], tmp_path: Path
+) -> None:
+    """The file has 4 bytes a parameter."""
+    for number, (name, tp_size, pp_size) in enumerate([("llama", 2, 2), ("mixtral", 2, 1), ("llama-tied", 2, 2)]):
+        case = Case(folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, work=Work(prompts=((5, 6, 7),)))
+        outcomes = processes.run(case, tmp_path / f"ranks{number}")
+        assert [o.bytes_read for o in outcomes] == [4 * o.num_parameters for o in outcomes]
+        share = alone(name).num_parameters / case.num_ranks
+        # Norms and biases are everybody's, an embedding is the first stage's and a head the last one's alone.
+        assert max(o.num_parameters for o in outcomes) < 1.25 * share
+
+
 def in_micro_batches(number: int) -> Work:
     return Work(prompts=WORK.prompts, num_micro_batches=number)
 
