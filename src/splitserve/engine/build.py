@@ -95,8 +95,9 @@ class BuiltEngine:
     ) -> ModelRunner:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
 
-        Of several ranks, the driver's: `tell` brings each order to the others. They have no graphs, and are not warmed
-        up. On a GPU this records CUDA graphs, unless it is to run no decode steps for now (`has_graphs`), and compiles what
+        Of several ranks, the driver's: `tell` brings each order to the others. Those have no graphs, and no warm-up.
+
+        On a GPU this records CUDA graphs, unless it is to run no decode steps for now (`has_graphs`), and compiles what
         is compiled on first use: it may take a while.
         """
         if (tell is None) != (self.ranks is None):
@@ -176,8 +177,8 @@ def build_engine(
 def _refuse_on_ranks(cache: CacheConfig, draft_model: str | None) -> None:
     if draft_model is not None:
         raise ConfigError(
-            f"A draft model ({draft_model}) cannot be served beside a model that is cut over ranks: leave it out (guesses "
-            "from the text itself, ngram, are possible), or use one rank."
+            f"A draft model ({draft_model}) cannot be served beside a model that is cut over ranks: leave it out "
+            "(guesses from the text itself, ngram, are possible), or use one rank."
         )
     if cache.shared_pool is not None:
         raise ConfigError("A shared pool is for models on one rank: leave shared_pool out, or use one rank.")

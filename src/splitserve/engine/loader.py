@@ -9,6 +9,7 @@ A LoadedModel is never changed afterwards. Nothing here knows of pools, requests
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe
 from splitserve.engine.sources import model_fingerprint, resolve_model
 from splitserve.errors import ConfigError, ModelLoadError, SplitserveError
+
+logger = logging.getLogger(__name__)
 
 # RoPE variants whose angles depend on the longest sequence of a batch once it outgrows the original context.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -235,8 +238,10 @@ def _build_share(
 ) -> tuple[Any, Share]:
     if config.quantization is not None:
         raise ConfigError(
-            f"quantization {config.quantization} is for models on one rank: leave it out, or use --tp-size 1 --pp-size 1."
+            f"quantization {config.quantization} is for models on one rank: leave it out, or use one rank."
         )
+    if config.kernels == "auto" and ranks.device.type == "cpu" and dtype_name == "bfloat16":
+        logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
         return load_share(folder, checkpoint, config.model, getattr(torch, dtype_name), ranks, pp_layers)
     except SplitserveError:

@@ -95,10 +95,11 @@ class Stage:
         `ahead`: what goes through that part of the model before its first layer which every stage has, and is thrown
         away on all but the first; None: `given`, since it does not matter.
         """
-        name = "input_ids"
+        first = given if ahead is None else ahead
+        inputs = {"input_ids": first}
         if self.entry is not None:
-            self.entry.given, name = given, "inputs_embeds"
-        out = model.base_model(**{name: given if ahead is None else ahead}, position_ids=positions, use_cache=False, step_attention=attention)
+            self.entry.given, inputs = given, {"inputs_embeds": first}
+        out = model.base_model(**inputs, position_ids=positions, use_cache=False, step_attention=attention)
         if self.exit is None:
             hidden: torch.Tensor = out.last_hidden_state
             return hidden

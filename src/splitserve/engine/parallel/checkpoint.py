@@ -121,8 +121,8 @@ class WeightLoader:
         without: Container[str] = (),
     ) -> None:
         """Every parameter and persistent buffer. `renamed`: what goes by another name than `translation` gives it;
-        `without`: names that `translation` gives and that are not to be read. Raises ModelLoadError where one is missing
-        or has another shape."""
+        `without`: names that `translation` gives and that are not to be read. Raises ModelLoadError where one is
+        missing or has another shape."""
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         rules: dict[str, WeightConverter | None] = {}
         for source in self._checkpoint.names():

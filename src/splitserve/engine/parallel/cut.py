@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from splitserve.errors import ConfigError
+
 
 class Sliceable(Protocol):
     """A tensor, or one in a file of which only what is asked for is read."""
@@ -17,7 +19,7 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of dimension `dim` (counted from the end, so negative) the ranges `parts`, one after the other; all of the rest."""
+    """Of dimension `dim` (negative: from the end) the ranges `parts`, one after the other; of the others all."""
 
     dim: int
     parts: tuple[range, ...]
@@ -49,3 +51,8 @@ def even_range(size: int, rank: int, num_ranks: int) -> range:
 def even_sizes(size: int, num_ranks: int) -> list[int]:
     """Of all ranks' shares."""
     return [len(even_range(size, rank, num_ranks)) for rank in range(num_ranks)]
+
+
+def cannot_cut(name: str, why: str, remedy: str = "Use pipeline stages, or one rank") -> ConfigError:
+    """What says that a model is not for tensor parallel ranks."""
+    return ConfigError(f"Model {name} cannot be cut over tensor parallel ranks: {why}. {remedy}.")

@@ -28,7 +28,7 @@ class FollowerRunner:
         self._next = 0
 
     def run(self, order: bytes) -> None:
-        """This rank's share of one step. Raises EngineError: the ranks are out of step then, and the process must end."""
+        """This rank's share of one step. Raises EngineError: the ranks are out of step then, the process must end."""
         try:
             with torch.inference_mode():
                 self._run(order)
@@ -46,8 +46,10 @@ class FollowerRunner:
         token_ids = to_device(array(order.token_ids), self._device).unsqueeze(0)
         positions = to_device(batch.positions, self._device).unsqueeze(0)
         hidden = self._body(token_ids, positions, self._attention.plan(batch))
-        if hidden is None:
-            return
-        for rows in order.head_rows:
-            # Its part goes to the driver from within.
-            self._head(hidden[to_device(array(rows), self._device)])
+        if hidden is not None:
+            for rows in order.head_rows:
+                # Its part goes to the driver from within.
+                self._head(hidden[to_device(array(rows), self._device)])
+        if self._device.type == "cuda":
+            # Who hands the step's KV over reads it outside torch's order.
+            torch.cuda.current_stream(self._device).synchronize()

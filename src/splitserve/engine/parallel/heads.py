@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitserve.errors import ConfigError
+from splitserve.engine.parallel.cut import cannot_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ class Heads:
         if self.fits(tp_size):
             return
         fitting = [n for n in range(1, self.num_query + 1) if self.fits(n)]
-        raise ConfigError(
-            f"Model {name} cannot be cut over {tp_size} tensor parallel ranks: its attention has {self.num_query} query "
-            f"heads and {self.num_kv} KV heads, and each rank needs as many of them as any other (or one KV head that "
-            f"several ranks share). Sizes that would do: {', '.join(map(str, fitting))}."
+        raise cannot_cut(
+            name,
+            f"its attention has {self.num_query} query heads and {self.num_kv} KV heads, and each of {tp_size} ranks needs "
+            "as many of both as any other, or one KV head that several ranks hold",
+            f"Sizes that would do: {', '.join(map(str, fitting))}",
         )

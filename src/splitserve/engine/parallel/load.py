@@ -82,6 +82,8 @@ def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     bridge.register()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=bridge.ATTENTION_NAME)
+    # Moving each to the meta device has taken apart what was one.
+    model.tie_weights()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model

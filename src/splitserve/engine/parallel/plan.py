@@ -19,7 +19,7 @@ import torch
 
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.body import Absent, Entry, Exit, Place, Stage
-from splitserve.engine.parallel.cut import Cut, even_range
+from splitserve.engine.parallel.cut import Cut, cannot_cut
 from splitserve.engine.parallel.heads import Heads
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.styles import STYLES, Held, Style, connect, cut_of
@@ -96,8 +96,8 @@ def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
     lists = [n for n in names if isinstance(model.base_model.get_submodule(n), torch.nn.ModuleList)]
     if len(lists) != 1:
         raise ConfigError(
-            f"Model {name} cannot be cut into pipeline stages: transformers has no pp_plan for it that names its layers. "
-            "Use tensor parallel ranks alone."
+            f"Model {name} cannot be cut into pipeline stages: transformers has no pp_plan for it that names its "
+            "layers. Use tensor parallel ranks alone."
         )
     at = names.index(lists[0])
     return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))
@@ -143,17 +143,11 @@ class _Cutter:
             if word is None or path in self._vocabulary:
                 continue
             if word not in STYLES:
-                raise ConfigError(
-                    f"Model {self._name} cannot be cut over tensor parallel ranks: its plan has the style {word!r} for "
-                    f"{path}, which is not known here. Use pipeline stages, or one rank."
-                )
+                raise cannot_cut(self._name, f"its plan has the style {word!r} for {path}, which is not known here")
             found = True
             yield path, STYLES[word]
         if not found:
-            raise ConfigError(
-                f"Model {self._name} cannot be cut over tensor parallel ranks: transformers has no tp_plan for it. Use "
-                "pipeline stages, or one rank."
-            )
+            raise cannot_cut(self._name, "transformers has no tp_plan for it")
 
     def cut_heads(self, path: str, styles: dict[str, Style]) -> None:
         """Where `path` is the query projection of an attention whose heads are divided: its four projections."""
@@ -206,10 +200,7 @@ class _Cutter:
         attention: Any = self._modules[path.rpartition(".")[0]]
         divides = style in (STYLES["colwise"], STYLES["rowwise"]) and hasattr(attention, "is_causal")
         if divides and attention.layer_idx not in self._shards.kv_heads:
-            raise ConfigError(
-                f"Model {self._name} cannot be cut over tensor parallel ranks: {type(attention).__name__} has heads that "
-                "are not known here. Use pipeline stages, or one rank."
-            )
+            raise cannot_cut(self._name, f"{type(attention).__name__} has heads that are not known here")
 
     def cut_vocabulary(self) -> None:
         """Rows of the embedding and the head, the same of both."""
@@ -219,10 +210,8 @@ class _Cutter:
         for path in self._vocabulary:
             module = self._modules[path]
             if module.weight.shape[0] != size:
-                raise ConfigError(
-                    f"Model {self._name} cannot be cut over tensor parallel ranks: {path} has {module.weight.shape[0]} rows "
-                    f"where the vocabulary has {size} tokens. Use pipeline stages, or one rank."
-                )
+                rows = module.weight.shape[0]
+                raise cannot_cut(self._name, f"{path} has {rows} rows where the vocabulary has {size} tokens")
             for name, _ in list(module.named_parameters(recurse=False)):
                 self._cut_parameter(f"{path}.{name}", STYLES["colwise"])
         if is_tied:
@@ -237,9 +226,10 @@ class _Cutter:
         if cut is None:
             return
         if 0 in cut.shape(parameter.shape):
-            raise ConfigError(
-                f"Model {self._name} cannot be cut over {tp_size} tensor parallel ranks: {path} is only "
-                f"{parameter.shape[cut.dim]} wide. Use fewer."
+            raise cannot_cut(
+                self._name,
+                f"{path} is only {parameter.shape[cut.dim]} wide, and there are {tp_size} of them",
+                "Use fewer",
             )
         self._shards.cuts[path] = cut
         setattr(module, name, torch.nn.Parameter(parameter.new_empty(cut.shape(parameter.shape)), requires_grad=False))

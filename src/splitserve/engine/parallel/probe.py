@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.parallel.cut import cannot_cut
 from splitserve.engine.parallel.load import Share
 from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
-from splitserve.errors import EngineError, ModelLoadError
+from splitserve.errors import EngineError
 
 
 def probe_share(model: Any, share: Share, name: str) -> tuple[LayerShape, ...]:
-    """Shapes of this rank's layers, in order. Raises ModelLoadError. All ranks of a stage call it together."""
+    """Shapes of this rank's layers, in order. Raises ModelLoadError or ConfigError. All ranks of a stage call it together."""
     found = probe(model, name, layers=share.stage.layers, run=functools.partial(_run, share))
     return tuple(_with_heads(shape, share, name) for shape in found)
 
@@ -29,9 +30,9 @@ def _with_heads(shape: LayerShape, share: Share, name: str) -> LayerShape:
     if heads is None:
         return shape
     if shape.num_kv_heads != len(heads.held):
-        raise ModelLoadError(
-            f"Model {name} cannot be cut over tensor parallel ranks: layer {shape.layer} has {shape.num_kv_heads} KV heads "
-            f"on this rank where {len(heads.held)} were expected. Use pipeline stages, or one rank."
+        raise cannot_cut(
+            name,
+            f"layer {shape.layer} has {shape.num_kv_heads} KV heads on this rank where {len(heads.held)} were expected",
         )
     return replace(shape, first_kv_head=heads.held.start, total_kv_heads=heads.total)
 

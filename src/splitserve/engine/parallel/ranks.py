@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, RanksLostError
 
 # Seconds that a rank waits for another one in the middle of a step.
 TIMEOUT = 300.0
@@ -73,9 +73,12 @@ class Ranks:
         return hidden
 
     def least(self, number: int) -> int:
-        """The least that any rank of any stage says."""
+        """The least that any rank of any stage says. Raises RanksLostError where one does not answer."""
         found = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        try:
+            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        except Exception as error:
+            raise RanksLostError(f"Rank {self.rank.index} waited for the others in vain: {error}") from error
         return int(found.item())
 
     def close(self) -> None:
@@ -91,18 +94,18 @@ class Ranks:
         self.close()
 
 
-def open_ranks(
-    rank: ParallelRank, init_method: str, device: torch.device | str, *, timeout: float = TIMEOUT
-) -> Ranks:
+def open_ranks(rank: ParallelRank, init_method: str, device: torch.device | str, *, timeout: float = TIMEOUT) -> Ranks:
     """Meet the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
 
-    Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step. Raises
-    ConfigError where they do not meet.
+    Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step.
+    Raises ConfigError where they do not meet.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait = datetime.timedelta(seconds=timeout)
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
             backend, init_method=init_method, rank=rank.index, world_size=rank.group_size, timeout=wait
         )
