@@ -1,5 +1,6 @@
 """Models whose layers all have sliding windows: what has left them makes room for others while a request goes on."""
 
+import random
 from functools import partial
 
 import pytest
@@ -68,4 +69,28 @@ def test_of_a_long_prompt_prefill_holds_a_window_and_a_chunk_and_decode_is_sent_
     assert max(held) <= 5
     assert world.decode.tokens("a") == expected_tokens(prompt, PARAMS, 40, window=6)
     assert world.decode.outputs["a"]
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whoever_gives_way_whenever_goes_on_as_if_nothing_had_been(seed):
+    """Nobody has to, where windows make room: so it is told to."""
+    rng = random.Random(seed)
+    window, page_size = rng.choice([2, 5, 13, 30]), rng.choice([1, 4])
+    host_memory = rng.choice([0, 1 << 20, 1 << 20])
+    settings = windowed(window, num_pages=400, host_memory=host_memory, prefix=rng.random() < 0.5)
+    world = ColocatedWorld(**settings | {"page_size": page_size, "token_budget": rng.choice([3, 64])})
+    prompts = {f"r{i}": [rng.randrange(2) for _ in range(rng.randrange(1, 30))] for i in range(5)}
+    for rid, prompt in prompts.items():
+        world.submit(GenerateRequest(rid=rid, prompt_ids=prompt, params=PARAMS))
+    running = world.running
+    while not world.is_idle():
+        world.turn()
+        if running.running and rng.random() < 0.1:
+            victim = running.running.pop(rng.randrange(len(running.running)))
+            running.retraction.retract(victim, world.clock.now())
+        world.check()
+    assert world.scheduler.state().num_retracted_requests_total > 0
+    for rid, prompt in prompts.items():
+        assert world.tokens(rid) == expected_tokens(prompt, PARAMS, 40, window=window)
     world.check_nothing_is_held()
