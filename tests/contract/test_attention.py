@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splitserve.core.layout import first_token_read
 from splitserve.engine.attention.base import (
     AttentionBackend,
     AttentionParams,
@@ -160,6 +161,13 @@ class World:
     def normal(self, *shape: int) -> np.ndarray:
         return rounded(self.rng.normal(size=shape).astype(np.float32), self.kind.dtype)
 
+    def forget(self, start: int, pages: np.ndarray) -> None:
+        """What has left the window is not there any more: in its place in `pages` stands the first page still seen."""
+        gone = first_token_read(self.case.params.window, start) // self.case.page_size
+        for tensor in (self.pool.keys[0], self.pool.values[0]):
+            tensor[pages[:gone]] = torch.nan
+        pages[:gone] = pages[gone]
+
     def step(self, lengths: tuple[int, ...]) -> None:
         """Advance the requests and compare every output row."""
         case = self.case
@@ -175,6 +183,8 @@ class World:
         )
         used = [-(-(s + n) // case.page_size) for s, n in zip(starts, new, strict=True)]
         pages = tuple(self.pages[r][:n].astype(np.int64) for r, n in zip(active, used, strict=True))
+        for start, numbers in zip(starts, pages, strict=True):
+            self.forget(start, numbers)
         batch = PagedBatch(np.array(starts), np.array(new), pages, case.page_size)
         dtype = getattr(torch, self.kind.dtype)
         tensors = (torch.from_numpy(x).to(dtype) for x in (q, k, v))
@@ -213,17 +223,21 @@ def test_layers_with_and_without_a_window_share_a_step(backend: str) -> None:
     size = 8 * kind.head_size_unit
     shapes = [LayerShape(layer, 2, size, size, None) for layer in range(2)]
     pool = KVPool(layout_for(shapes, kind.dtype, page_size=4, num_pages=20), torch.device("cpu"))
-    rng = np.random.default_rng(0)
-    batch = PagedBatch(np.array([0]), np.array([30]), (np.arange(3, 11),), 4)
-    step = kind.make(pool).plan(batch)
-    for layer, window in enumerate((None, 5)):
-        normal = (rng.normal(size=(30, heads, size)).astype(np.float32) for heads in (4, 2, 2))
-        q, k, v = (rounded(x, kind.dtype) for x in normal)
-        params = AttentionParams(0.5, window)
-        tensors = (torch.from_numpy(x).to(getattr(torch, kind.dtype)) for x in (q, k, v))
-        out = step.forward(layer, *tensors, params).float().numpy()
-        expected = naive(q.astype(np.float64), k, v, 0, params)
-        np.testing.assert_allclose(out, expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
+    attention, rng = kind.make(pool), np.random.default_rng(0)
+    known = [np.zeros((2, 0, 2, size), np.float32) for _ in shapes]
+    # A prompt, and decodes behind it.
+    for start, length in ((0, 30), (30, 1), (31, 1), (32, 1)):
+        batch = PagedBatch(np.array([start]), np.array([length]), (np.arange(3, 12)[: -(-(start + length) // 4)],), 4)
+        step = attention.plan(batch)
+        for layer, window in enumerate((None, 5)):
+            normal = (rng.normal(size=(length, heads, size)).astype(np.float32) for heads in (4, 2, 2))
+            q, k, v = (rounded(x, kind.dtype) for x in normal)
+            known[layer] = np.concatenate((known[layer], np.stack((k, v))), axis=1)
+            params = AttentionParams(0.5, window)
+            tensors = (torch.from_numpy(x).to(getattr(torch, kind.dtype)) for x in (q, k, v))
+            out = step.forward(layer, *tensors, params).float().numpy()
+            expected = naive(q.astype(np.float64), *known[layer], start, params)
+            np.testing.assert_allclose(out, expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")

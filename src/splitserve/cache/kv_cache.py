@@ -7,11 +7,12 @@ The life of a request in here:
    sum of all promises never exceeds what is free or can be evicted, so growing up to the promise never fails.
 2. `extend` makes sure that pages for the tokens of the next step are there. Beyond the promise it may find none.
 3. `share` publishes the whole pages computed so far, so that others find them while the request still runs.
-4. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
+4. `forget` gives back, while it goes on, what no layer will look at again, where all layers have sliding windows.
+5. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
 
 Between `step_began` and `step_ended` the engine may touch whatever the step's requests held when it began. What they
-give back meanwhile is set aside, and free when no step of theirs is under way. A loop that waits for each step needs
-neither.
+give back meanwhile is set aside, and free when the last of their steps that began before has ended. A loop that waits
+for each step needs neither.
 
 It does not know why a request is admitted or released, who gives way when there is no page left, nor what the pages
 contain.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.host_tier import HostTier
@@ -29,6 +30,7 @@ from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import PrefixCache, PrefixHandle
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import ReqToTokenPool
+from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request
 
 
@@ -43,14 +45,27 @@ class Holding:
     request: Request
     # Pages it was promised, cached prefix included. It may hold more.
     num_promised: int
-    # request.pages[:num_shared] belong to the prefix cache and are kept by `handle`; the rest belong to the request.
+    # request.pages[:num_shared] are not the request's own: the prefix cache's, kept by `handle`, or forgotten.
     num_shared: int
     handle: PrefixHandle | None
+    # request.pages[:num_forgotten] are nobody's: numbers that fill their places, and must not be looked at.
+    num_forgotten: int = 0
 
     @property
     def num_pages_owed(self) -> int:
         """Of the promise, pages it has not taken yet."""
         return max(0, self.num_promised - len(self.request.pages))
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """Whose step it is, and what is set aside until it has ended."""
+
+    requests: frozenset[Request]
+    pages: list[int] = field(default_factory=list)
+    handles: list[PrefixHandle] = field(default_factory=list)
+    # Released: all that they held, and their rows.
+    leaving: list[tuple[Holding, int]] = field(default_factory=list)
 
 
 class PagedKVCache:
@@ -62,6 +77,7 @@ class PagedKVCache:
         page_size: int,
         shared: SharedPages | None = None,
         host: HostTier | None = None,
+        window: int | None = None,
     ) -> None:
         self.pages = pages
         self.rows = rows
@@ -71,14 +87,13 @@ class PagedKVCache:
         self._shared = shared
         # Where evicted prefixes go on; None: they are gone.
         self.host = host
+        # Tokens that the layer which sees most sees; None: some layer sees all, and nothing is forgotten.
+        self.window = None if shared else window
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
-        # The requests of each step under way, first the one that ends first, and what they gave back meanwhile: pages,
-        # and all of those released.
-        self._steps: deque[frozenset[Request]] = deque()
-        self._pages_aside: dict[Request, list[int]] = {}
-        self._leaving: dict[Request, tuple[Holding, int]] = {}
+        # First the one that ends first.
+        self._steps: deque[StepUnderWay] = deque()
         # How often admitted requests gave pages back: room comes back by nothing else.
         self.num_releases = 0
         self.prefix_queries = 0
@@ -163,7 +178,7 @@ class PagedKVCache:
         """Publish the whole pages of computed tokens; the request goes on with the cache's pages, locked."""
         holding, row = self._held(request)
         whole = request.num_computed_tokens // self.page_size
-        if whole <= holding.num_shared:
+        if whole <= holding.num_shared or holding.num_forgotten:
             return
         tokens = request.tokens(0, whole * self.page_size)
         match, duplicates = self.prefix.insert(tokens, request.pages[:whole])
@@ -176,6 +191,27 @@ class PagedKVCache:
         self.rows.write(row, 0, match.pages)
         holding.num_shared, holding.handle = whole, match.handle
 
+    def forget(self, request: Request) -> None:
+        """Give back the pages whose tokens have left all windows. Nothing more of the request is published after that.
+
+        A prompt that is to be published stays whole until it is computed, and what is published until all of it has
+        left. In the page table the first page that is still seen stands in their place.
+        """
+        if self.window is None:
+            return
+        holding, row = self._held(request)
+        first = first_token_read(self.window, request.num_computed_tokens) // self.page_size
+        first = min(first, len(request.pages) - 1)
+        if first <= holding.num_forgotten or first < holding.num_shared:
+            return
+        if self.prefix.remembers and request.num_computed_tokens < request.num_prefill_tokens:
+            return
+        self._give_back(request, request.pages[holding.num_shared : first], holding.handle)
+        holding.num_shared = holding.num_forgotten = first
+        holding.handle = None
+        request.pages[:first] = [request.pages[first]] * first
+        self.rows.write(row, 0, request.pages[:first])
+
     def release(self, request: Request, *, publish: bool) -> None:
         """Take everything back; once. `publish` puts the computed whole pages into the prefix cache first."""
         if publish:
@@ -183,23 +219,21 @@ class PagedKVCache:
         holding, row = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
-        if self._is_under_way(request):
-            self._leaving[request] = holding, row
+        if (step := self._last_step_of(request)) is not None:
+            step.leaving.append((holding, row))
         else:
             self._let_go(holding, row)
 
     def step_began(self, requests: Iterable[Request]) -> None:
         """The engine works on `requests`, until `step_ended`. Several steps may be under way."""
-        self._steps.append(frozenset(requests))
+        self._steps.append(StepUnderWay(frozenset(requests)))
 
     def step_ended(self) -> None:
         """The one that began first has ended."""
-        for request in self._steps.popleft():
-            if self._is_under_way(request):
-                continue
-            self.pages.free(self._pages_aside.pop(request, ()))
-            if request in self._leaving:
-                self._let_go(*self._leaving.pop(request))
+        step = self._steps.popleft()
+        self._free(step.pages, step.handles)
+        for holding, row in step.leaving:
+            self._let_go(holding, row)
 
     def settle(self, request: Request) -> None:
         """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
@@ -218,7 +252,19 @@ class PagedKVCache:
 
     def num_secured_pages(self, request: Request) -> int:
         """Pages that an admitted request holds, or is owed."""
-        return len(request.pages) + self._holdings[request.rid].num_pages_owed
+        holding = self._holdings[request.rid]
+        return len(request.pages) - holding.num_forgotten + holding.num_pages_owed
+
+    def num_forgotten_pages(self, request: Request) -> int:
+        """Of an admitted request's pages, the first so many are not there any more."""
+        return self._holdings[request.rid].num_forgotten
+
+    def num_pages_at_most(self, request: Request, num_tokens: int) -> int:
+        """Pages that a request holds at most while it grows to `num_tokens` tokens, its prompt at once."""
+        num_pages = kv_to_page_num(num_tokens, self.page_size)
+        if self.window is None:
+            return num_pages
+        return min(num_pages, kv_to_page_num(request.num_prefill_tokens + self.window, self.page_size) + 1)
 
     def flush(self) -> int:
         """Forget everything no request uses; how many pages that freed."""
@@ -231,7 +277,7 @@ class PagedKVCache:
 
     def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
         """Go on with other caches of prefixes; what those before knew is forgotten. Only while nothing is admitted."""
-        if self._holdings or self._leaving:
+        if self._holdings or any(step.leaving for step in self._steps):
             raise InvariantViolation(f"caches cannot be replaced while {sorted(self._holdings)} hold pages")
         self.flush()
         self.prefix, self.host = prefix, host
@@ -243,16 +289,17 @@ class PagedKVCache:
             self.host.check()
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
-        aside = [page for pages in self._pages_aside.values() for page in pages]
+        aside = [page for step in self._steps for page in step.pages]
+        leaving = [holding for step in self._steps for holding, _ in step.leaving]
         own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + aside
-        own += [p for holding, _ in self._leaving.values() for p in holding.request.pages[holding.num_shared :]]
+        own += [p for holding in leaving for p in holding.request.pages[holding.num_shared :]]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
             raise InvariantViolation(
                 f"{self.pages.num_pages} pages, but {self.pages.available()} free + {self.prefix.num_pages} cached + "
                 f"{len(own)} held ({len(set(own))} different)"
             )
-        num_rows = len(held) + len(self._leaving)
+        num_rows = len(held) + len(leaving)
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
@@ -261,21 +308,29 @@ class PagedKVCache:
         if owed != self._owed or left < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {left} left")
 
-    def _is_under_way(self, request: Request) -> bool:
-        return any(request in step for step in self._steps)
+    def _last_step_of(self, request: Request) -> StepUnderWay | None:
+        """The last one under way that works on what the request holds."""
+        return next((step for step in reversed(self._steps) if request in step.requests), None)
 
-    def _give_back(self, request: Request, pages: list[int]) -> None:
-        """Free pages that were the request's, as soon as no step works on them."""
-        if pages and self._is_under_way(request):
-            self._pages_aside.setdefault(request, []).extend(pages)
-        else:
-            self.pages.free(pages)
+    def _give_back(self, request: Request, pages: list[int], handle: PrefixHandle | None = None) -> None:
+        """Free what was the request's, as soon as no step works on it."""
+        handles = [] if handle is None else [handle]
+        if (step := self._last_step_of(request)) is None:
+            self._free(pages, handles)
+            return
+        step.pages.extend(pages)
+        step.handles.extend(handles)
+
+    def _free(self, pages: list[int], handles: Iterable[PrefixHandle | None]) -> None:
+        if pages or handles:
+            self.num_releases += 1
+        for handle in handles:
+            self.prefix.unlock(handle)
+        self.pages.free(pages)
 
     def _let_go(self, holding: Holding, row: int) -> None:
         request = holding.request
-        self.num_releases += 1
-        self.prefix.unlock(holding.handle)
-        self.pages.free(request.pages[holding.num_shared :])
+        self._free(request.pages[holding.num_shared :], [holding.handle])
         self.rows.free(row)
         request.pages = []
         request.row = None

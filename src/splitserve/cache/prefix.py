@@ -41,6 +41,11 @@ def split_pages(tokens: Sequence[int], page_size: int) -> list[PageKey]:
 
 
 class PrefixCache(Protocol):
+    @property
+    def remembers(self) -> bool:
+        """Whether what is inserted may be found again."""
+        ...
+
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest cached prefix of `tokens`, in whole pages. Touches it for eviction order; locks nothing."""
         ...
@@ -81,6 +86,7 @@ class PrefixCache(Protocol):
 class NoPrefixCache:
     """Remembers nothing: every prompt is computed anew."""
 
+    remembers = False
     num_pages = 0
     num_evictable_pages = 0
 

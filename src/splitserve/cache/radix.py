@@ -33,6 +33,8 @@ class Node:
 class RadixCache:
     """See `PrefixCache` for the contract."""
 
+    remembers = True
+
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._root = Node([], [], None)

@@ -20,6 +20,10 @@ class ToldPrefixCache:
         self._names: dict[int, PageName] = {}
 
     @property
+    def remembers(self) -> bool:
+        return self._cache.remembers
+
+    @property
     def num_pages(self) -> int:
         return self._cache.num_pages
 

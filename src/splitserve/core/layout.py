@@ -44,7 +44,7 @@ class KVComponent:
 
 
 def first_token_read(window: int | None, num_tokens: int) -> int:
-    """Of a prompt of `num_tokens`, the first token that decode reads: its first step is at position `num_tokens`."""
+    """Of `num_tokens` computed tokens, the first one that is read again: the next step is at position `num_tokens`."""
     return 0 if window is None else max(0, num_tokens - window + 1)
 
 
@@ -55,6 +55,12 @@ class KVLayout:
     page_size: int
     num_pages: int
     components: tuple[KVComponent, ...]
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the layer which sees most of them sees; None: some layer sees all."""
+        windows = [component.window for component in self.components]
+        return None if None in windows else max((w for w in windows if w is not None), default=None)
 
     @property
     def bytes_per_page(self) -> int:

@@ -154,4 +154,5 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
     rows = DecodeReqToTokenPool(scheduler.max_running_requests, longest, page_size, scheduler.num_preallocated_rows)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
-    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared)
+    window = engine.layout.window
+    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared, window=window)

@@ -75,8 +75,9 @@ class Admission:
         return max(0, num_pages)
 
     def _foreseen(self, request: Request, more: int) -> int:
-        """Pages it holds when it has `more` tokens, or is at its end."""
-        return self._pages(min(request.num_tokens + more, self.tokens_at_most(request)))
+        """Pages it holds at most until it has `more` tokens, or is at its end."""
+        num_tokens = min(request.num_tokens + more, self.tokens_at_most(request))
+        return self._cache.num_pages_at_most(request, num_tokens)
 
     def _pages(self, num_tokens: int) -> int:
         return kv_to_page_num(num_tokens, self._cache.page_size)

@@ -36,9 +36,10 @@ class Retracted:
     """A request in the line, and what host memory holds of it."""
 
     request: Request
-    # Of the pages of tokens [0, num_saved_tokens); None: nothing was saved.
+    # Of the pages of tokens [0, num_saved_tokens) but the first ones, which were forgotten; None: nothing was saved.
     copy: HostCopy | None
     num_saved_tokens: int
+    num_forgotten_pages: int = 0
     # Without a copy: nobody but this worker is to compute it.
     is_local: bool = False
 
@@ -127,9 +128,9 @@ class Retraction:
     def _save(self, request: Request) -> Retracted:
         """Copy what it has computed, if the host has room."""
         num_saved = request.num_computed_tokens
-        pages = request.pages[: kv_to_page_num(num_saved, self._cache.page_size)]
-        copy = self._memory.save(pages)
-        return Retracted(request, copy, num_saved if copy else 0)
+        num_forgotten = self._cache.num_forgotten_pages(request)
+        copy = self._memory.save(request.pages[num_forgotten : kv_to_page_num(num_saved, self._cache.page_size)])
+        return Retracted(request, copy, num_saved if copy else 0, num_forgotten)
 
     def _drop(self, item: Retracted) -> None:
         self._line.remove(item)
@@ -141,7 +142,9 @@ class Retraction:
         request = item.request
         if item.copy is None or item.num_saved_tokens <= request.num_computed_tokens:
             return
-        first = len(request.pages)
+        first = max(len(request.pages), item.num_forgotten_pages)
         self._cache.extend(request, item.num_saved_tokens)
-        self._memory.restore(item.copy, first, request.pages[first:])
+        self._memory.restore(item.copy, first - item.num_forgotten_pages, request.pages[first:])
         request.num_computed_tokens = item.num_saved_tokens
+        # What was forgotten is not there now either.
+        self._cache.forget(request)

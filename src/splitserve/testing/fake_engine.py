@@ -7,6 +7,8 @@ page table. A page that was lost, swapped, overwritten or not transferred change
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -31,7 +33,10 @@ Slots = npt.NDArray[np.uint64]
 
 
 class FakeEngine:
-    """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own, or one it shares."""
+    """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own, or one it shares.
+
+    With a `window` each draw depends on the last so many slots, and pages before them are not looked at.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,9 @@ class FakeEngine:
         page_size: int,
         vocab_size: int = 512,
         pool: Slots | None = None,
+        window: int | None = None,
     ) -> None:
+        self._window = window
         self.vocab_size = vocab_size
         self._table = page_table
         self._failure: EngineError | None = None
@@ -53,7 +60,7 @@ class FakeEngine:
         # Begun and not ended: one at a time, but in a pipeline.
         self._under_way: deque[StepPlan] = deque()
         # Two float32 elements are the eight bytes of one value.
-        component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2)
+        component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2, window=window)
         self.layout = KVLayout(page_size, num_pages, (component,))
 
     def regions(self) -> tuple[Region, ...]:
@@ -115,7 +122,9 @@ class FakeEngine:
         if step.sample is None:
             return RequestResult(input_logprobs=scored)
         # What is drawn at each position depends on the slots before it.
-        states = np.bitwise_xor.accumulate(flat[slots])[-1 - len(step.sample.proposals) :].tolist()
+        ends = range(step.end - len(step.sample.proposals), step.end + 1)
+        firsts = [0 if self._window is None else max(0, end - self._window) for end in ends]
+        states = [int(np.bitwise_xor.reduce(flat[slots[f:e]])) for f, e in zip(firsts, ends, strict=True)]
         specs = specs_to_draw(step.sample)
         drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
         chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
@@ -132,14 +141,24 @@ class FakeEngine:
         return slots
 
 
-def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams, count: int, vocab_size: int = 512) -> list[int]:
+def expected_tokens(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    count: int,
+    vocab_size: int = 512,
+    window: int | None = None,
+) -> list[int]:
     """What the fake engine draws for this prompt when nothing went wrong: `count` tokens, stop conditions ignored."""
-    state = int(np.bitwise_xor.reduce(_values(prompt_ids, 0)))
+    values = _values(prompt_ids, 0).tolist()
+    state = functools.reduce(operator.xor, values if window is None else values[-window:])
     output: list[int] = []
     for _ in range(count):
         spec = SampleSpec(params, len(prompt_ids) + len(output), prompt_ids, output)
         output.append(_draw(state, spec, vocab_size))
-        state ^= int(_values(output[-1:], spec.position)[0])
+        values.append(int(_values(output[-1:], spec.position)[0]))
+        state ^= values[-1]
+        if window is not None and len(values) > window:
+            state ^= values[-1 - window]
     return output
 
 

@@ -194,7 +194,8 @@ class SimWorker:
         host = None
         if prefix_host_memory:
             host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size, self._record)
-        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host)
+        window = self.engine.layout.window
+        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host, window)
         self.inbox = inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []

@@ -13,12 +13,13 @@ from splitserve.core.request import Request
 from splitserve.core.sampling import SamplingParams
 
 
-def make_cache(num_pages=12, page_size=4, rows=3, prefix=True) -> PagedKVCache:
+def make_cache(num_pages=12, page_size=4, rows=3, prefix=True, window=None) -> PagedKVCache:
     return PagedKVCache(
         PageAllocator(num_pages),
         ReqToTokenPool(rows, num_pages * page_size, page_size),
         RadixCache(page_size) if prefix else NoPrefixCache(),
         page_size,
+        window=window,
     )
 
 
@@ -36,15 +37,16 @@ lives = st.lists(
         st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 9)),
         st.tuples(st.just("release"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("share"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("forget"), st.integers(0, 9), st.none()),
     ),
     max_size=80,
 )
 
 
-@given(lives, st.booleans())
+@given(lives, st.booleans(), st.none() | st.integers(1, 20))
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_lost_and_a_request_always_finds_what_it_was_promised(life, with_prefix):
-    cache = make_cache(prefix=with_prefix)
+def test_nothing_is_lost_and_a_request_always_finds_what_it_was_promised(life, with_prefix, window):
+    cache = make_cache(prefix=with_prefix, window=window)
     held: list[Request] = []
     for number, (action, a, b) in enumerate(life):
         if action == "admit":
@@ -67,6 +69,8 @@ def test_nothing_is_lost_and_a_request_always_finds_what_it_was_promised(life, w
                 request.num_computed_tokens = max(end, request.num_computed_tokens)
             elif action == "share":
                 cache.share(request)
+            elif action == "forget":
+                cache.forget(request)
             else:
                 held.remove(request)
                 cache.release(request, publish=b)
@@ -209,3 +213,71 @@ def test_promises_that_rest_on_pages_set_aside_can_be_drawn_when_the_step_has_en
     cache.check([second, third])
     assert cache.extend(third, 12)
     cache.check([second, third])
+
+
+def computed(cache: PagedKVCache, request: Request, num_tokens: int) -> None:
+    assert cache.extend(request, num_tokens)
+    request.output_ids.extend([0] * (num_tokens - request.num_tokens))
+    request.num_computed_tokens = num_tokens
+
+
+def test_pages_that_left_the_window_are_free_and_the_page_table_says_what_is_seen_first_instead():
+    cache, request = make_cache(prefix=False, window=6), make_request(prompt=range(4), max_new_tokens=40)
+    admit(cache, request)
+    for num_tokens in range(4, 30):
+        computed(cache, request, num_tokens)
+        cache.forget(request)
+        # The next token sees the five before it: two pages of four tokens, at times three.
+        first = max(0, num_tokens - 5) // 4
+        assert 12 - cache.pages.available() == -(-num_tokens // 4) - first <= 3
+        assert cache.num_secured_pages(request) <= cache.num_pages_at_most(request, num_tokens)
+        row = cache.rows.table[request.row, : len(request.pages)].tolist()
+        assert row == request.pages
+        assert set(row[:first]) <= {row[first]}
+        cache.check([request])
+    # More tokens than the pool has room for at a time were no problem; nothing of it is published.
+    cache.release(request, publish=True)
+    cache.check([])
+    assert (cache.pages.available(), cache.prefix.num_pages) == (12, 0)
+
+
+def test_a_prompt_is_published_whole_before_any_of_it_is_forgotten_and_can_be_evicted_when_all_of_it_has_left():
+    cache, request = make_cache(window=6), make_request(prompt=range(17), max_new_tokens=40)
+    admit(cache, request)
+    computed(cache, request, 12)
+    cache.forget(request)
+    assert cache.num_forgotten_pages(request) == 0, "the rest of the prompt comes, and all of it is to be published"
+    computed(cache, request, 17)
+    cache.share(request)
+    for num_tokens in range(17, 25):
+        computed(cache, request, num_tokens)
+        cache.forget(request)
+        evictable = 4 if num_tokens >= 21 else 0
+        assert (cache.prefix.num_pages, cache.prefix.num_evictable_pages) == (4, evictable)
+        cache.check([request])
+    cache.share(request)
+    assert cache.prefix.num_pages == 4, "behind a page that is not there nothing can be found"
+    cache.release(request, publish=True)
+    assert cache.prefix.match(list(range(17))).pages
+    assert cache.prefix.num_pages == 4
+    cache.check([])
+
+
+def test_what_is_forgotten_during_steps_is_free_when_those_that_began_before_have_ended():
+    cache, request = make_cache(prefix=False, window=4), make_request(prompt=range(32))
+    admit(cache, request)
+    cache.extend(request, 32)
+    for _ in range(2):
+        cache.step_began([request])
+    request.num_computed_tokens = 16
+    cache.forget(request)
+    free = cache.pages.available()
+    assert cache.num_forgotten_pages(request) == 3
+    cache.step_began([request])
+    cache.check([request])
+    cache.step_ended()
+    assert cache.pages.available() == free
+    cache.step_ended()
+    # The third step began when they were forgotten already.
+    assert cache.pages.available() == free + 3
+    cache.check([request])

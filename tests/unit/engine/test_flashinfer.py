@@ -40,14 +40,16 @@ def batches(draw: st.DrawFn) -> PagedBatch:
     return PagedBatch(starts, lengths, tuple(pages), page_size)
 
 
-@given(batch=batches())
-def test_page_lists_lead_to_every_token_of_every_request(batch: PagedBatch) -> None:
-    lists = page_lists(batch)
+@given(batch=batches(), window=st.none() | st.integers(1, 40))
+def test_page_lists_lead_to_every_token_that_is_seen(batch: PagedBatch, window: int | None) -> None:
+    lists = page_lists(batch, window)
     found = []
     for r, length in enumerate(batch.lengths.tolist()):
         pages = lists.pages[lists.page_begins[r] : lists.page_begins[r + 1]]
         num_tokens = (len(pages) - 1) * batch.page_size + int(lists.last_page_tokens[r])
-        assert num_tokens == batch.starts[r] + length
+        left_out = int(batch.starts[r]) + length - num_tokens
+        first_seen = 0 if window is None else max(0, int(batch.starts[r]) - window + 1)
+        assert left_out == first_seen // batch.page_size * batch.page_size
         slots = (pages[:, None] * batch.page_size + np.arange(batch.page_size)).reshape(-1)[:num_tokens]
         assert lists.query_begins[r + 1] - lists.query_begins[r] == length
         # New tokens are a request's last.

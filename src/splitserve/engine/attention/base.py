@@ -40,7 +40,8 @@ class PagedBatch:
     starts: IntArray
     # Tokens to compute, at positions [starts, starts + lengths). At least 1. [R]
     lengths: IntArray
-    # Page numbers of tokens [0, starts + lengths) of each request, exactly as many as those need. R arrays.
+    # Page numbers of tokens [0, starts + lengths) of each request, exactly as many as those need. R arrays. Pages of
+    # tokens that no new token sees, of a model whose layers all have windows, may hold anything.
     pages: tuple[IntArray, ...]
     page_size: int
 

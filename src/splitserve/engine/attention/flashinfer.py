@@ -1,13 +1,14 @@
 """Paged attention with FlashInfer's kernels: GPUs, 16-bit pools.
 
 1. `page_lists` says where a step's tokens lie as the library wants it: pages of all requests in one list, where each
-   request's begin, and how full its last page is.
+   request's begin, and how full its last page is. For layers with a window they begin where the first new token looks.
 2. A step of one new token a request goes to the library's decode kernels, any other to its prefill kernels, which take
    both kinds at once.
 3. Layers that ask for the same share a wrapper of the library, planned when a step reaches the first of them.
 4. `FlashInferFixedDecode` keeps one set of arrays for good, so that a CUDA graph finds the next step's there.
 
-Nothing is read past a request's last token, so nothing has to be zeroed there. The library compiles its kernels on
+Nothing is read past a request's last token, so nothing has to be zeroed there, nor before the page of the first one
+that is seen, so that may be anybody's. The library compiles its kernels on
 first use, which takes minutes unless its package of compiled ones is installed. Multi-head latent attention: not here.
 """
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, PagedBatch, PagedKV
-from splitserve.engine.attention.torch_sdpa import new_slots
+from splitserve.engine.attention.torch_sdpa import first_visible, new_slots
 from splitserve.engine.upload import to_device
 
 # What the library recommends for the partial results of long contexts. All wrappers share it: they run in turn.
@@ -52,12 +53,15 @@ class PageLists:
     last_page_tokens: Int32Array
 
 
-def page_lists(batch: PagedBatch) -> PageLists:
-    counts = np.array([len(pages) for pages in batch.pages], np.int64)
+def page_lists(batch: PagedBatch, window: int | None = None) -> PageLists:
+    """For layers of that window. The library counts positions from the end, so pages can be left out before it."""
+    firsts = (first_visible(batch.starts, window) // batch.page_size).tolist()
+    seen = [pages[first:] for pages, first in zip(batch.pages, firsts, strict=True)]
+    counts = np.array([len(pages) for pages in seen], np.int64)
     return PageLists(
         query_begins=batch.offsets.astype(np.int32),
         page_begins=np.concatenate((np.zeros(1, np.int64), np.cumsum(counts))).astype(np.int32),
-        pages=np.concatenate(batch.pages).astype(np.int32),
+        pages=np.concatenate(seen).astype(np.int32),
         last_page_tokens=((batch.starts + batch.lengths - 1) % batch.page_size + 1).astype(np.int32),
     )
 
@@ -152,6 +156,10 @@ class _Planner:
         # must have been copied. None on a CPU.
         self._copied = _cuda.Event() if backend.pool.device.type == "cuda" else None
 
+    @property
+    def window(self) -> int | None:
+        return self._kind.params.window
+
     def plan(self, lists: PageLists, pages: torch.Tensor, page_size: int) -> None:
         """`pages`: those of `lists`, on the device. The short arrays are read by the host, too."""
         if self._copied is not None:
@@ -170,6 +178,21 @@ class _Planner:
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.wrapper.run(query.contiguous(), (keys, values))
         return out
+
+
+class _StepLists:
+    """The page lists of a step, one for each window, made when the first layer asks."""
+
+    def __init__(self, batch: PagedBatch, device: torch.device) -> None:
+        self._batch = batch
+        self._device = device
+        self._made: dict[int | None, tuple[PageLists, torch.Tensor]] = {}
+
+    def plan(self, planner: _Planner) -> None:
+        if planner.window not in self._made:
+            lists = page_lists(self._batch, planner.window)
+            self._made[planner.window] = lists, to_device(lists.pages, self._device)
+        planner.plan(*self._made[planner.window], self._batch.page_size)
 
 
 class _Attending(ABC):
@@ -201,14 +224,12 @@ class FlashInferStep(_Attending):
 
     def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
         super().__init__(backend, to_device(new_slots(batch), backend.pool.device))
-        self._lists = page_lists(batch)
-        self._page_size = batch.page_size
-        self._pages = to_device(self._lists.pages, backend.pool.device)
+        self._lists = _StepLists(batch, backend.pool.device)
         self._is_decode = bool((batch.lengths == 1).all())
 
     def _new_planner(self, kind: _Kind) -> _Planner:
         planner = self._backend.decode_planner(kind) if self._is_decode else self._backend.prefill_planner(kind)
-        planner.plan(self._lists, self._pages, self._page_size)
+        self._lists.plan(planner)
         return planner
 
 
@@ -216,34 +237,43 @@ class FlashInferFixedDecode(_Attending):
     """FixedDecode. Wrappers are made by the first `forward`, which must come before any recording."""
 
     def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
-        device = backend.pool.device
-        super().__init__(backend, torch.zeros(num_requests, dtype=torch.int64, device=device))
-        # The library copies a step's arrays into these.
-        self._buffers = {
-            "paged_kv_indptr_buffer": torch.zeros(num_requests + 1, dtype=torch.int32, device=device),
-            "paged_kv_indices_buffer": torch.zeros(num_requests * max_pages, dtype=torch.int32, device=device),
-            "paged_kv_last_page_len_buffer": torch.zeros(num_requests, dtype=torch.int32, device=device),
-        }
-        self._step: tuple[PageLists, torch.Tensor, int] | None = None
+        super().__init__(backend, torch.zeros(num_requests, dtype=torch.int64, device=backend.pool.device))
+        self._num_requests = num_requests
+        self._max_pages = max_pages
+        # By window. The library copies a step's arrays into these.
+        self._buffers: dict[int | None, dict[str, torch.Tensor]] = {}
+        self._lists: _StepLists | None = None
 
     def fill(self, batch: PagedBatch) -> None:
         device = self._backend.pool.device
-        lists = page_lists(batch)
         self._slots.copy_(to_device(new_slots(batch), device))
-        self._step = (lists, to_device(lists.pages, device), batch.page_size)
+        self._lists = _StepLists(batch, device)
         for planner in self._planners.values():
-            planner.plan(*self._step)
+            self._lists.plan(planner)
 
     def _new_planner(self, kind: _Kind) -> _Planner:
-        assert self._step is not None
+        assert self._lists is not None
         backend = self._backend
         wrapper = backend.library.BatchDecodeWithPagedKVCacheWrapper(
             backend.workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=kind.wants_tensor_cores,
-            **self._buffers,
+            **self._buffers_of(kind.params.window),
         )
         planner = _Planner(backend, wrapper, kind, is_decode=True)
-        planner.plan(*self._step)
+        self._lists.plan(planner)
         return planner
+
+    def _buffers_of(self, window: int | None) -> dict[str, torch.Tensor]:
+        if window not in self._buffers:
+            sizes = {
+                "paged_kv_indptr_buffer": self._num_requests + 1,
+                "paged_kv_indices_buffer": self._num_requests * self._max_pages,
+                "paged_kv_last_page_len_buffer": self._num_requests,
+            }
+            device = self._backend.pool.device
+            self._buffers[window] = {
+                name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()
+            }
+        return self._buffers[window]

@@ -38,12 +38,15 @@ class ColocatedRole:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
             take_result(request, step, outcome)
             if outcome.token_id is None:
+                self._cache.forget(request)
                 continue
             if "decoding" not in request.timeline.entered:
                 request.timeline.enter("decoding", self._clock.now())
                 self._cache.share(request)
             if request.is_finished:
                 self._release(request)
+            else:
+                self._cache.forget(request)
             self._outbox.tell(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:

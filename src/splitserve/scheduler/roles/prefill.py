@@ -89,6 +89,8 @@ class PrefillRole:
                 self.abort(request.rid, GrammarError(str(request.finish.message)))
             elif outcome.token_id is None:
                 entry.send_chunk(self._cache.page_size)
+                # Decode reads no more of it than the next chunk does.
+                self._cache.forget(request)
             else:
                 self._hand_over(entry)
 
