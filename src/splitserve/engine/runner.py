@@ -109,7 +109,13 @@ class ModelRunner:
         head_rows = [rows[part] for rows in (*scored, _rows_to_draw(plan, inputs)) for part in self._parts(rows)]
         order = step_order(self._num_told, plan, inputs.batch, self._drawn_on_host, head_rows)
         self._num_told += 1
-        self._tell(encode(order))
+        try:
+            self._tell(encode(order))
+        except Exception as error:
+            raise RanksLostError(
+                f"The other ranks of this worker could not be told of a step: {type(error).__name__}: {error}. "
+                "Start it again."
+            ) from error
         return 1 + len(head_rows)
 
     def _compute(self, plan: StepPlan, inputs: StepInputs, num_calls: int) -> StepResult:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -55,6 +56,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     pp_layers: tuple[int, ...] = ()
     dtype: str = "float32"
     work: Work
+    # A rank that ends, like one that is killed, in the middle of the work, after so many orders; -1: none does.
+    dying_rank: int = -1
+    num_orders_before_death: int = 3
 
     @property
     def num_ranks(self) -> int:
@@ -188,7 +192,10 @@ class RankProcesses:
             self._processes.append(process)
 
     def run(self, case: Case, init_file: Path) -> list[Outcome]:
-        """What each rank of the case has to show, by its index. `init_file`: a path that does not exist."""
+        """What each rank of the case has to show, by its index; nothing of one that has died.
+
+        `init_file`: a path that does not exist.
+        """
         case = msgspec.structs.replace(case, init_method=init_file.as_uri())
         for connection in self._commands[: case.num_ranks]:
             connection.send_bytes(msgspec.msgpack.encode(case))
@@ -196,7 +203,10 @@ class RankProcesses:
         for index, connection in enumerate(self._commands[: case.num_ranks]):
             if not connection.poll(_TIMEOUT):
                 raise TimeoutError(f"rank {index} does not answer")
-            outcomes.append(msgspec.msgpack.decode(connection.recv_bytes(), type=Outcome))
+            try:
+                outcomes.append(msgspec.msgpack.decode(connection.recv_bytes(), type=Outcome))
+            except EOFError:
+                outcomes.append(Outcome(error="dead"))
         return outcomes
 
     def close(self) -> None:
@@ -237,9 +247,12 @@ def _run_case(case: Case, index: int, inbox: Connection, outboxes: Sequence[Conn
         if rank.is_driver:
             outcome = _drive(case, engine, [outboxes[other.index] for other in rank.group() if other != rank])
         else:
-            follower = engine.follower()
+            follower, num_orders = engine.follower(), 0
             while order := inbox.recv_bytes():
+                if index == case.dying_rank and num_orders == case.num_orders_before_death:
+                    os._exit(1)
                 follower.run(order)
+                num_orders += 1
             outcome = Outcome()
         outcome = _described(outcome, engine)
         # Nobody leaves while another still waits for it.
@@ -255,7 +268,9 @@ def _drive(case: Case, engine: BuiltEngine, followers: Sequence[Connection]) -> 
     try:
         return HandLoop(engine, case.work, tell).run()
     finally:
-        tell(_END)
+        # Of one that has died nobody reads.
+        with contextlib.suppress(OSError):
+            tell(_END)
 
 
 def _messages(connection: Connection) -> Iterator[bytes]:

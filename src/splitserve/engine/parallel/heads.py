@@ -40,7 +40,7 @@ class Heads:
         fitting = [n for n in range(1, self.num_query + 1) if self.fits(n)]
         raise cannot_cut(
             name,
-            f"its attention has {self.num_query} query heads and {self.num_kv} KV heads, and each of {tp_size} ranks needs "
-            "as many of both as any other, or one KV head that several ranks hold",
+            f"its attention has {self.num_query} query heads and {self.num_kv} KV heads, and each of {tp_size} ranks "
+            "needs as many of both as any other, or one KV head that several ranks hold",
             f"Sizes that would do: {', '.join(map(str, fitting))}",
         )

@@ -225,7 +225,7 @@ class _Cutter:
         cut = self._shards.cuts.get(path) or cut_of(style, parameter, tp_rank, tp_size)
         if cut is None:
             return
-        if 0 in cut.shape(parameter.shape):
+        if parameter.shape[cut.dim] < tp_size:
             raise cannot_cut(
                 self._name,
                 f"{path} is only {parameter.shape[cut.dim]} wide, and there are {tp_size} of them",

@@ -20,7 +20,10 @@ from splitserve.errors import EngineError
 
 
 def probe_share(model: Any, share: Share, name: str) -> tuple[LayerShape, ...]:
-    """Shapes of this rank's layers, in order. Raises ModelLoadError or ConfigError. All ranks of a stage call it together."""
+    """Shapes of this rank's layers, in order. All ranks of a stage call it together.
+
+    Raises ModelLoadError or ConfigError.
+    """
     found = probe(model, name, layers=share.stage.layers, run=functools.partial(_run, share))
     return tuple(_with_heads(shape, share, name) for shape in found)
 

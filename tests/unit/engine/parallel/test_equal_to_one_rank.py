@@ -1,4 +1,4 @@
-"""A model over several ranks, each a process: tokens, logprobs, and the KV in each rank's pool are those of one rank."""
+"""A model over several ranks, each a process: tokens, logprobs and each rank's part of the KV are those of one rank."""
 
 from __future__ import annotations
 
@@ -175,6 +175,27 @@ def test_each_rank_reads_its_own_weights_and_no_others(
         share = alone(name).num_parameters / case.num_ranks
         # Norms and biases are everybody's, an embedding is the first stage's and a head the last one's alone.
         assert max(o.num_parameters for o in outcomes) < 1.25 * share
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size", "dying_rank"), [(2, 1, 1), (1, 2, 0)])
+def test_the_end_of_a_rank_ends_the_steps_of_all(
+    tp_size: int, pp_size: int, dying_rank: int, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case = Case(
+        folder=str(folder("llama")), tp_size=tp_size, pp_size=pp_size, work=in_micro_batches(2), dying_rank=dying_rank
+    )
+    with RankProcesses(case.num_ranks) as started:
+        outcomes = started.run(case, tmp_path / "ranks")
+    assert outcomes[dying_rank].error == "dead"
+    assert outcomes[1 - dying_rank].error.startswith("RanksLostError: ")
+
+
+def test_heads_that_do_not_divide_are_refused_on_every_rank(
+    processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    outcomes = processes.run(Case(folder=str(folder("llama")), tp_size=3, work=WORK), tmp_path / "ranks")
+    assert len(outcomes) == 3
+    assert all("8 query heads and 2 KV heads" in o.error and "1, 2, 4, 8." in o.error for o in outcomes)
 
 
 def in_micro_batches(number: int) -> Work:
