@@ -20,7 +20,7 @@ from typing import Protocol
 
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
 from splitserve.clock import Clock
-from splitserve.core.batch import StepResult
+from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.request import Request
 from splitserve.errors import (
     CapacityError,
@@ -49,6 +49,7 @@ from splitserve.messages import (
 from splitserve.scheduler.deadlines import Deadlines
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.role_switch import RoleSwitch
 from splitserve.scheduler.roles.base import Role
@@ -96,10 +97,12 @@ class Scheduler:
         grammars: GrammarQueue,
         kv_events: KVEventFeed,
         role_switch: RoleSwitch | None = None,
+        group: Member | None = None,
     ) -> None:
-        """`role_switch`: None where the role stays what it is."""
+        """`role_switch`: None where the role stays what it is. `group`: of whom all take part in each other's steps."""
         self.role = role
         self._role_switch = role_switch
+        self._group = group
         self.grammars = grammars
         self._set = running
         self._cache = cache
@@ -127,7 +130,10 @@ class Scheduler:
         self._kv_events.publish()
 
     def plan(self, under_way: Sequence[Batch] = ()) -> Batch | None:
-        return self._set.plan(self._clock.now(), under_way)
+        batch = self._set.plan(self._clock.now(), under_way)
+        if batch is None and not under_way and self._group is not None and self._group.is_called:
+            return Batch(StepPlan(()), ())
+        return batch
 
     def step_began(self, batch: Batch) -> None:
         self._cache.step_began(batch.requests)

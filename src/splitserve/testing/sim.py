@@ -38,6 +38,7 @@ from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToSched
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepUnderWay
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.pipeline import PipelinedLoop
@@ -174,6 +175,8 @@ class SimWorker:
         # Stages of the pipelined loop, which takes the place of the overlapped one; None: no pipeline.
         pp_size: int | None = None,
         inbox: ListInbox | None = None,
+        # Other workers that compute their steps with it.
+        group: Member | None = None,
         # Whether it records KV events, and their publisher; None: one that is compared with what is held at the end.
         tells: bool = True,
         publisher: EventPublisher | None = None,
@@ -236,6 +239,7 @@ class SimWorker:
             grammars,
             self._feed,
             self.role_switch,
+            group,
         )
         self._late: LateSteps | LatePipeline | None = None
         if late_steps and pp_size:

@@ -1,0 +1,146 @@
+"""Null workers that compute their steps together, in one thread, under the seed's control; the network is lists.
+
+Each has the overlapped loop. Its engine notes for each step who brought what, so that a test can see that all ranks
+were in the same steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+from splitserve.core.batch import StepPlan, StepResult
+from splitserve.scheduler.lockstep import Hub, Joined, JointStep, LockstepEngine, Member, Order, Orders
+from splitserve.scheduler.loops import OverlappedLoop, StepUnderWay
+from splitserve.testing.fake_engine import FakeEngine
+from splitserve.testing.fake_grammar import run
+from splitserve.testing.sim import ColocatedWorld
+
+
+class _Share:
+    """SharedEngine: the fake one, and what it was told."""
+
+    def __init__(self, engine: MeetingEngine) -> None:
+        self._engine = engine
+
+    def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
+        compute = FakeEngine.prepare(self._engine, plan)
+
+        def step(num_tokens: tuple[int, ...]) -> StepResult:
+            self._engine.meetings.append(num_tokens)
+            assert num_tokens[self._engine.rank] == plan.num_tokens
+            return compute()
+
+        return step
+
+
+class MeetingEngine(FakeEngine):
+    def __init__(self, *args: Any, member: Member) -> None:
+        super().__init__(*args)
+        self.rank = member.rank
+        # Of every step: tokens of each rank.
+        self.meetings: list[tuple[int, ...]] = []
+        self._lockstep = LockstepEngine(_Share(self), member)
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return self._lockstep.prepare(plan)
+
+
+class MeetingThread(Executor):
+    """An engine's thread by hand: a step joins the others', and runs when they are all there."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._step: tuple[Future[Any], JointStep] | None = None
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        assert isinstance(fn, JointStep)
+        assert self._step is None
+        future: Future[Any] = Future()
+        self._step = future, fn
+        return future
+
+    def go_on(self) -> None:
+        if self._step is None:
+            return
+        future, step = self._step
+        step.join()
+        if self._member.is_ready:
+            self._step = None
+            run(future, step)
+
+
+class LockstepWorker(ColocatedWorld):
+    def __init__(self, member: Member, **settings: Any) -> None:
+        super().__init__(make_engine=partial(MeetingEngine, member=member), group=member, **settings)
+        self.member = member
+        self.thread = MeetingThread(member)
+        self._overlapped = OverlappedLoop(self.scheduler, self.engine, self.thread, wake=lambda: None)
+        self.under_way: StepUnderWay | None = None
+
+    @property
+    def meetings(self) -> list[tuple[int, ...]]:
+        assert isinstance(self.engine, MeetingEngine)
+        return self.engine.meetings
+
+    def turn(self) -> bool:
+        self.under_way = self._overlapped.turn(self.under_way)
+        return self.under_way is not None
+
+    def is_idle(self) -> bool:
+        return super().is_idle() and self.under_way is None
+
+
+class LockstepWorld:
+    """`num_ranks` workers and the hub between them."""
+
+    def __init__(self, seed: int, num_ranks: int, **settings: Any) -> None:
+        self.rng = random.Random(seed)
+        self.hub = Hub(num_ranks)
+        # Messages under way: to the hub in any order of ranks, to each rank in order.
+        self._to_hub: deque[Callable[[], Orders]] = deque()
+        self._to_rank: list[deque[Order]] = [deque() for _ in range(num_ranks)]
+        self.num_messages = 0
+        self.workers = [LockstepWorker(self._member(rank), **settings) for rank in range(num_ranks)]
+
+    def happen(self) -> None:
+        """Let one thing happen."""
+        worker = self.rng.choice(self.workers)
+        match self.rng.randrange(4):
+            case 0:
+                worker.turn()
+            case 1:
+                worker.thread.go_on()
+            case 2 if self._to_hub:
+                self.post(self._to_hub.popleft()())
+            case 3 if orders := self._to_rank[worker.member.rank]:
+                worker.member.hear(orders.popleft())
+
+    def post(self, orders: Orders) -> None:
+        for rank, order in orders:
+            self.num_messages += 1
+            self._to_rank[rank].append(order)
+
+    def is_idle(self) -> bool:
+        return all(worker.is_idle() for worker in self.workers)
+
+    def run_until_idle(self, max_events: int = 200_000) -> None:
+        for _ in range(max_events):
+            self.happen()
+            if self.is_idle():
+                return
+        raise AssertionError("still busy: something hangs")
+
+    def _member(self, rank: int) -> Member:
+        def send(message: Joined) -> None:
+            self.num_messages += 1
+            self._to_hub.append(partial(self.hub.join, message))
+
+        def leave(reason: str) -> None:
+            self._to_hub.append(partial(self.hub.leave, rank, reason))
+
+        return Member(rank, send, leave, lambda: None, timeout=60.0)
