@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 import sys
 from contextlib import ExitStack
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -22,11 +24,11 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import build_engine
 from splitserve.errors import SplitserveError
-from splitserve.launch.end_of_input import end_with_input
 from splitserve.launch.group_rooms import follow_rooms
 from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
+from splitserve.launch.rank_end import end_with_input, let_others_speak
 from splitserve.launch.rank_group import RankPlace, meet
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
@@ -45,14 +47,14 @@ def main() -> int:
     setup_logger(start.config.server.log_level)
     # The driver hears the same, and gives its last order.
     end_with_input(lambda: None)
-    try:
-        with ExitStack() as closing:
+    with ExitStack() as closing:
+        try:
             _follow(start, closing)
-    except SplitserveError as error:
-        return _fail(start, error.message)
-    except Exception as error:
-        logger.exception("this rank could not go on")
-        return _fail(start, f"{type(error).__name__}: {error}")
+        except SplitserveError as error:
+            _end(start, error.message)
+        except Exception as error:
+            logger.exception("this rank could not go on")
+            _end(start, f"{type(error).__name__}: {error}")
     return 0
 
 
@@ -81,15 +83,16 @@ def _follow(start: SchedulerStart, closing: ExitStack) -> None:
         runner.run(order)
 
 
-def _fail(start: SchedulerStart, message: str) -> int:
-    """Say why it ends, where the driver says it, too."""
+def _end(start: SchedulerStart, message: str) -> NoReturn:
+    """Say why, where the driver would say it, and end as it is: what is open may wait for ranks that wait here."""
     logger.error("rank %s: %s", start.rank.name, message)
+    let_others_speak()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(start.from_scheduler)
     socket.send(encode(SchedulerFailed(message=f"rank {start.rank.name}: {message}")))
     context.destroy(linger=_LINGER_MS)
-    return 1
+    os._exit(1)
 
 
 if __name__ == "__main__":

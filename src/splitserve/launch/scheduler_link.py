@@ -180,7 +180,8 @@ def _starts_of_ranks(start: SchedulerStart, dp_rank: int, pipes: str) -> list[Sc
 
 async def _first_end(processes: Sequence[SchedulerProcess]) -> str:
     await asyncio.wait([process.ended for process in processes], return_when=asyncio.FIRST_COMPLETED)
-    first = next(process for process in processes if process.ended.done())
+    # What was killed is why others of its group ended with an error, not the other way round.
+    first = min((p for p in processes if p.ended.done()), key=lambda process: process.ended.result() >= 0)
     for other in processes:
         if other.rank.dp_rank == first.rank.dp_rank:
             other.kill()

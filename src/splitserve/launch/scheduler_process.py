@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 import sys
 import threading
@@ -22,10 +23,10 @@ from splitserve.engine.parallel.ranks import Ranks
 from splitserve.errors import RanksLostError, SplitserveError
 from splitserve.events.publisher import EventPublisher, EventPublisherFactory
 from splitserve.launch.assembly import assemble_scheduler
-from splitserve.launch.end_of_input import end_with_input
 from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
+from splitserve.launch.rank_end import end_with_input, let_others_speak
 from splitserve.launch.rank_group import DriverPlace, meet
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
@@ -80,8 +81,11 @@ def main() -> int:
             loop.run(stopping.is_set)
         except RanksLostError as error:
             logger.error("%s", error.message)
+            let_others_speak()
             pipe.send(SchedulerFailed(message=error.message))
-            return 1
+            pipe.close()
+            # As it is: what is open may wait for ranks that wait for this one.
+            os._exit(1)
     return 0
 
 

@@ -156,7 +156,7 @@ class _Worker:
             if not (schedulers.ended.done() or switch.broken.done()):
                 return 0
             error = _died(schedulers.ended.result()) if schedulers.ended.done() else _broke(switch.broken.result())
-            logger.error("%s", schedulers.group.failure or error)
+            logger.error("%s", error)
             # Every open request ends with this error before the server goes.
             schedulers.group.fail_all(error)
             return 1

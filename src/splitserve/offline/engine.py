@@ -212,7 +212,7 @@ def _cluster(
     model: str, prefill: int, decode: int, backend: str, hand_over: bool, options: Mapping[str, Any]
 ) -> LocalCluster:
     rest = dict(options)
-    shape = WorkerShape(dp_size=rest.pop("dp_size", 1))
+    shape = WorkerShape(rest.pop("tp_size", 1), rest.pop("pp_size", 1), rest.pop("dp_size", 1))
     return LocalCluster(
         model,
         prefill=prefill,

@@ -11,6 +11,7 @@ from splitserve.config import (
     CacheConfig,
     DisaggregationConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     WorkerConfig,
@@ -53,6 +54,9 @@ class EngineOptions(TypedDict, total=False):
     speculative_ngram_max_match: int
     speculative_draft_model: str
     disable_overlap_schedule: bool
+    # Ranks that share each matrix of each worker's model, stages that share its layers.
+    tp_size: int
+    pp_size: int
     # Schedulers behind each worker's front end.
     dp_size: int
 
@@ -70,6 +74,7 @@ def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any])
         scheduler=_pick(SchedulerConfig, {**options, "overlap_schedule": not options.get(_NORMAL_LOOP, False)}),
         speculative=_pick(SpeculativeConfig, options, prefix="speculative_"),
         disaggregation=DisaggregationConfig(transfer_backend=transfer_backend),
+        parallel=_pick(ParallelConfig, options),
         dp_size=options.get("dp_size", 1),
     )
     check_worker(config)

@@ -49,7 +49,9 @@ class Shapes:
         self._args = ["--dtype", "float32", "--threads", "1", "--transfer-backend", backend, *args]
         self._closing = ExitStack()
         self._num_started = 0
-        self._http = self._closing.enter_context(httpx.Client(timeout=_ANSWER_SECONDS, trust_env=False))
+        # Each request has a connection of its own: threads share the client.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = self._closing.enter_context(httpx.Client(timeout=_ANSWER_SECONDS, limits=limits, trust_env=False))
         self._pool = self._closing.enter_context(ThreadPoolExecutor(32))
 
     def __enter__(self) -> Self:
@@ -87,6 +89,9 @@ class Shapes:
         if answer.status_code == 200:
             assert other.result().status_code == 200, other.result().text
         return answer
+
+    def check_health(self, worker: ReadyInfo) -> None:
+        assert self._http.get(f"{worker.url}/health_generate").status_code == 200
 
     def state(self, worker: ReadyInfo) -> dict[str, Any]:
         state: dict[str, Any] = self._http.get(f"{worker.url}/server_info").json()["internal_states"][0]

@@ -1,4 +1,4 @@
-"""A process that ends when its standard input does: whoever started it has closed it, or is gone."""
+"""How a rank's process ends: with its standard input, when whoever started it has closed it or is gone, or by an error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from collections.abc import Callable
 
 # Seconds a process gets to end in order before it is ended from outside what it is in: a step, a load, a collective.
 GRACE = 5.0
+
+
+# Seconds that a rank waits with its word on a step that failed. It may fail by another's end: then the front end, which
+# knows that one, ends this one meanwhile.
+_OTHERS_FIRST = 0.3
+
+
+def let_others_speak() -> None:
+    """Before a rank says why it cannot go on."""
+    threading.Event().wait(_OTHERS_FIRST)
 
 
 def end_with_input(on_end: Callable[[], None]) -> None:
