@@ -154,5 +154,10 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
     rows = DecodeReqToTokenPool(scheduler.max_running_requests, longest, page_size, scheduler.num_preallocated_rows)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
-    window = engine.layout.window
-    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared, window=window)
+    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared, window=window_of(engine))
+
+
+def window_of(engine: BuiltEngine) -> int | None:
+    """Tokens that the layer which sees most sees; None where one sees all, or is another stage's and may."""
+    num_layers = engine.loaded.model.config.get_text_config().num_hidden_layers
+    return engine.layout.window if len(engine.loaded.layers) == num_layers else None
