@@ -1,4 +1,4 @@
-"""How a rank's process ends: with its standard input, when whoever started it has closed it or is gone, or by an error."""
+"""How a rank's process ends: with its standard input, when whoever started it closed it or is gone, or by an error."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import pytest
 import tokenizers
 
 from splitserve.disaggregation.directory import ClusterAuth
+from splitserve.disaggregation.wire import PROTOCOL_VERSION
 from splitserve.launch.child import ChildProcess
 from splitserve.launch.http_server import bind, port_of
 from splitserve.testing.fake_scheduler import (
@@ -109,7 +110,7 @@ def test_the_cluster_token_shows_neither_in_the_process_list_nor_in_the_log(mode
             for kind in ("cmdline", "environ"):
                 assert secret.encode() not in Path(f"/proc/{pid}/{kind}").read_bytes()
         # It is in force all the same.
-        url = f"http://127.0.0.1:{ready.bootstrap_port}/route?tp_rank=0&pp_rank=0&dp_rank=0"
+        url = f"http://127.0.0.1:{ready.bootstrap_port}/route?version={PROTOCOL_VERSION}&dp_rank=0"
         for token, status in ((b"", 403), (secret.encode(), 503)):
             assert httpx.get(url, auth=ClusterAuth(token), trust_env=False).status_code == status
         with urllib.request.urlopen(f"{ready.url}/server_info", timeout=DEADLINE) as response:

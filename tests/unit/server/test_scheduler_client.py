@@ -128,6 +128,19 @@ async def test_a_scheduler_that_cannot_start_fails_ready_with_its_message(
         await client.ready(DEADLINE)
 
 
+async def test_a_rank_that_cannot_go_on_ends_what_is_open_as_a_worker_that_is_gone(
+    client: SchedulerClient, scheduler: EchoScheduler
+) -> None:
+    await scheduler.send(READY)
+    await client.ready(DEADLINE)
+    stream = client.submit(request("a"))
+    await scheduler.send(SchedulerFailed(message="rank tp 1 of 2: out of memory"))
+    # A router goes on with it elsewhere.
+    with pytest.raises(WorkerUnavailableError, match="out of memory"):
+        async for _ in stream:
+            pass
+
+
 async def test_ready_has_a_deadline(client: SchedulerClient) -> None:
     with pytest.raises(DeadlineExceededError, match="was not ready after"):
         await client.ready(0.01)
