@@ -19,6 +19,7 @@ SplitserveError
 │   ├── IncompatiblePeerError    500  versions, layouts or models of the two sides differ
 │   └── PeerLostError            500  the other side died or was replaced
 ├── EngineError                  500  the model failed on this step
+├── RanksLostError               500  the ranks of a worker do not compute together any more: it has to end
 ├── GrammarError                 500  a token came that the request's grammar does not allow
 ├── ModelLoadError               500
 └── ConfigError                  500  the command line or a config file is wrong
@@ -147,6 +148,10 @@ class PeerLostError(KVTransferError):
 
 class EngineError(SplitserveError):
     reason = "engine_error"
+
+
+class RanksLostError(SplitserveError):
+    reason = "ranks_lost"
 
 
 class GrammarError(SplitserveError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
+from splitserve.engine.parallel.follower import FollowerRunner
+from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +81,30 @@ class BuiltEngine:
         """Longest prompt + output: the context, or all our pages where that is smaller."""
         return min(self.loaded.context_length, self.num_pages * self.layout.page_size)
 
-    def runner(self, page_table: PageTable, *, has_graphs: bool = True) -> ModelRunner:
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that compute the model together; None: it is here as a whole."""
+        return self.loaded.share.ranks if self.loaded.share else None
+
+    def follower(self) -> FollowerRunner:
+        """What carries out the driver's orders, on each other rank."""
+        return FollowerRunner(self.loaded, self.attention, self.layout.page_size)
+
+    def runner(
+        self, page_table: PageTable, *, has_graphs: bool = True, tell: Callable[[bytes], None] | None = None
+    ) -> ModelRunner:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
+
+        Of several ranks, the driver's: `tell` brings each order to the others. Those have no graphs, and no warm-up.
 
         On a GPU this records CUDA graphs, unless it is to run no decode steps for now (`has_graphs`), and compiles what
         is compiled on first use: it may take a while.
         """
-        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table)
+        if (tell is None) != (self.ranks is None):
+            raise EngineError("the driver of several ranks must be able to tell them of its steps, and it alone")
+        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table, tell)
+        if tell is not None:
+            return runner
         if self.pool.padding_page is not None:
             runner.warm_up(self.pool.padding_page)
         if has_graphs:
@@ -93,7 +113,7 @@ class BuiltEngine:
 
     def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
         """Record CUDA graphs of its decode steps, unless it has them. Nothing may run beside it."""
-        if runner.graphs is None:
+        if runner.graphs is None and self.ranks is None:
             runner.graphs = self._graphs(page_table.shape[1])
 
     def _graphs(self, max_pages: int) -> DecodeGraphs | None:
@@ -131,18 +151,37 @@ class BuiltEngine:
 
 
 def build_engine(
-    model: ModelConfig, cache: CacheConfig, *, draft_model: str | None = None, shareable_pool: bool = False
+    model: ModelConfig,
+    cache: CacheConfig,
+    *,
+    draft_model: str | None = None,
+    shareable_pool: bool = False,
+    ranks: Ranks | None = None,
+    pp_layers: Sequence[int] = (),
 ) -> BuiltEngine:
     """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
 
     `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can
-    map the pool.
+    map the pool. `ranks`: of several that compute the model together, this one and the others; each calls this. Then
+    all have the same number of pages. `pp_layers`: layers of each pipeline stage; empty: as even as can be.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
-    loaded = load_model(model)
+    if ranks is not None and ranks.rank.group_size > 1:
+        _refuse_on_ranks(cache, draft_model)
+    loaded = load_model(model, ranks, pp_layers)
     draft = None if draft_model is None else _load_draft(draft_model, model, loaded)
     return engine_over(loaded, model, cache, draft=draft, shareable_pool=shareable_pool)
+
+
+def _refuse_on_ranks(cache: CacheConfig, draft_model: str | None) -> None:
+    if draft_model is not None:
+        raise ConfigError(
+            f"A draft model ({draft_model}) cannot be served beside a model that is cut over ranks: leave it out "
+            "(guesses from the text itself, ngram, are possible), or use one rank."
+        )
+    if cache.shared_pool is not None:
+        raise ConfigError("A shared pool is for models on one rank: leave shared_pool out, or use one rank.")
 
 
 def engine_over(
@@ -157,10 +196,18 @@ def engine_over(
     draft_layers = draft.layers if draft else ()
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1, draft=draft_layers)
     num_pages = num_pages_for(one_page, cache, loaded.device)
+    if loaded.share is not None:
+        num_pages = loaded.share.ranks.least(num_pages)
     if cache.shared_pool is None:
         layout = replace(one_page, num_pages=num_pages)
         has_padding_page = loaded.device.type == "cuda"
-        pool = KVPool(layout, loaded.device, shareable=shareable_pool, has_padding_page=has_padding_page)
+        pool = KVPool(
+            layout,
+            loaded.device,
+            shareable=shareable_pool,
+            has_padding_page=has_padding_page,
+            is_whole=loaded.share is None,
+        )
         return _engine(loaded, draft, pool, model)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
     if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:

@@ -9,9 +9,10 @@ A LoadedModel is never changed afterwards. Nothing here knows of pools, requests
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,15 @@ from splitserve.engine.attention import bridge
 from splitserve.engine.native.layers import use_kernels
 from splitserve.engine.native.library import Library, find_library
 from splitserve.engine.native.weights import Kind
+from splitserve.engine.parallel.body import Body, WholeBody
+from splitserve.engine.parallel.load import Share, load_share
+from splitserve.engine.parallel.probe import probe_share
+from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe
 from splitserve.engine.sources import model_fingerprint, resolve_model
-from splitserve.errors import ConfigError, ModelLoadError
+from splitserve.errors import ConfigError, ModelLoadError, SplitserveError
+
+logger = logging.getLogger(__name__)
 
 # RoPE variants whose angles depend on the longest sequence of a batch once it outgrows the original context.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -59,10 +66,19 @@ class LoadedModel:
     fingerprint: str
     # Wall time of the load, download included.
     load_seconds: float
+    # Where several ranks compute the model: this one's. Then `layers` and the model's weights are this rank's alone.
+    share: Share | None = None
+
+    def body(self) -> Body:
+        """Its layers, as one call."""
+        return WholeBody(self.model) if self.share is None else self.share.body(self.model, self.dtype)
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load a model. Raises ModelLoadError or ConfigError, each with the remedy."""
+def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Sequence[int] = ()) -> LoadedModel:
+    """Load a model, or the part of it that this one of several `ranks` computes (`pp_layers`: layers of each stage).
+
+    Raises ModelLoadError or ConfigError, each with the remedy.
+    """
     began = time.monotonic()
     device = _device(config.device)
     _set_affinity(config.cpu_affinity)
@@ -71,10 +87,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     checkpoint = _read_config(folder, config.model)
     context_length = _context_length(checkpoint.get_text_config(), config)
     dtype_name = _dtype_name(config.dtype, checkpoint, device)
-    model = _build(folder, config.model, dtype_name, device)
-    layers = probe(model, config.model)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    kernels = _use_kernels(model, layers, config, device, dtype_name)
+    if ranks is not None and ranks.rank.group_size > 1:
+        model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
+        layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
+    else:
+        model, share = _build(folder, config.model, dtype_name, device), None
+        layers = probe(model, config.model)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        kernels = _use_kernels(model, layers, config, device, dtype_name)
     return LoadedModel(
         model=model,
         name=config.model,
@@ -90,6 +110,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         kernels=kernels,
         fingerprint=model_fingerprint(folder),
         load_seconds=time.monotonic() - began,
+        share=share,
     )
 
 
@@ -209,6 +230,27 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
         raise ModelLoadError(
             f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {error}. It must be a decoder-only "
             "model with safetensors weights and a model class in transformers that supports its attention interface."
+        ) from error
+
+
+def _build_share(
+    folder: Path, checkpoint: Any, config: ModelConfig, dtype_name: str, ranks: Ranks, pp_layers: Sequence[int]
+) -> tuple[Any, Share]:
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} is for models on one rank: leave it out, or use one rank."
+        )
+    if ranks.rank.is_driver and config.kernels == "auto" and (ranks.device.type, dtype_name) == ("cpu", "bfloat16"):
+        logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
+    try:
+        return load_share(folder, checkpoint, config.model, getattr(torch, dtype_name), ranks, pp_layers)
+    except SplitserveError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(
+            f"Rank {ranks.rank.index}'s part of model {config.model} in {folder} cannot be loaded: "
+            f"{type(error).__name__}: {error}. It must be a decoder-only model with safetensors weights and a model "
+            "class in transformers; where one rank has the memory for it, use one."
         ) from error
 
 

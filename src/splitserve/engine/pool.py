@@ -53,8 +53,8 @@ def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> l
                     layer=shape.layer,
                     dtype=dtype,
                     num_heads=shape.num_kv_heads,
-                    first_head=0,
-                    total_heads=shape.num_kv_heads,
+                    first_head=shape.first_kv_head,
+                    total_heads=shape.total_kv_heads or shape.num_kv_heads,
                     head_dim=head_dim,
                     window=shape.window,
                 )
@@ -111,7 +111,8 @@ class KVPool:
     must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
     ConfigError where the device has none, and where the system refuses the memory. With `shared` the memory is that of
     a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one page more, number
-    `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end before it.
+    `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end before it. Not
+    `is_whole`: other ranks have the rest of each page.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class KVPool:
         shareable: bool = False,
         shared: SharedPages | None = None,
         has_padding_page: bool = False,
+        is_whole: bool = True,
     ) -> None:
         self.layout = layout
+        self._is_whole = is_whole
         self.padding_page = layout.num_pages if has_padding_page else None
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
@@ -160,8 +163,10 @@ class KVPool:
     def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
         """A copy of the pages in the host's memory, outside the pool: [len(pages), page_size, heads, head_dim] each.
 
-        Raises MemoryError where there is no room for it.
+        Raises MemoryError where there is no room for it, and where it would be a part of the pages only.
         """
+        if not self._is_whole:
+            raise MemoryError("other ranks have the rest of these pages")
         index = torch.tensor(pages, device=self.device)
         try:
             return [part.index_select(0, index).cpu() for part in self._parts()]

@@ -7,6 +7,7 @@ shape and window, and refuses (ModelLoadError) every model that the engine would
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from splitserve.errors import EngineError, ModelLoadError
 
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_PROBE_TOKENS = 2
+PROBE_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,12 @@ class LayerShape:
     v_dim: int
     # Sliding window in tokens; None: the layer sees everything.
     window: int | None
+    # Where tensor parallel ranks divide the layer's KV heads: the first of those here, and how many there are in all.
+    first_kv_head: int = 0
+    total_kv_heads: int | None = None
 
 
-class _Recorder:
+class Recorder:
     """StepAttention that writes down what it is asked, and answers zero."""
 
     def __init__(self) -> None:
@@ -47,13 +51,18 @@ class _Recorder:
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
 
-def probe(model: Any, name: str) -> tuple[LayerShape, ...]:
-    """Shapes of all layers, in order. Raises ModelLoadError, naming `name`, where the engine cannot run the model."""
+def probe(
+    model: Any, name: str, *, layers: range | None = None, run: Callable[[Any, Recorder], None] | None = None
+) -> tuple[LayerShape, ...]:
+    """Shapes of all layers, in order. Raises ModelLoadError, naming `name`, where the engine cannot run the model.
+
+    `layers`: those that are here, where that is not all; `run`: runs them.
+    """
     if model.base_model is model:
         raise ModelLoadError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
-    recorder = _Recorder()
+    recorder = Recorder()
     try:
-        _run(model, recorder)
+        (run or run_whole)(model, recorder)
     except EngineError as error:
         raise ModelLoadError(f"Model {name} cannot be served: {error.message}. {_REMEDY}") from error
     except Exception as error:
@@ -61,22 +70,26 @@ def probe(model: Any, name: str) -> tuple[LayerShape, ...]:
             f"Model {name} ({type(model).__name__}) does not go through transformers' attention interface: "
             f"{type(error).__name__}: {error}. {_REMEDY}"
         ) from error
-    layers = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
-    problem = _problem(model.config.get_text_config(), layers)
+    shapes = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
+    config = model.config.get_text_config()
+    problem = _problem(config, shapes, range(config.num_hidden_layers) if layers is None else layers)
     if problem is not None:
         raise ModelLoadError(f"Model {name} cannot be served: {problem}. {_REMEDY}")
-    return layers
+    return shapes
 
 
-def _run(model: Any, recorder: _Recorder) -> None:
-    """One forward of the whole model; its logits must be what our split into body and head gives."""
-    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=model.device)
-    positions = torch.arange(_PROBE_TOKENS, device=model.device).unsqueeze(0)
+def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
+    """One forward of the whole model; its logits must be what our split into body and head gives.
+
+    `given`: in place of token ids.
+    """
+    given = given or {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)}
+    positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     bodies: list[torch.Tensor] = []
     hook = model.base_model.register_forward_hook(lambda _module, _args, out: bodies.append(out.last_hidden_state))
     try:
         with torch.inference_mode():
-            out = model(input_ids=tokens, position_ids=positions, use_cache=False, step_attention=recorder)
+            out = model(**given, position_ids=positions, use_cache=False, step_attention=recorder)
             if len(bodies) != 1:
                 raise EngineError("its forward does not run its body exactly once")
             same = torch.equal(LanguageHead(model)(bodies[0][0]), out.logits[0].float())
@@ -86,20 +99,20 @@ def _run(model: Any, recorder: _Recorder) -> None:
         raise EngineError("its logits are more than a function of the last hidden state")
 
 
-def _problem(config: Any, layers: tuple[LayerShape, ...]) -> str | None:
+def _problem(config: Any, shapes: tuple[LayerShape, ...], layers: range) -> str | None:
     """Why these layers cannot be served; None if they can."""
-    if [shape.layer for shape in layers] != list(range(config.num_hidden_layers)):
-        return f"{len(layers)} of its {config.num_hidden_layers} layers use attention that can be paged"
+    if [shape.layer for shape in shapes] != list(layers):
+        return f"{len(shapes)} of its {len(layers)} layers use attention that can be paged"
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         configured = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        if configured is not None and any(shape.window != configured for shape in layers):
+        if configured is not None and any(shape.window != configured for shape in shapes):
             return f"its config has a sliding window of {configured}, its layers have not"
         return None
     unknown = sorted(set(kinds) - _KNOWN_LAYER_TYPES)
     if unknown:
         return f"it has layers of type {', '.join(unknown)}"
-    for shape, kind in zip(layers, kinds, strict=True):
+    for shape, kind in zip(shapes, kinds[layers.start : layers.stop], strict=True):
         if (shape.window is not None) != (kind == "sliding_attention"):
             return f"layer {shape.layer} is of type {kind}, but its attention has window {shape.window}"
     return None

@@ -8,6 +8,9 @@ proposals, one token after each of them, and so many count as were foreseen (`co
 
 The runner keeps nothing between steps but the token it drew last for each row of the page table. Which request owns
 which page, who runs next and when a request ends, it does not know.
+
+Where the model is cut over ranks this is the driver, and it tells the others of a step before it computes its own share
+(`parallel/`): when the step runs, or with `begin` before that, so that the first stage need not wait for the last.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from splitserve.engine.head import LanguageHead
 from splitserve.engine.inputs import PageTable, StepInputs, build_inputs
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.logprobs import score
+from splitserve.engine.parallel.orders import encode, step_order
 from splitserve.engine.sampler import draw
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError
+from splitserve.errors import EngineError, RanksLostError
 
 # Logits that exist at one time at most (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
@@ -40,16 +44,30 @@ _MAX_LOGITS = 1 << 24
 class ModelRunner:
     """Engine over one model and one pool."""
 
-    def __init__(self, loaded: LoadedModel, attention: AttentionBackend, page_size: int, page_table: PageTable) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        attention: AttentionBackend,
+        page_size: int,
+        page_table: PageTable,
+        tell: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none."""
         self._loaded = loaded
         self._attention = attention
         self._page_size = page_size
         # Owned and written by the scheduler; read at the start of a step.
         self._page_table = page_table
-        self._body = loaded.model.base_model
+        self._tell = tell
+        self._num_told = 0
+        # Of the model, in this step, that the other ranks make with this one.
+        self._calls_left = 0
+        self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
         # [rows of the page table], on the device.
         self._drawn = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
+        # The same on the host, for the other ranks.
+        self._drawn_on_host = np.zeros(len(page_table), np.int64)
         self._bitmasks = BitmaskFiller(loaded.vocab_size, loaded.eos_token_ids)
         # Of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
@@ -62,13 +80,56 @@ class ModelRunner:
         """Read the page table; what is returned runs the step. Both raise EngineError."""
         if not plan.requests:
             return StepResult
+        return functools.partial(self._run, plan, self._inputs(plan))
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """`prepare`, and tell the other ranks at once: they may compute their share before what is returned is called.
+
+        Several steps may be begun so before the first has been computed, if no two of them have a request in common:
+        LAST_DRAWN only where the step that draws it has ended. What is returned must be called, in the same order, and
+        may be called by another thread. Raises EngineError, as that does; after this one nothing was told.
+        """
+        if not plan.requests:
+            return StepResult
+        inputs = self._inputs(plan)
+        return functools.partial(self._compute, plan, inputs, self._tell_of(plan, inputs))
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
         with _errors_of(plan), torch.inference_mode():
-            inputs = build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
-        return functools.partial(self._run, plan, inputs)
+            return build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        return self._compute(plan, inputs, self._tell_of(plan, inputs))
+
+    def _tell_of(self, plan: StepPlan, inputs: StepInputs) -> int:
+        """Tell the other ranks of a step; returns how many calls of the model they will make together with this one."""
+        if self._tell is None:
+            return 0
+        scored = [rows for rows in _rows_to_score(plan, inputs) if rows is not None]
+        head_rows = [rows[part] for rows in (*scored, _rows_to_draw(plan, inputs)) for part in self._parts(rows)]
+        order = step_order(self._num_told, plan, inputs.batch, self._drawn_on_host, head_rows)
+        self._num_told += 1
+        try:
+            self._tell(encode(order))
+        except Exception as error:
+            raise RanksLostError(
+                f"The other ranks of this worker could not be told of a step: {type(error).__name__}: {error}. "
+                "Start it again."
+            ) from error
+        return 1 + len(head_rows)
+
+    def _compute(self, plan: StepPlan, inputs: StepInputs, num_calls: int) -> StepResult:
+        self._calls_left = num_calls
         with _errors_of(plan), torch.inference_mode():
-            return self._step(plan, inputs)
+            try:
+                return self._step(plan, inputs)
+            except Exception as error:
+                if self._calls_left <= 0:
+                    raise
+                # The other ranks wait in the next of them, in vain.
+                raise RanksLostError(
+                    f"The ranks of this worker are out of step: {type(error).__name__}: {error}. Start it again."
+                ) from error
 
     def _step(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
         inputs.fill_in(self._drawn)
@@ -96,8 +157,9 @@ class ModelRunner:
             (step.row, r.token_id) for step, r in zip(plan.requests, results, strict=True) if r.token_id is not None
         ]
         if drawn:
-            rows, tokens = to_device(np.array(drawn).T, self._drawn.device)
-            self._drawn[rows] = tokens
+            rows, tokens = np.array(drawn).T
+            self._drawn_on_host[rows] = tokens
+            self._drawn[to_device(rows, self._drawn.device)] = to_device(tokens, self._drawn.device)
 
     def _finish(self) -> None:
         """Wait for the device, where nothing else has: who hands the step's KV over reads it outside torch's order."""
@@ -118,36 +180,38 @@ class ModelRunner:
         """The body's output for every token of the step, [T, hidden_size]. Stores their KV on the way."""
         if self.graphs is not None and (replayed := self.graphs.run(inputs)) is not None:
             return replayed
-        out = self._body(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            use_cache=False,
-            step_attention=self._attention.plan(inputs.batch),
-        )
-        hidden: torch.Tensor = out.last_hidden_state[0]
+        hidden = self._body(inputs.token_ids, inputs.positions, self._attention.plan(inputs.batch))
+        self._calls_left -= 1
+        # Tokens are drawn where the last layer is.
+        assert hidden is not None
         return hidden
+
+    def _parts(self, rows: Sequence[int]) -> Iterator[slice]:
+        """Of `rows`: those whose logits exist at one time."""
+        rows_at_a_time = max(1, _MAX_LOGITS // self._loaded.vocab_size)
+        for begin in range(0, len(rows), rows_at_a_time):
+            yield slice(begin, begin + rows_at_a_time)
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Part after part of `rows`, with the logits of that part [n, vocab_size]."""
-        rows_at_a_time = max(1, _MAX_LOGITS // self._loaded.vocab_size)
-        for begin in range(0, len(rows), rows_at_a_time):
-            part = slice(begin, begin + rows_at_a_time)
-            yield part, self._head(hidden[to_device(np.array(rows[part]), hidden.device)])
+        for part in self._parts(rows):
+            logits = self._head(hidden[to_device(np.array(rows[part]), hidden.device)])
+            self._calls_left -= 1
+            yield part, logits
 
     def _score_inputs(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
     ) -> dict[int, tuple[TokenLogprob, ...]]:
         """Logprobs of prompt tokens, by request number."""
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
-        for i, request in enumerate(plan.requests):
-            if request.input_logprobs is not None:
-                first = int(inputs.offsets[i]) + request.input_logprobs.first
-                scored[i] = self._score_rows(request.input_logprobs, hidden, first)
+        for i, (request, rows) in enumerate(zip(plan.requests, _rows_to_score(plan, inputs), strict=True)):
+            if request.input_logprobs is not None and rows is not None:
+                scored[i] = self._score_rows(request.input_logprobs, hidden, rows)
         return scored
 
-    def _score_rows(self, spec: InputLogprobSpec, hidden: torch.Tensor, first: int) -> tuple[TokenLogprob, ...]:
+    def _score_rows(self, spec: InputLogprobSpec, hidden: torch.Tensor, rows: range) -> tuple[TokenLogprob, ...]:
         found: list[TokenLogprob] = []
-        for part, logits in self._logits(hidden, range(first, first + len(spec.targets))):
+        for part, logits in self._logits(hidden, rows):
             found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
         return tuple(found)
 
@@ -162,6 +226,13 @@ class ModelRunner:
         return sampled
 
 
+def _rows_to_score(plan: StepPlan, inputs: StepInputs) -> Iterator[range | None]:
+    """By request: rows of the step whose logits score prompt tokens; None: none do."""
+    for request, offset in zip(plan.requests, inputs.offsets[:-1].tolist(), strict=True):
+        spec = request.input_logprobs
+        yield None if spec is None else range(offset + spec.first, offset + spec.first + len(spec.targets))
+
+
 def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
     """Rows of the step after which a token is drawn: of each sampled request the last, and one before each proposal."""
     rows: list[int] = []
@@ -173,9 +244,11 @@ def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
 
 @contextlib.contextmanager
 def _errors_of(plan: StepPlan) -> Iterator[None]:
-    """Whatever goes wrong in a step is an EngineError that says which."""
+    """Whatever goes wrong in a step is an EngineError that says which, unless no step can be computed after it."""
     try:
         yield
+    except RanksLostError:
+        raise
     except Exception as error:
         cause = error.message if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         rids = ", ".join(r.rid for r in plan.requests[:4]) + (", ..." if len(plan.requests) > 4 else "")

@@ -1,0 +1,185 @@
+"""Weights out of safetensors files into one rank's share of a model, reading no more than that.
+
+Names, and tensors that a model keeps merged (the experts of a layer), are translated by transformers' own rules. Where
+such a rule only stacks and joins tensors, each is cut before; else it is applied to whole tensors, and the outcome is
+cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from splitserve.engine.parallel.cut import Cut
+from splitserve.errors import ModelLoadError
+
+_JOINING = (Concatenate, MergeModulelist)
+
+
+class Checkpoint:
+    """The tensors of a folder. `close` it when they are read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelLoadError where the folder has no safetensors files."""
+        self._files = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._folder = folder
+        # So far.
+        self.bytes_read = 0
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.exists():
+            self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
+        else:
+            raise ModelLoadError(f"{folder} has neither {single.name} nor {index.name}: its weights cannot be loaded.")
+
+    def names(self) -> Iterator[str]:
+        return iter(sorted(self._file_of, key=dot_natural_key))
+
+    def read(self, name: str, cut: Cut | None) -> torch.Tensor:
+        """A tensor, or the part of it that `cut` says."""
+        whole = self._file(self._file_of[name]).get_slice(name)
+        found: torch.Tensor = whole[:] if cut is None else cut.of(whole, len(whole.get_shape()))
+        self.bytes_read += found.nbytes
+        return found
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self._file(self._file_of[name]).get_slice(name).get_shape()
+        return shape
+
+    def close(self) -> None:
+        self._open.clear()
+        self._files.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            opened: Any = safe_open(self._folder / name, framework="pt")
+            self._open[name] = self._files.enter_context(opened)
+        return self._open[name]
+
+
+class Translation:
+    """From names in checkpoints to names in a model. Made of the whole model, before anything is cut from it."""
+
+    def __init__(self, model: Any) -> None:
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._whole = dict(model.state_dict())
+
+    def target(self, source: str) -> tuple[str, WeightConverter | None, str]:
+        """The (first) name it has in the model, the rule that makes it of several or into several, and by which of the
+        rule's patterns."""
+        name, pattern = rename_source_key(source, self._renamings, self._converters, self._prefix, self._whole)
+        if name not in self._whole and source in self._whole:
+            name, pattern = source, None
+        rule = next((c for c in self._converters if pattern in c.source_patterns), None)
+        return name, rule, pattern or source
+
+
+class WeightLoader:
+    """Fills one rank's share of a model."""
+
+    def __init__(self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], device: torch.device) -> None:
+        """`cuts` by name in the model; what has none is read whole."""
+        self._model = model
+        self._checkpoint = checkpoint
+        self._cuts = cuts
+        self._device = device
+        self._wanted: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+        self._float32 = set(model._keep_in_fp32_modules_strict or ())
+        if model.dtype == torch.float16:
+            self._float32 |= set(model._keep_in_fp32_modules or ())
+
+    def load(
+        self,
+        translation: Translation,
+        *,
+        renamed: Mapping[str, str] = MappingProxyType({}),
+        without: Container[str] = (),
+    ) -> None:
+        """Every parameter and persistent buffer. `renamed`: what goes by another name than `translation` gives it;
+        `without`: names that `translation` gives and that are not to be read. Raises ModelLoadError where one is
+        missing or has another shape."""
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        rules: dict[str, WeightConverter | None] = {}
+        for source in self._checkpoint.names():
+            target, rule, pattern = translation.target(source)
+            if target not in without:
+                rules[target] = rule
+                groups[target].append((source, pattern))
+        found: set[str] = set()
+        for target, parts in groups.items():
+            for name, tensor in self._tensors(renamed.get(target, target), parts, rules[target]):
+                self._put(name, tensor)
+                found.add(name)
+        missing = [n for n in self._wanted if n not in found and (n not in without or n in renamed.values())]
+        if missing:
+            shown = ", ".join(missing[:3]) + (" and more" if missing[3:] else "")
+            raise ModelLoadError(f"The safetensors files lack {shown}.")
+
+    def _tensors(
+        self, name: str, parts: list[tuple[str, str]], rule: WeightConverter | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank holds of the tensors that `parts`, (name in the file, pattern) each, make; maybe nothing."""
+        if rule is None:
+            if name in self._wanted:
+                yield name, self._checkpoint.read(parts[-1][0], self._cuts.get(name))
+            return
+        if any(name.replace(rule.target_patterns[0], p) in self._wanted for p in rule.target_patterns):
+            yield from self._merged(name, parts, copy.deepcopy(rule))
+
+    def _merged(self, name: str, parts: list[tuple[str, str]], rule: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        only_joins = len(rule.target_patterns) == 1 and all(isinstance(op, _JOINING) for op in rule.operations)
+        for source, pattern in parts:
+            cut = self._cut_of_source(name, source, pattern, rule) if only_joins else None
+            rule.add_tensor(name, source, pattern, functools.partial(self._checkpoint.read, source, cut))
+        for target, made in rule.convert(name, model=self._model, config=self._model.config).items():
+            tensor = made[0] if isinstance(made, list) else made
+            if target in self._wanted:
+                cut = None if only_joins else self._cuts.get(target)
+                yield target, tensor if cut is None else cut.of(tensor, tensor.ndim)
+
+    def _cut_of_source(self, name: str, source: str, pattern: str, rule: Any) -> Cut | None:
+        cut = self._cuts.get(name)
+        dim_of_join = next((op.dim for op in rule.operations if isinstance(op, Concatenate)), None)
+        if cut is None or dim_of_join is None or dim_of_join - self._wanted[name].ndim != cut.dim:
+            return cut
+        return cut.of_source(rule.source_patterns.index(pattern), self._checkpoint.shape(source)[cut.dim])
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        wanted = self._wanted[name]
+        if tensor.shape != wanted.shape:
+            raise ModelLoadError(
+                f"{name} has the shape {list(tensor.shape)} in the safetensors files, and the model's config makes it "
+                f"{list(wanted.shape)}."
+            )
+        dtype = torch.float32 if self._float32 & set(name.split(".")) else wanted.dtype
+        tensor = tensor.to(device=self._device, dtype=dtype)
+        parent, _, last = name.rpartition(".")
+        module = self._model.get_submodule(parent)
+        if last in module._parameters:
+            tensor = torch.nn.Parameter(tensor, requires_grad=False)
+        setattr(module, last, tensor)

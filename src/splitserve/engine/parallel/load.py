@@ -1,0 +1,124 @@
+"""One rank's share of a model: built without memory, cut, filled with its part of the weights, connected.
+
+1. transformers builds the whole model on the meta device; only buffers, which are small, are real.
+2. `plan` takes out what other ranks have.
+3. `checkpoint` reads what is left.
+4. Modules whose weights are cut exchange what they must, by `ranks`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from splitserve.core.parallel import stage_layers
+from splitserve.engine.attention import bridge
+from splitserve.engine.parallel.body import Stage, StageBody
+from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
+from splitserve.engine.parallel.plan import Shards, cut_stage, cut_weights
+from splitserve.engine.parallel.ranks import Ranks
+from splitserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank has of a model, and the others it computes with."""
+
+    ranks: Ranks
+    stage: Stage
+    shards: Shards
+    # Of the whole model.
+    num_parameters: int
+    # Of the safetensors files.
+    bytes_read: int
+
+    def body(self, model: Any, dtype: torch.dtype) -> StageBody:
+        return StageBody(model, self.stage, self.ranks, dtype)
+
+
+def load_share(
+    folder: Path, config: Any, name: str, dtype: torch.dtype, ranks: Ranks, pp_layers: Sequence[int] = ()
+) -> tuple[Any, Share]:
+    """The model, of which only this rank's part has weights, on the ranks' device, and what that part is.
+
+    Raises ConfigError or ModelLoadError.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"Model {name} has quantized weights, which cannot be cut over ranks: use one rank.")
+    model = _empty_model(folder, config, dtype)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    translation = Translation(model)
+    tie = _Tie.of(model)
+    stage = cut_stage(model, _layers(config, ranks, pp_layers), ranks.rank, name)
+    shards = cut_weights(model, ranks.rank, name)
+    with closing(Checkpoint(folder)) as checkpoint:
+        tie.load(WeightLoader(model, checkpoint, shards.cuts, ranks.device), translation, model)
+        share = Share(ranks, stage, shards, num_parameters, checkpoint.bytes_read)
+    model.to(ranks.device).requires_grad_(False).eval()
+    shards.connect(model, ranks)
+    logger.info(
+        "rank %d of %d has layers %d to %d of %s and read %.1f MB of its weights",
+        ranks.rank.index,
+        ranks.rank.group_size,
+        stage.layers.start,
+        stage.layers.stop - 1,
+        name,
+        share.bytes_read / 1e6,
+    )
+    return model, share
+
+
+def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    bridge.register()
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=bridge.ATTENTION_NAME)
+    # Moving each to the meta device has taken apart what was one.
+    model.tie_weights()
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def _layers(config: Any, ranks: Ranks, pp_layers: Sequence[int]) -> range:
+    try:
+        stages = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+    return stages[ranks.rank.pp_rank]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    """The head's weight, where it is the embedding's; both names are empty where it is not."""
+
+    embedding: str
+    head: str
+
+    @classmethod
+    def of(cls, model: Any) -> _Tie:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is None or head.weight is not embedding.weight:
+            return cls("", "")
+        paths = {module: path for path, module in model.named_modules()}
+        return cls(f"{paths[embedding]}.weight", f"{paths[head]}.weight")
+
+    def load(self, loader: WeightLoader, translation: Translation, model: Any) -> None:
+        """The weights of a model, of which this rank may have either end."""
+        held = model.state_dict(keep_vars=True)
+        if self.head not in held:
+            loader.load(translation)
+        elif self.embedding not in held:
+            loader.load(translation, renamed={self.embedding: self.head}, without={self.head})
+        else:
+            loader.load(translation, without={self.head})
+            model.get_output_embeddings().weight = model.get_input_embeddings().weight

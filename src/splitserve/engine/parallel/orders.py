@@ -1,0 +1,82 @@
+"""What the driver tells the other ranks of a step: all that they need to compute their share of it.
+
+One message a step, the same for all ranks. Its size is that of the tokens and page numbers in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.core.batch import LAST_DRAWN, StepPlan
+from splitserve.engine.attention.base import IntArray, PagedBatch
+from splitserve.errors import EngineError
+
+
+class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
+    """One forward pass. Arrays are the bytes of int64 numbers, `pages` of int32, in this host's byte order."""
+
+    # Counts from 0: an order that is lost or doubled shows.
+    number: int
+    # Tokens of all requests, one after the other; none is LAST_DRAWN.
+    token_ids: bytes
+    # By request: tokens computed before, tokens to compute.
+    starts: bytes
+    lengths: bytes
+    # Page numbers of all requests, one after the other, each as many as its tokens need.
+    pages: bytes
+    # Rows of the step whose logits are computed, call after call.
+    head_rows: tuple[bytes, ...]
+
+    def batch(self, page_size: int) -> PagedBatch:
+        """Raises EngineError where the order contradicts itself."""
+        starts, lengths = array(self.starts), array(self.lengths)
+        if len(starts) != len(lengths) or len(array(self.token_ids)) != lengths.sum():
+            raise EngineError(f"order {self.number} of the driver contradicts itself")
+        ends = np.cumsum(-(-(starts + lengths) // page_size))
+        pages = np.frombuffer(self.pages, dtype=np.int32).astype(np.int64)
+        if len(pages) != ends[-1]:
+            raise EngineError(f"order {self.number} of the driver has {len(pages)} pages where {ends[-1]} are needed")
+        return PagedBatch(starts, lengths, tuple(np.split(pages, ends[:-1])), page_size)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StepOrder)
+
+
+def encode(order: StepOrder) -> bytes:
+    return _encoder.encode(order)
+
+
+def decode(order: bytes) -> StepOrder:
+    """Raises EngineError."""
+    try:
+        return _decoder.decode(order)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"an order of the driver cannot be read: {error}") from error
+
+
+def step_order(
+    number: int, plan: StepPlan, batch: PagedBatch, drawn: npt.NDArray[np.int64], head_rows: Sequence[Sequence[int]]
+) -> StepOrder:
+    """`drawn`: the token drawn last, by row of the page table."""
+    token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
+    last = [r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN]
+    if last:
+        token_ids[token_ids == LAST_DRAWN] = drawn[last]
+    return StepOrder(
+        number=number,
+        token_ids=token_ids.tobytes(),
+        starts=batch.starts.tobytes(),
+        lengths=batch.lengths.tobytes(),
+        pages=np.concatenate(batch.pages).astype(np.int32).tobytes(),
+        head_rows=tuple(np.array(rows, dtype=np.int64).tobytes() for rows in head_rows),
+    )
+
+
+def array(data: bytes) -> IntArray:
+    """Of an order's bytes; a copy that may be written to."""
+    return np.frombuffer(data, dtype=np.int64).copy()

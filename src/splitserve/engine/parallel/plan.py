@@ -1,0 +1,246 @@
+"""A model on the meta device becomes one rank's share of it: smaller weights, fewer layers. Nothing is loaded yet.
+
+1. `cut_stage` puts placeholders where other pipeline stages have layers, norm, embedding or head (`pp_plan`).
+2. `cut_weights` shrinks what is left to this tensor parallel rank's part: linear layers and experts by transformers'
+   `tp_plan`, attention by whole heads, the vocabulary by rows of the embedding and the head.
+3. When the weights are there, `Shards.connect` has the modules exchange what they must.
+
+Refused (ConfigError) is what would be computed wrongly: models without a plan, or with words in it that are not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from splitserve.core.parallel import ParallelRank
+from splitserve.engine.parallel.body import Absent, Entry, Exit, Place, Stage
+from splitserve.engine.parallel.cut import Cut, cannot_cut
+from splitserve.engine.parallel.heads import Heads
+from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.styles import STYLES, Held, Style, connect, cut_of
+from splitserve.engine.parallel.vocabulary import connect_embedding, connect_head
+from splitserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KVHeads:
+    """Of one layer: those that this rank holds, by their global numbers, and how many there are."""
+
+    held: range
+    total: int
+
+
+@dataclass(slots=True)
+class Shards:
+    """What `cut_weights` did."""
+
+    # By parameter. All others are whole.
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    # By layer; others hold all KV heads on each rank.
+    kv_heads: dict[int, KVHeads] = field(default_factory=dict)
+    # Modules that exchange something, with their whole inputs and outputs.
+    connected: list[tuple[torch.nn.Module, Style, tuple[int, int]]] = field(default_factory=list)
+    vocab_size: int = 0
+
+    def connect(self, model: Any, ranks: Ranks) -> None:
+        for module, style, sizes in self.connected:
+            connect(module, style, sizes, ranks)
+        if ranks.rank.tp_size > 1:
+            if ranks.rank.is_first_stage:
+                connect_embedding(model, self.vocab_size, ranks)
+            if ranks.rank.is_last_stage:
+                connect_head(model, self.vocab_size, ranks)
+
+
+def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage:
+    """Take out what other stages have. Raises ConfigError."""
+    hidden_size = int(model.config.get_text_config().hidden_size)
+    if rank.pp_size == 1:
+        return Stage(layers, hidden_size, None, None)
+    parts = _pipeline_parts(model, name)
+    held = model.base_model.get_submodule(parts.layers)
+    entry = exit_ = None
+    for i, layer in enumerate(held):
+        if i == layers.start - 1:
+            held[i] = entry = Entry(layer)
+        elif i == layers.stop:
+            held[i] = exit_ = Exit(layer)
+        elif i not in layers:
+            held[i] = Place(layer)
+    for path in () if rank.is_first_stage else parts.before:
+        model.base_model.set_submodule(path, Absent())
+    if not rank.is_last_stage:
+        for path in parts.after:
+            model.base_model.set_submodule(path, Absent())
+        model.set_output_embeddings(Absent())
+    return Stage(layers, hidden_size, entry, exit_)
+
+
+@dataclass(frozen=True, slots=True)
+class _PipelineParts:
+    """Modules of the body, by name: before its layers, the list of them, and behind."""
+
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+
+
+def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
+    prefix = f"{model.base_model_prefix}."
+    names = [key.removeprefix(prefix) for key in model.pp_plan if key.startswith(prefix)]
+    lists = [n for n in names if isinstance(model.base_model.get_submodule(n), torch.nn.ModuleList)]
+    if len(lists) != 1:
+        raise ConfigError(
+            f"Model {name} cannot be cut into pipeline stages: transformers has no pp_plan for it that names its "
+            "layers. Use tensor parallel ranks alone."
+        )
+    at = names.index(lists[0])
+    return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))
+
+
+def cut_weights(model: Any, rank: ParallelRank, name: str) -> Shards:
+    """Shrink the weights to this rank's part. Raises ConfigError."""
+    shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
+    if rank.tp_size == 1:
+        return shards
+    cutter = _Cutter(model, rank, name, shards)
+    cutter.cut_vocabulary()
+    styles = dict(cutter.styles())
+    for path in styles:
+        cutter.cut_heads(path, styles)
+    for path, style in styles.items():
+        cutter.cut(path, style)
+    return shards
+
+
+class _Cutter:
+    def __init__(self, model: Any, rank: ParallelRank, name: str, shards: Shards) -> None:
+        self._rank = rank
+        self._name = name
+        self._shards = shards
+        self._plan = dict(model.tp_plan or {})
+        self._model = model
+        # Placeholders have no weights.
+        self._modules: dict[str, Any] = {
+            path: module for path, module in model.named_modules() if not isinstance(module, Absent | Place)
+        }
+        self._paths = {module: path for path, module in self._modules.items()}
+        self._parameters = dict(model.named_parameters())
+        self._vocabulary = {
+            path for path, module in self._modules.items() if module in (_embedding_of(model), _head_of(model))
+        }
+
+    def styles(self) -> Iterator[tuple[str, Style]]:
+        """What the plan says, by module or parameter. The vocabulary has rules of its own."""
+        found = False
+        for path in (*self._modules, *self._parameters):
+            word = self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", path))
+            if word is None or path in self._vocabulary:
+                continue
+            if word not in STYLES:
+                raise cannot_cut(self._name, f"its plan has the style {word!r} for {path}, which is not known here")
+            found = True
+            yield path, STYLES[word]
+        if not found:
+            raise cannot_cut(self._name, "transformers has no tp_plan for it")
+
+    def cut_heads(self, path: str, styles: dict[str, Style]) -> None:
+        """Where `path` is the query projection of an attention whose heads are divided: its four projections."""
+        parent, _, last = path.rpartition(".")
+        if last != "q_proj" or styles[path] != STYLES["colwise"]:
+            return
+        attention: Any = self._modules[parent]
+        q, k, v, o = (self._modules.get(f"{parent}.{p}") for p in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        if k is None or v is None or o is None or not hasattr(attention, "head_dim"):
+            return
+        heads = Heads(o.in_features // attention.head_dim, k.out_features // attention.head_dim)
+        heads.check(self._rank.tp_size, self._name)
+        query = heads.query(self._rank.tp_rank, self._rank.tp_size)
+        kv = heads.kv(self._rank.tp_rank, self._rank.tp_size)
+        for linear, held, total in (
+            (q, query, heads.num_query),
+            (k, kv, heads.num_kv),
+            (v, kv, heads.num_kv),
+            (o, query, heads.num_query),
+        ):
+            self._cut_linear(linear, styles, held, total)
+        self._shards.kv_heads[int(attention.layer_idx)] = KVHeads(kv, heads.num_kv)
+
+    def _cut_linear(self, linear: Any, styles: dict[str, Style], held: range, total: int) -> None:
+        """Of a projection with as many rows (or columns) for each of `total` heads: those of the heads `held`."""
+        path = self._paths[linear]
+        for name, parameter in linear.named_parameters():
+            whole = cut_of(styles.get(path, Style()), parameter, 0, 1)
+            if whole is not None:
+                each = len(whole.parts[0]) // total
+                self._shards.cuts[f"{path}.{name}"] = Cut(whole.dim, (range(held.start * each, held.stop * each),))
+
+    def cut(self, path: str, style: Style) -> None:
+        module = self._modules.get(path)
+        if module is None:
+            self._cut_parameter(path, style)
+            return
+        self._check_attention(path, style)
+        sizes = (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
+        self._shards.connected.append((module, style, sizes))
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self._cut_parameter(f"{path}.{name}", style)
+        if style.held is Held.INPUTS and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
+            module.bias = None
+        if isinstance(module, torch.nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+    def _check_attention(self, path: str, style: Style) -> None:
+        """Raises ConfigError where an attention's heads are divided, and `cut_heads` did not know how."""
+        attention: Any = self._modules[path.rpartition(".")[0]]
+        divides = style in (STYLES["colwise"], STYLES["rowwise"]) and hasattr(attention, "is_causal")
+        if divides and attention.layer_idx not in self._shards.kv_heads:
+            raise cannot_cut(self._name, f"{type(attention).__name__} has heads that are not known here")
+
+    def cut_vocabulary(self) -> None:
+        """Rows of the embedding and the head, the same of both."""
+        embedding, head = _embedding_of(self._model), _head_of(self._model)
+        is_tied = embedding is not None and head is not None and head.weight is embedding.weight
+        size = self._shards.vocab_size
+        for path in self._vocabulary:
+            module = self._modules[path]
+            if module.weight.shape[0] != size:
+                rows = module.weight.shape[0]
+                raise cannot_cut(self._name, f"{path} has {rows} rows where the vocabulary has {size} tokens")
+            for name, _ in list(module.named_parameters(recurse=False)):
+                self._cut_parameter(f"{path}.{name}", STYLES["colwise"])
+        if is_tied:
+            head.weight = embedding.weight
+
+    def _cut_parameter(self, path: str, style: Style) -> None:
+        parent, _, name = path.rpartition(".")
+        module = self._modules[parent]
+        parameter = getattr(module, name)
+        tp_rank, tp_size = self._rank.tp_rank, self._rank.tp_size
+        cut = self._shards.cuts.get(path) or cut_of(style, parameter, tp_rank, tp_size)
+        if cut is None:
+            return
+        if parameter.shape[cut.dim] < tp_size:
+            raise cannot_cut(
+                self._name,
+                f"{path} is only {parameter.shape[cut.dim]} wide, and there are {tp_size} of them",
+                "Use fewer",
+            )
+        self._shards.cuts[path] = cut
+        setattr(module, name, torch.nn.Parameter(parameter.new_empty(cut.shape(parameter.shape)), requires_grad=False))
+
+
+def _embedding_of(model: Any) -> Any:
+    """None where another stage has it."""
+    found = model.get_input_embeddings()
+    return None if isinstance(found, Absent) else found
+
+
+def _head_of(model: Any) -> Any:
+    found = model.get_output_embeddings()
+    return None if isinstance(found, Absent) else found

@@ -1,0 +1,128 @@
+"""The ranks of one scheduler as this one sees them: whom it sums with, whom it hears from and sends to.
+
+Tensor parallel ranks of a stage meet in collectives. Between stages each rank talks to the one of its own number, since
+all ranks of a stage hold the same hidden states. All of it is called by one thread, in the same order on every rank.
+Whatever goes wrong, a peer's end included, is an exception, and then the ranks are out of step for good.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from splitserve.core.parallel import ParallelRank
+from splitserve.errors import ConfigError, RanksLostError
+
+# Seconds that a rank waits for another one in the middle of a step.
+TIMEOUT = 300.0
+
+
+class Ranks:
+    """An open group of processes. `close` it, where all are alive."""
+
+    def __init__(self, rank: ParallelRank, device: torch.device, stages: Sequence[Any]) -> None:
+        """`stages`: process group of each stage's ranks."""
+        self.rank = rank
+        self.device = device
+        self._stage = stages[rank.pp_rank]
+        self._first_of_stage = rank.index - rank.tp_rank
+        # Sends under way, with what they read.
+        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the ranks of this stage, in place where `values` lie in one piece. The same bits on all of them."""
+        values = values.contiguous()
+        if self.rank.tp_size > 1:
+            dist.all_reduce(values, group=self._stage)
+        return values
+
+    def join(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Last dimensions of all ranks of this stage one after the other; rank i's `part` [..., sizes[i]]."""
+        padded = _padded(part, max(sizes))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self._stage)
+        return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def join_on_first(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The same on tensor parallel rank 0 alone; the others keep their part."""
+        padded = _padded(part, max(sizes))
+        parts = [torch.empty_like(padded) for _ in sizes] if self.rank.tp_rank == 0 else None
+        dist.gather(padded, parts, dst=self._first_of_stage, group=self._stage)
+        if parts is None:
+            return part
+        return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """To the next stage. Returns before they have arrived, but waits where that stage is as many steps behind as
+        there are stages."""
+        while len(self._sends) >= self.rank.pp_size:
+            self._sends.popleft()[0].wait()
+        hidden = hidden.contiguous()
+        work = dist.isend(hidden, self.rank.index + self.rank.tp_size)
+        self._sends.append((work, hidden))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What the stage before sent, in its order."""
+        hidden = torch.empty(*shape, dtype=dtype, device=self.device)
+        dist.recv(hidden, self.rank.index - self.rank.tp_size)
+        return hidden
+
+    def least(self, number: int) -> int:
+        """The least that any rank of any stage says. Raises RanksLostError where one does not answer."""
+        found = torch.tensor([number], dtype=torch.int64)
+        try:
+            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        except Exception as error:
+            raise RanksLostError(f"Rank {self.rank.index} waited for the others in vain: {error}") from error
+        return int(found.item())
+
+    def close(self) -> None:
+        """Idempotent. Does not wait for the others."""
+        self._sends.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def open_ranks(rank: ParallelRank, init_method: str, device: torch.device | str, *, timeout: float = TIMEOUT) -> Ranks:
+    """Meet the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
+
+    Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step.
+    Raises ConfigError where they do not meet.
+    """
+    device = torch.device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    wait = datetime.timedelta(seconds=timeout)
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank.index, world_size=rank.group_size, timeout=wait
+        )
+        stages = [
+            dist.new_group([stage * rank.tp_size + i for i in range(rank.tp_size)], timeout=wait)
+            for stage in range(rank.pp_size)
+        ]
+    except Exception as error:
+        raise ConfigError(
+            f"Rank {rank.index} of {rank.group_size} did not meet the others at {init_method} within {timeout:.0f} s: "
+            f"{error}. Check that all ranks were started, with the same address."
+        ) from error
+    return Ranks(rank, device, stages)
+
+
+def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
+    """Its last dimension filled up to `size`: ranks exchange pieces of one size."""
+    if part.shape[-1] == size:
+        return part.contiguous()
+    return torch.nn.functional.pad(part, (0, size - part.shape[-1]))

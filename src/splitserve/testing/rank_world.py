@@ -1,0 +1,280 @@
+"""Ranks of a model in processes of their own, and a loop by hand that drives them: engines without schedulers.
+
+The processes are started once and then build one engine after the other, each cut in its own way, since to start one
+takes seconds. All talk goes over pipes; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, SampleSpec, StepPlan, StepResult
+from splitserve.core.layout import KVLayout
+from splitserve.core.parallel import ParallelRank
+from splitserve.core.sampling import SamplingParams
+from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.parallel.ranks import open_ranks
+from splitserve.engine.runner import ModelRunner
+from splitserve.errors import SplitserveError
+
+PAGE_SIZE = 8
+_NUM_TOKENS = 1024
+_TIMEOUT = 60.0
+_END = b""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts and how to compute them. Greedy."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    num_new: int = 12
+    # Tokens of a prompt in one step.
+    chunk: int = 16
+    # Steps under way at one time, of different prompts.
+    num_micro_batches: int = 1
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A model over so many ranks."""
+
+    folder: str
+    # Of this case alone.
+    init_method: str = ""
+    tp_size: int = 1
+    pp_size: int = 1
+    pp_layers: tuple[int, ...] = ()
+    dtype: str = "float32"
+    work: Work
+    # A rank that ends, like one that is killed, in the middle of the work, after so many orders; -1: none does.
+    dying_rank: int = -1
+    num_orders_before_death: int = 3
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+    def rank(self, index: int) -> ParallelRank:
+        return ParallelRank(
+            tp_rank=index % self.tp_size, tp_size=self.tp_size, pp_rank=index // self.tp_size, pp_size=self.pp_size
+        )
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What one rank has to show; tokens and logprobs only the driver's."""
+
+    error: str = ""
+    tokens: list[list[int]] = []
+    # Of each output token, and of each prompt token but the first.
+    logprobs: list[list[float]] = []
+    input_logprobs: list[list[float]] = []
+    layout: KVLayout | None = None
+    # Float32, by component of the layout: [pages in use, page_size, heads, head_dim].
+    kv: list[bytes] = []
+    bytes_read: int = 0
+    # Of its share.
+    num_parameters: int = 0
+
+
+class HandLoop:
+    """Drives a runner: rows and pages are dealt out once, prompts go in chunks, tokens follow."""
+
+    def __init__(self, engine: BuiltEngine, work: Work, tell: Callable[[bytes], None] | None = None) -> None:
+        self._work = work
+        num_pages = engine.layout.num_pages
+        self._table = np.zeros((len(work.prompts), num_pages), np.int32)
+        free = np.random.default_rng(0).permutation(num_pages).tolist()
+        for row, prompt in zip(self._table, work.prompts, strict=True):
+            needed = -(-(len(prompt) + work.num_new) // PAGE_SIZE)
+            row[:needed] = [free.pop() for _ in range(needed)]
+        self.runner: ModelRunner = engine.runner(self._table, tell=tell)
+        self._computed = [0] * len(work.prompts)
+        self.outcome = Outcome(
+            tokens=[[] for _ in work.prompts],
+            logprobs=[[] for _ in work.prompts],
+            input_logprobs=[[] for _ in work.prompts],
+        )
+
+    def run(self) -> Outcome:
+        """Every micro-batch is begun again when its step has ended, in turn."""
+        under_way: deque[tuple[list[int], StepPlan, Callable[[], StepResult]]] = deque()
+        for first in range(self._work.num_micro_batches):
+            under_way.append(self._begin(list(range(first, len(self._table), self._work.num_micro_batches))))
+        while under_way:
+            rows, plan, compute = under_way.popleft()
+            self._commit(rows, plan, compute())
+            rest = [row for row in rows if len(self.outcome.tokens[row]) < self._work.num_new]
+            if rest:
+                under_way.append(self._begin(rest))
+        return self.outcome
+
+    def _begin(self, rows: list[int]) -> tuple[list[int], StepPlan, Callable[[], StepResult]]:
+        plan = StepPlan(tuple(self._step(row) for row in rows))
+        begin = self.runner.begin if self._work.num_micro_batches > 1 else self.runner.prepare
+        return rows, plan, begin(plan)
+
+    def _step(self, row: int) -> RequestStep:
+        prompt, output, start = self._work.prompts[row], self.outcome.tokens[row], self._computed[row]
+        end = start + 1 if output else min(start + self._work.chunk, len(prompt))
+        token_ids = (LAST_DRAWN,) if output else prompt[start:end]
+        sample = scored = None
+        if end >= len(prompt):
+            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            sample = SampleSpec(params, end, prompt, tuple(output), return_logprob=True)
+        if not output and prompt[start + 1 : end + 1]:
+            scored = InputLogprobSpec(0, prompt[start + 1 : end + 1])
+        return RequestStep(f"r{row}", row, token_ids, start, sample, scored)
+
+    def _commit(self, rows: Sequence[int], plan: StepPlan, result: StepResult) -> None:
+        for row, step, outcome in zip(rows, plan.requests, result.requests, strict=True):
+            self._computed[row] = step.end
+            self.outcome.input_logprobs[row] += [scored.logprob for scored in outcome.input_logprobs]
+            if outcome.token_id is not None and outcome.logprob is not None:
+                self.outcome.tokens[row].append(outcome.token_id)
+                self.outcome.logprobs[row].append(outcome.logprob.logprob)
+
+
+def on_one_rank(folder: Path, work: Work, dtype: str = "float32") -> Outcome:
+    """The same work by an engine of this process."""
+    engine = build_engine(_model(str(folder), dtype), _CACHE)
+    with contextlib.closing(engine):
+        return _described(HandLoop(engine, work).run(), engine)
+
+
+_CACHE = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=_NUM_TOKENS)
+
+
+def _model(folder: str, dtype: str) -> ModelConfig:
+    return ModelConfig(model=folder, device="cpu", threads=1, dtype=dtype)
+
+
+def _described(outcome: Outcome, engine: BuiltEngine) -> Outcome:
+    outcome.layout = engine.layout
+    for component in engine.layout.components:
+        side = engine.pool.keys if component.name == "k" else engine.pool.values
+        outcome.kv.append(side[component.layer].float().numpy().tobytes())
+    outcome.bytes_read = engine.loaded.share.bytes_read if engine.loaded.share else 0
+    outcome.num_parameters = sum(p.numel() for p in engine.loaded.model.parameters())
+    return outcome
+
+
+class RankProcesses:
+    """`num_ranks` processes; `close` ends them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        # One process imports torch and transformers, and each rank begins as a copy of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._commands: list[Connection] = []
+        self._processes = []
+        # Into each rank's inbox, from every other rank.
+        orders = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+        for index in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(index, theirs, orders[index][0], [sending for _, sending in orders]),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._commands.append(ours)
+            self._processes.append(process)
+
+    def run(self, case: Case, init_file: Path) -> list[Outcome]:
+        """What each rank of the case has to show, by its index; nothing of one that has died.
+
+        `init_file`: a path that does not exist.
+        """
+        case = msgspec.structs.replace(case, init_method=init_file.as_uri())
+        for connection in self._commands[: case.num_ranks]:
+            connection.send_bytes(msgspec.msgpack.encode(case))
+        outcomes = []
+        for index, connection in enumerate(self._commands[: case.num_ranks]):
+            if not connection.poll(_TIMEOUT):
+                raise TimeoutError(f"rank {index} does not answer")
+            try:
+                outcomes.append(msgspec.msgpack.decode(connection.recv_bytes(), type=Outcome))
+            except EOFError:
+                outcomes.append(Outcome(error="dead"))
+        return outcomes
+
+    def close(self) -> None:
+        for connection in self._commands:
+            connection.close()
+        for process in self._processes:
+            process.join(10.0)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def _rank_main(index: int, commands: Connection, inbox: Connection, outboxes: Sequence[Connection]) -> None:
+    torch.set_num_threads(1)
+    for data in _messages(commands):
+        case = msgspec.msgpack.decode(data, type=Case)
+        try:
+            outcome = _run_case(case, index, inbox, outboxes)
+        except SplitserveError as error:
+            outcome = Outcome(error=f"{type(error).__name__}: {error.message}")
+        commands.send_bytes(msgspec.msgpack.encode(outcome))
+
+
+def _run_case(case: Case, index: int, inbox: Connection, outboxes: Sequence[Connection]) -> Outcome:
+    rank = case.rank(index)
+    with contextlib.ExitStack() as closing:
+        ranks = closing.enter_context(open_ranks(rank, case.init_method, "cpu", timeout=_TIMEOUT))
+        model = _model(case.folder, case.dtype)
+        engine = closing.enter_context(
+            contextlib.closing(build_engine(model, _CACHE, ranks=ranks, pp_layers=case.pp_layers))
+        )
+        if rank.is_driver:
+            outcome = _drive(case, engine, [outboxes[other.index] for other in rank.group() if other != rank])
+        else:
+            follower, num_orders = engine.follower(), 0
+            while order := inbox.recv_bytes():
+                if index == case.dying_rank and num_orders == case.num_orders_before_death:
+                    os._exit(1)
+                follower.run(order)
+                num_orders += 1
+            outcome = Outcome()
+        outcome = _described(outcome, engine)
+        # Nobody leaves while another still waits for it.
+        ranks.least(0)
+        return outcome
+
+
+def _drive(case: Case, engine: BuiltEngine, followers: Sequence[Connection]) -> Outcome:
+    def tell(order: bytes) -> None:
+        for follower in followers:
+            follower.send_bytes(order)
+
+    try:
+        return HandLoop(engine, case.work, tell).run()
+    finally:
+        # Of one that has died nobody reads.
+        with contextlib.suppress(OSError):
+            tell(_END)
+
+
+def _messages(connection: Connection) -> Iterator[bytes]:
+    """Until the other side closes it."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            yield connection.recv_bytes()

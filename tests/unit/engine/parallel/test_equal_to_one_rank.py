@@ -1,0 +1,207 @@
+"""A model over several ranks, each a process: tokens, logprobs and each rank's part of the KV are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from splitserve.core.layout import KVComponent
+from splitserve.core.parallel import stage_layers
+from splitserve.testing.rank_world import PAGE_SIZE, Case, Outcome, RankProcesses, Work, on_one_rank
+
+NUM_RANKS = 4
+COMMON: dict[str, Any] = {
+    # Divisible by nothing.
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.25,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+TIED = {**COMMON, "tie_word_embeddings": True}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    # With a bias wherever there can be one.
+    "llama": lambda: transformers.LlamaConfig(**COMMON, head_dim=16, attention_bias=True, mlp_bias=True),
+    "llama-tied": lambda: transformers.LlamaConfig(**TIED),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=20),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **TIED,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        final_logit_softcapping=9.0,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    # Scales its embeddings in its own forward.
+    "granite": lambda: transformers.GraniteConfig(**COMMON, embedding_multiplier=3.0, logits_scaling=2.0),
+    # One matrix for queries, keys and values, so that every rank has all heads.
+    "phi3": lambda: transformers.Phi3Config(**COMMON),
+    "olmo2": lambda: transformers.Olmo2Config(**COMMON),
+}
+SHAPES = [
+    ("llama", 2, 1, ()),
+    # Two ranks for each KV head.
+    ("llama", 4, 1, ()),
+    ("llama", 1, 2, (1, 3)),
+    ("llama", 1, 4, ()),
+    ("llama", 2, 2, (3, 1)),
+    ("llama-tied", 2, 1, ()),
+    ("llama-tied", 2, 2, ()),
+    ("qwen3", 2, 1, ()),
+    ("mistral", 1, 2, ()),
+    ("gemma3", 2, 2, (1, 3)),
+    ("gemma3", 1, 4, ()),
+    ("mixtral", 2, 2, ()),
+    ("granite", 1, 2, ()),
+    ("phi3", 2, 1, ()),
+    ("olmo2", 2, 1, ()),
+]
+LENGTHS = (1, 5, 16, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    with RankProcesses(NUM_RANKS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def made(name: str) -> Path:
+        path = root / name
+        if not path.exists():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+                for parameter_name, parameter in model.named_parameters():
+                    if parameter_name.endswith("bias"):
+                        torch.nn.init.normal_(parameter, std=0.2)
+            model.save_pretrained(path)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Callable[[str], Path]) -> Callable[[str], Outcome]:
+    outcomes: dict[str, Outcome] = {}
+
+    def run(name: str) -> Outcome:
+        if name not in outcomes:
+            outcomes[name] = on_one_rank(folder(name), WORK)
+        return outcomes[name]
+
+    return run
+
+
+def _prompts() -> tuple[tuple[int, ...], ...]:
+    rng = np.random.default_rng(1)
+    return tuple(tuple(rng.integers(0, COMMON["vocab_size"], n).tolist()) for n in LENGTHS)
+
+
+WORK = Work(prompts=_prompts())
+
+
+def heads_of(outcome: Outcome, i: int) -> np.ndarray:
+    """Component i: [pages, page_size, heads, head_dim]."""
+    assert outcome.layout is not None
+    component = outcome.layout.components[i]
+    shape = (-1, PAGE_SIZE, component.num_heads, component.head_dim)
+    return np.frombuffer(outcome.kv[i], np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize(("name", "tp_size", "pp_size", "pp_layers"), SHAPES)
+def test_ranks_compute_what_one_rank_computes(
+    name: str,
+    tp_size: int,
+    pp_size: int,
+    pp_layers: tuple[int, ...],
+    processes: RankProcesses,
+    folder: Callable[[str], Path],
+    alone: Callable[[str], Outcome],
+    tmp_path: Path,
+) -> None:
+    case = Case(
+        folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, pp_layers=pp_layers, work=in_micro_batches(pp_size)
+    )
+    outcomes = processes.run(case, tmp_path / "ranks")
+    assert [o.error for o in outcomes] == [""] * case.num_ranks
+    expected, driver = alone(name), outcomes[(pp_size - 1) * tp_size]
+    assert driver.tokens == expected.tokens
+    for found, wanted in ((driver.logprobs, expected.logprobs), (driver.input_logprobs, expected.input_logprobs)):
+        for ours, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
+    whole = _by_name(expected)
+    for index, outcome in enumerate(outcomes):
+        assert outcome.layout is not None
+        stage = stage_layers(COMMON["num_hidden_layers"], pp_size, pp_layers)[index // tp_size]
+        assert {c.layer for c in outcome.layout.components} == set(stage)
+        for i, component in enumerate(outcome.layout.components):
+            wanted = whole[component.name, component.layer]
+            assert (component.total_heads, component.window) == (wanted[0].num_heads, wanted[0].window)
+            np.testing.assert_allclose(
+                heads_of(outcome, i), wanted[1][:, :, list(component.heads)], rtol=1e-3, atol=1e-3
+            )
+
+
+def test_each_rank_reads_its_own_weights_and_no_others(
+    processes: RankProcesses, folder: Callable[[str], Path], alone: Callable[[str], Outcome], tmp_path: Path
+) -> None:
+    """The file has 4 bytes a parameter."""
+    for number, (name, tp_size, pp_size) in enumerate([("llama", 2, 2), ("mixtral", 2, 1), ("llama-tied", 2, 2)]):
+        case = Case(folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, work=Work(prompts=((5, 6, 7),)))
+        outcomes = processes.run(case, tmp_path / f"ranks{number}")
+        assert [o.bytes_read for o in outcomes] == [4 * o.num_parameters for o in outcomes]
+        share = alone(name).num_parameters / case.num_ranks
+        # Norms and biases are everybody's, an embedding is the first stage's and a head the last one's alone.
+        assert max(o.num_parameters for o in outcomes) < 1.25 * share
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size", "dying_rank"), [(2, 1, 1), (1, 2, 0)])
+def test_the_end_of_a_rank_ends_the_steps_of_all(
+    tp_size: int, pp_size: int, dying_rank: int, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case = Case(
+        folder=str(folder("llama")), tp_size=tp_size, pp_size=pp_size, work=in_micro_batches(2), dying_rank=dying_rank
+    )
+    with RankProcesses(case.num_ranks) as started:
+        outcomes = started.run(case, tmp_path / "ranks")
+    assert outcomes[dying_rank].error == "dead"
+    assert outcomes[1 - dying_rank].error.startswith("RanksLostError: ")
+
+
+def test_heads_that_do_not_divide_are_refused_on_every_rank(
+    processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    outcomes = processes.run(Case(folder=str(folder("llama")), tp_size=3, work=WORK), tmp_path / "ranks")
+    assert len(outcomes) == 3
+    assert all("8 query heads and 2 KV heads" in o.error and "1, 2, 4, 8." in o.error for o in outcomes)
+
+
+def in_micro_batches(number: int) -> Work:
+    return Work(prompts=WORK.prompts, num_micro_batches=number)
+
+
+def _by_name(outcome: Outcome) -> dict[tuple[str, int], tuple[KVComponent, np.ndarray]]:
+    assert outcome.layout is not None
+    return {(c.name, c.layer): (c, heads_of(outcome, i)) for i, c in enumerate(outcome.layout.components)}

@@ -1,0 +1,171 @@
+"""A driver and its follower in one process, each with the whole model: the same orders make the same KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, SampleSpec, StepPlan
+from splitserve.core.sampling import SamplingParams
+from splitserve.engine.attention.base import PagedBatch
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.loader import LoadedModel
+from splitserve.engine.parallel.follower import FollowerRunner
+from splitserve.engine.parallel.orders import StepOrder, array, decode, encode, step_order
+from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.runner import ModelRunner
+from splitserve.errors import EngineError, RanksLostError
+from splitserve.testing.tiny_models import TinyKind
+
+PAGE_SIZE, NUM_PAGES = 4, 32
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class World:
+    def __init__(self, loaded: LoadedModel) -> None:
+        layout = layout_for(loaded.layers, loaded.dtype_name, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+        self.pools = [KVPool(layout, loaded.device) for _ in range(2)]
+        self.table = np.random.default_rng(0).permutation(NUM_PAGES).reshape(2, -1).astype(np.int32)
+        self.orders: list[bytes] = []
+        self.attentions = [TorchSdpaBackend(pool) for pool in self.pools]
+        self.driver = ModelRunner(loaded, self.attentions[0], PAGE_SIZE, self.table, self.orders.append)
+        self.follower = FollowerRunner(loaded, self.attentions[1], PAGE_SIZE)
+
+    def follow(self) -> None:
+        while self.orders:
+            self.follower.run(self.orders.pop(0))
+
+    def assert_same_kv(self) -> None:
+        ours, theirs = self.pools
+        for layer, keys in ours.keys.items():
+            assert torch.equal(keys, theirs.keys[layer])
+            assert torch.equal(ours.values[layer], theirs.values[layer])
+
+
+@pytest.fixture
+def world(tiny_model: Callable[[TinyKind], LoadedModel]) -> World:
+    return World(tiny_model("llama"))
+
+
+def step(row: int, token_ids: tuple[int, ...], start: int, *, draws: bool = True, scores: int = 0) -> RequestStep:
+    prompt = tuple(range(start + len(token_ids)))
+    sample = SampleSpec(GREEDY, len(prompt), prompt, ()) if draws else None
+    scored = InputLogprobSpec(0, token_ids[1 : 1 + scores]) if scores else None
+    return RequestStep(f"r{row}", row, token_ids, start, sample, scored)
+
+
+def test_a_follower_computes_what_the_driver_does(world: World) -> None:
+    world.driver.execute(StepPlan((step(0, (5, 6, 7, 8, 9), 0, scores=3), step(1, (11, 12), 0, draws=False))))
+    # The last tokens are the driver's alone to know.
+    world.driver.execute(StepPlan((step(1, (13, 14, 15), 2), step(0, (LAST_DRAWN,), 5))))
+    world.driver.execute(StepPlan((step(0, (LAST_DRAWN,), 6), step(1, (LAST_DRAWN,), 5))))
+    assert len(world.orders) == 3
+    world.follow()
+    world.assert_same_kv()
+
+
+def test_steps_that_are_begun_are_told_at_once_and_computed_later(world: World) -> None:
+    first = world.driver.begin(StepPlan((step(0, (5, 6, 7), 0),)))
+    second = world.driver.begin(StepPlan((step(1, (8, 9), 0),)))
+    assert len(world.orders) == 2
+    # The follower is ahead.
+    world.follow()
+    assert len(first().requests) == len(second().requests) == 1
+    world.assert_same_kv()
+
+
+def test_a_prepared_step_is_told_when_it_runs(world: World) -> None:
+    run = world.driver.prepare(StepPlan((step(0, (5, 6), 0),)))
+    assert not world.orders
+    run()
+    assert len(world.orders) == 1
+
+
+def test_an_empty_plan_is_told_to_nobody(world: World) -> None:
+    assert not world.driver.begin(StepPlan(()))().requests
+    assert not world.orders
+
+
+def test_rows_of_the_head_are_those_of_each_call(world: World) -> None:
+    world.driver.execute(StepPlan((step(0, (5, 6, 7, 8), 0, scores=2), step(1, (9, 10), 0))))
+    order = decode(world.orders[0])
+    assert [array(rows).tolist() for rows in order.head_rows] == [[0, 1], [3, 5]]
+    assert array(order.token_ids).tolist() == [5, 6, 7, 8, 9, 10]
+
+
+def test_a_lost_order_and_one_that_comes_twice_are_noticed(world: World) -> None:
+    for _ in range(2):
+        world.driver.execute(StepPlan((step(0, (5,), 0),)))
+    first, second = world.orders
+    with pytest.raises(EngineError, match="order 1 of the driver came where 0"):
+        world.follower.run(second)
+    world.follower.run(first)
+    with pytest.raises(EngineError, match="order 0 of the driver came where 1"):
+        world.follower.run(first)
+
+
+def test_an_order_that_contradicts_itself_is_refused(world: World) -> None:
+    world.driver.execute(StepPlan((step(0, (5, 6), 0),)))
+    order = decode(world.orders[0])
+    for wrong in ({"pages": order.pages * 2}, {"token_ids": order.token_ids * 2}, {"starts": b""}):
+        with pytest.raises(EngineError, match="order 0 of the driver"):
+            msgspec.structs.replace(order, **wrong).batch(PAGE_SIZE)
+    with pytest.raises(EngineError, match="cannot be read"):
+        world.follower.run(b"\xc1")
+
+
+def test_orders_survive_the_wire() -> None:
+    plan = StepPlan((step(0, (LAST_DRAWN,), 4), step(1, (7, 8, 9), 0)))
+    batch = PagedBatch(np.array([4, 0]), np.array([1, 3]), (np.array([3, 9]), np.array([1])), PAGE_SIZE)
+    order = step_order(6, plan, batch, np.array([42, 0]), [range(1), [3]])
+    assert isinstance(order, StepOrder)
+    found = decode(encode(order))
+    assert found == order
+    again = found.batch(PAGE_SIZE)
+    assert [pages.tolist() for pages in again.pages] == [[3, 9], [1]]
+    assert (array(found.token_ids).tolist(), again.starts.tolist()) == ([42, 7, 8, 9], [4, 0])
+
+
+def test_a_driver_that_fails_in_the_middle_of_a_step_ends_the_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(world.attentions[0], "plan", fails)
+    with pytest.raises(RanksLostError, match="out of step: RuntimeError: out of memory"):
+        world.driver.execute(StepPlan((step(0, (5, 6), 0),)))
+
+
+def test_ranks_that_cannot_be_told_end_the_worker(tiny_model: Callable[[TinyKind], LoadedModel]) -> None:
+    def fails(_: bytes) -> None:
+        raise BrokenPipeError("nobody there")
+
+    world = World(tiny_model("llama"))
+    driver = ModelRunner(tiny_model("llama"), world.attentions[0], PAGE_SIZE, world.table, fails)
+    with pytest.raises(RanksLostError, match="could not be told of a step: BrokenPipeError: nobody there"):
+        driver.begin(StepPlan((step(0, (5, 6), 0),)))
+
+
+def test_a_step_that_was_told_to_nobody_fails_alone(world: World) -> None:
+    with pytest.raises(EngineError, match="needs 20 pages"):
+        world.driver.execute(StepPlan((step(0, tuple(range(80)), 0),)))
+    assert not world.orders
+
+
+def test_what_fails_when_all_ranks_are_done_fails_its_step_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("bad parameters")
+
+    monkeypatch.setattr("splitserve.engine.runner.draw", fails)
+    with pytest.raises(EngineError, match="bad parameters"):
+        world.driver.execute(StepPlan((step(0, (5, 6), 0),)))
+    world.follow()
+    monkeypatch.undo()
+    world.driver.execute(StepPlan((step(0, (5, 6), 0),)))
+    world.follow()
+    world.assert_same_kv()
