@@ -31,6 +31,11 @@ class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
+    def name(self) -> str:
+        """For people: its place among them."""
+        return f"tp {self.tp_rank} of {self.tp_size}, pp {self.pp_rank} of {self.pp_size}"
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 

@@ -13,10 +13,10 @@ class Pollable(Protocol):
 
 
 class Reducer(Protocol):
-    """A group of ranks that asks the same question at the same time."""
+    """The other ranks of a group, by what they said last (`group.py`), or at the same moment."""
 
     def all_reduce_min(self, values: list[int]) -> list[int]:
-        """Element-wise minimum over all ranks; every rank gets the same answer."""
+        """Element-wise minimum over all ranks, `values` being this one's."""
         ...
 
 

@@ -16,7 +16,7 @@ import zmq
 
 from splitserve.core.request import BootstrapInfo
 from splitserve.disaggregation.manager import KVManager
-from splitserve.disaggregation.ports import AskedPrompt, ReceiverPort, SenderPort
+from splitserve.disaggregation.ports import AskedPrompt, RankReceiver, RankSender
 from splitserve.disaggregation.waker import Waker
 from splitserve.errors import SplitserveError
 
@@ -97,7 +97,7 @@ class ZmqChannel:
 
 
 class ManagerThread:
-    """ManagerPort around a KVManager that is ticked by a thread of its own. `close` ends both; the transport stays.
+    """ManagerPort and RankManager around a KVManager that is ticked by a thread of its own. `close` ends both; the transport stays.
 
     `waker` must be the one that the manager's `wake` and the transport's progress callback poke. `on_change` is called
     from the thread after a tick in which a room's state changed; it must not block.
@@ -114,11 +114,11 @@ class ManagerThread:
     def start(self) -> None:
         self._thread.start()
 
-    def sender(self, rid: str, bootstrap: BootstrapInfo) -> SenderPort:
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> RankSender:
         return self._manager.sender(rid, bootstrap)
 
-    def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
-        return self._manager.receiver(rid, bootstrap)
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> RankReceiver:
+        return self._manager.receiver(rid, bootstrap, attempt)
 
     def take_asked_prompts(self) -> list[AskedPrompt]:
         return self._manager.take_asked_prompts()

@@ -66,14 +66,15 @@ class DecodeSide:
 
     # -- rooms ----------------------------------------------------------------------------------------------------
 
-    def open(self, rid: str, bootstrap: BootstrapInfo) -> KVReceiver:
+    def open(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
         key = bootstrap.key
         if key in self._rooms:
             raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
         if len(self._rooms) >= self._context.limits.max_rooms:
             raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
         peer = self._peer_of(bootstrap)
-        receiver = KVReceiver(self, self._context, bootstrap, rid, next(self._attempts), peer)
+        number = next(self._attempts) if attempt is None else attempt
+        receiver = KVReceiver(self, self._context, bootstrap, rid, number, peer)
         self._rooms[key] = receiver
         self._pair_if_ready(receiver)
         return receiver

@@ -12,18 +12,25 @@ from splitserve.core.request import RoomKey
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
+from splitserve.errors import SplitserveError
 from splitserve.messages import TransferStats
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 
 
 class _FakeRoom(Room):
+    # Nobody else counts its uses.
+    attempt = 0
+
     def __init__(self, context: Context, key: RoomKey, rid: str) -> None:
         super().__init__(context, key, rid)
         self.advance(KVEvent.PAIRED)
 
     def abort(self, reason: str, *, status_code: int = 499) -> None:
-        self.fail(abort_error(self.rid, self.key, reason, status_code))
+        self.give_up(abort_error(self.rid, self.key, reason, status_code))
+
+    def give_up(self, error: SplitserveError) -> None:
+        self.fail(error)
 
     def quiescent(self) -> bool:
         return True
@@ -59,6 +66,7 @@ class FakeKVReceiver(_FakeRoom):
     ) -> None:
         if self.is_final:
             return
-        self._metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
+        if self.context.args.rank.is_driver:
+            self._metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
         self.advance(KVEvent.STARTED)
         self.advance(KVEvent.COMPLETED)

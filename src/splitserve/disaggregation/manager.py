@@ -12,7 +12,7 @@ a few times a second anyway. One lock guards it: the ports it hands out may be u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.clock import Clock
@@ -25,7 +25,7 @@ from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVRecei
 from splitserve.disaggregation.mail import ControlChannel, Mailbox
 from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.disaggregation.peers import Directory
-from splitserve.disaggregation.ports import AskedPrompt, ReceiverPort, SenderPort
+from splitserve.disaggregation.ports import AskedPrompt, RankReceiver, RankSender
 from splitserve.disaggregation.prefill_side import PrefillSide
 from splitserve.disaggregation.room import Context, Limits
 from splitserve.disaggregation.staging import Staging
@@ -46,8 +46,10 @@ def _nobody_to_wake() -> None:
 
 
 class KVManager:
-    """Implements ManagerPort. `directory` is decode's.
+    """Implements ManagerPort, and RankManager for a worker of several ranks. `directory` is decode's.
 
+    `group_args`: decode's, the KVArgs of all ranks of this worker in order of `rank.index`, this one's among them; none
+    for a worker of one rank. `instance`: prefill's, drawn by the driver for all ranks of this start of the worker.
     `staging` is prefill's, where it can convert KV; `arrivals` decode's, where KV travels in a narrower dtype.
     The transport's regions are those of the layout, the metadata's, and then the staging memory's.
     """
@@ -67,6 +69,8 @@ class KVManager:
         arrivals: Arrivals | None = None,
         checksums: Checksums | None = None,
         shared: SharedPages | None = None,
+        group_args: Sequence[KVArgs] = (),
+        instance: int = 0,
         limits: Limits | None = None,
         epoch: int | None = None,
         wake: Callable[[], None] = _nobody_to_wake,
@@ -80,6 +84,7 @@ class KVManager:
             mailbox=self._mailbox,
             transport=transport,
             args=args,
+            group_args=list(group_args) or [args],
             config=config,
             staging=staging,
             arrivals=arrivals,
@@ -89,6 +94,7 @@ class KVManager:
             lock=self.lock,
             wake=wake,
         )
+        self._instance = instance
         self._prefill = PrefillSide(self._context) if role is DisaggregationMode.PREFILL else None
         self._decode: DecodeSide | None = None
         if role is DisaggregationMode.DECODE:
@@ -111,11 +117,16 @@ class KVManager:
 
     def prefill_info(self) -> PrefillInfo:
         """What a prefill rank registers with its bootstrap server."""
-        return PrefillInfo(epoch=self._mailbox.epoch, control_address=self._mailbox.address, args=self._context.args)
+        return PrefillInfo(
+            epoch=self._mailbox.epoch,
+            instance=self._instance,
+            control_address=self._mailbox.address,
+            args=self._context.args,
+        )
 
     # -- ManagerPort ----------------------------------------------------------------------------------------------
 
-    def sender(self, rid: str, bootstrap: BootstrapInfo) -> SenderPort:
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> RankSender:
         if self._prefill is None:
             raise ValueError("only the prefill role sends")
         if bootstrap.host == FAKE_BOOTSTRAP_HOST:
@@ -125,13 +136,14 @@ class KVManager:
         self._context.wake()
         return sender
 
-    def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> RankReceiver:
+        """`attempt`: the number that the driver's rank drew for this use of the room; None: draw one."""
         if self._decode is None:
             raise ValueError("only the decode role receives")
         if bootstrap.host == FAKE_BOOTSTRAP_HOST:
             return FakeKVReceiver(self._context, bootstrap.key, rid, self._metadata)
         with self.lock:
-            receiver = self._decode.open(rid, bootstrap)
+            receiver = self._decode.open(rid, bootstrap, attempt)
         self._context.wake()
         return receiver
 

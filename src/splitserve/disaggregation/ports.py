@@ -6,6 +6,8 @@ Sender (prefill side)                              Receiver (decode side)
   Transferring     a chunk has been sent             Transferring     pages announced, data on its way
   Success          all bytes proven in place         Success          all bytes and the metadata row are in place
   Failed           sticky, from anywhere             Failed           sticky, from anywhere
+
+`group.py` implements them for a worker of several ranks, over one KVManager in each.
 """
 
 from __future__ import annotations
@@ -104,3 +106,34 @@ class ManagerPort(Protocol):
     def take_asked_prompts(self) -> list[AskedPrompt]:
         """Prefill: what decode workers have asked for since the last call. Open a sender for each."""
         ...
+
+
+class RankSender(SenderPort, Protocol):
+    """One rank's sending end of a room that all ranks of its worker have."""
+
+    def give_up(self, error: SplitserveError) -> None:
+        """Fail this end with that cause, and tell the other. Idempotent, no-op once final."""
+        ...
+
+
+class RankReceiver(ReceiverPort, Protocol):
+    """One rank's receiving end of a room that all ranks of its worker have."""
+
+    @property
+    def attempt(self) -> int:
+        """The number of this use of the room."""
+        ...
+
+    def give_up(self, error: SplitserveError) -> None: ...
+
+
+class RankManager(Protocol):
+    """KVManager, and its thread, as the group manager and a follower see them."""
+
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> RankSender: ...
+
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> RankReceiver:
+        """`attempt`: the number that the driver's rank drew for this use of the room; None: draw one."""
+        ...
+
+    def take_asked_prompts(self) -> list[AskedPrompt]: ...

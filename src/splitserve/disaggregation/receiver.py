@@ -108,8 +108,11 @@ class KVReceiver(Room):
         )
 
     def abort(self, reason: str, *, status_code: int = 499) -> None:
+        self.give_up(abort_error(self.rid, self.key, reason, status_code))
+
+    def give_up(self, error: SplitserveError) -> None:
         with self.context.lock:
-            self._host.fail(self, abort_error(self.rid, self.key, reason, status_code))
+            self._host.fail(self, error)
         self.context.wake()
 
     def quiescent(self) -> bool:

@@ -45,6 +45,8 @@ class Context:
     mailbox: Mailbox
     transport: Transport
     args: KVArgs
+    # Of all ranks of this worker, ours among them, in order of their index.
+    group_args: list[KVArgs]
     config: DisaggregationConfig
     # Prefill: where KV is converted and packed; None: it cannot be.
     staging: Staging | None

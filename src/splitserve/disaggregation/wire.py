@@ -120,6 +120,8 @@ class PrefillInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = PROTOCOL_VERSION
     epoch: int
+    # Of the worker: drawn at its start, the same on all ranks of one scheduler.
+    instance: int = 0
     # Where its manager hears control messages.
     control_address: str
     args: KVArgs

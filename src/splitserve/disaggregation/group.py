@@ -1,0 +1,308 @@
+"""GroupManager: the rooms of a worker whose model is cut over several ranks, as its one scheduler sees them.
+
+Each rank has a KVManager, and an end of every room. The driver's GroupManager orders what happens to all of them and
+believes what the slowest says: a room's state is the minimum over the ranks, so one that fails fails it, and pages are
+free only where no rank's end can be written to or read from any more (ADR 16, 19).
+
+1. A call of the scheduler goes to the driver's own end first; where that raises, nobody else hears of it. Then it is
+   ordered of every follower.
+2. `tick` takes in what the followers report. A room that failed on one rank is given up on all others.
+3. A follower's word on quiescence counts once it has carried out all that was ordered.
+
+The scheduler's thread calls the ports, any one thread `tick`: whenever a link has something, or a room of the driver's
+own KVManager has changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from splitserve.core.parallel import ParallelRank
+from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.disaggregation.agree import poll_and_all_reduce
+from splitserve.disaggregation.group_wire import (
+    AnnouncePages,
+    AnyOrder,
+    Clear,
+    GiveUp,
+    OpenReceiver,
+    OpenSender,
+    RoomReport,
+    SendPages,
+    decode_report,
+    encode,
+)
+from splitserve.disaggregation.ports import (
+    AskedPrompt,
+    RankManager,
+    RankReceiver,
+    RankSender,
+    ReceiverPort,
+    SenderPort,
+)
+from splitserve.disaggregation.room import abort_error
+from splitserve.disaggregation.state import KVPoll
+from splitserve.disaggregation.wire import Cause
+from splitserve.errors import SplitserveError, WorkerUnavailableError
+from splitserve.messages import TransferStats
+
+End = TypeVar("End", bound=RankSender | RankReceiver)
+
+
+class RankLink(Protocol):
+    """Frames between the driver and one follower: in order, none lost, never blocking; until it ends.
+
+    The driver sends from the scheduler's thread and from the one that ticks, never at the same time; it collects in
+    the latter only.
+    """
+
+    def send(self, frame: bytes) -> None:
+        """One that cannot be queued ends the link."""
+        ...
+
+    def collect(self) -> list[bytes]:
+        """The frames that have arrived."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """False once it has ended, for good: the other rank is gone."""
+        ...
+
+
+def followers_of(rank: ParallelRank) -> list[ParallelRank]:
+    """The ranks that follow the driver of `rank`'s group, in the order in which the driver keeps their links."""
+    return [other for other in rank.group() if not other.is_driver]
+
+
+class GroupManager:
+    """Implements ManagerPort for the driver, whose own KVManager is `local`; a link for each of `followers_of(rank)`.
+
+    `rank` is the driver's.
+    """
+
+    def __init__(self, local: RankManager, rank: ParallelRank, links: Sequence[RankLink]) -> None:
+        self._followers = followers_of(rank)
+        if not rank.is_driver or len(links) != len(self._followers):
+            raise ValueError(f"{len(links)} links for the {len(self._followers)} followers of {rank}")
+        self._local = local
+        self._rank = rank
+        self._links = links
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._rooms: dict[int, GroupSender | GroupReceiver] = {}
+        # Followers whose links have ended.
+        self._gone: set[int] = set()
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    # -- ManagerPort ----------------------------------------------------------------------------------------------
+
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> SenderPort:
+        with self._lock:
+            room = GroupSender(self, rid, bootstrap.key, next(self._numbers), self._local.sender(rid, bootstrap))
+            self._add(room, OpenSender(number=room.number, rid=rid, bootstrap=bootstrap))
+            return room
+
+    def receiver(self, rid: str, bootstrap: BootstrapInfo) -> ReceiverPort:
+        with self._lock:
+            room = GroupReceiver(self, rid, bootstrap.key, next(self._numbers), self._local.receiver(rid, bootstrap))
+            attempt = room.local.attempt
+            self._add(room, OpenReceiver(number=room.number, rid=rid, bootstrap=bootstrap, attempt=attempt))
+            return room
+
+    def take_asked_prompts(self) -> list[AskedPrompt]:
+        """Decode asks the driver alone; the announcements to its followers wait there for the room to be opened."""
+        return self._local.take_asked_prompts()
+
+    # -- for the owner --------------------------------------------------------------------------------------------
+
+    def tick(self) -> bool:
+        """Take in what followers reported. True where something changed that a room's state may depend on."""
+        changed = False
+        with self._lock:
+            for i, link in enumerate(self._links):
+                for frame in link.collect():
+                    report = decode_report(frame)
+                    if room := self._rooms.get(report.number):
+                        room.take(i, report)
+                        changed = True
+                if not link.is_open and i not in self._gone:
+                    self._gone.add(i)
+                    changed = True
+            for room in self._rooms.values():
+                room.poll()
+        return changed
+
+    # -- for the rooms, under the lock ----------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        return self._lock
+
+    @property
+    def num_followers(self) -> int:
+        return len(self._followers)
+
+    def order(self, order: AnyOrder) -> None:
+        frame = encode(order)
+        for i, link in enumerate(self._links):
+            if i not in self._gone:
+                link.send(frame)
+
+    def remove(self, number: int) -> None:
+        self._rooms.pop(number, None)
+
+    def first_gone(self) -> SplitserveError | None:
+        """Why no room can go on; None where all ranks are there."""
+        if not self._gone:
+            return None
+        return WorkerUnavailableError(f"{self.name_of(min(self._gone))} of this worker is gone: retry on another")
+
+    def name_of(self, follower: int | None) -> str:
+        rank = self._rank if follower is None else self._followers[follower]
+        return f"rank {rank.name}"
+
+    def _add(self, room: GroupSender | GroupReceiver, order: AnyOrder) -> None:
+        self._rooms[room.number] = room
+        self.order(order)
+
+
+class _GroupRoom(Generic[End]):
+    """What both ends have in common: the reports on it, one cause of failure, and the ways out."""
+
+    def __init__(self, group: GroupManager, rid: str, key: RoomKey, number: int, local: End) -> None:
+        self.number = number
+        self.local = local
+        self._group = group
+        self._rid = rid
+        self._key = key
+        # Orders of this room so far; it is opened by the first.
+        self._num_orders = 1
+        # The last report of each follower.
+        nothing = RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
+        self._reports = [nothing] * group.num_followers
+        self._failure: SplitserveError | None = None
+
+    def take(self, follower: int, report: RoomReport) -> None:
+        self._reports[follower] = report
+
+    def poll(self) -> KVPoll:
+        state = KVPoll.FAILED if self._group.first_gone() else poll_and_all_reduce([self.local], self)[0]
+        if state is KVPoll.FAILED and self._failure is None:
+            with self._group.lock:
+                self._give_up(self._first_failure())
+        return KVPoll.FAILED if self._failure else state
+
+    def all_reduce_min(self, values: list[int]) -> list[int]:
+        """Reducer, of this one room: with what the followers said last."""
+        return [min([value, *(int(report.state) for report in self._reports)]) for value in values]
+
+    def failure(self) -> SplitserveError:
+        if self._failure is None:
+            raise RuntimeError(f"room {self._key} of request {self._rid} has no failure")
+        return self._failure
+
+    def abort(self, reason: str, *, status_code: int = 499) -> None:
+        with self._group.lock:
+            if self.poll() not in (KVPoll.SUCCESS, KVPoll.FAILED):
+                self._give_up(abort_error(self._rid, self._key, reason, status_code))
+
+    def quiescent(self) -> bool:
+        """On every rank, and nothing that was ordered since could change that.
+
+        A rank that is gone cannot say so: its rooms keep their pages for as long as this worker has still to live.
+        """
+        said = all(r.is_quiescent and r.num_orders == self._num_orders for r in self._reports)
+        return said and self.local.quiescent() and self._group.first_gone() is None
+
+    def clear(self) -> None:
+        with self._group.lock:
+            if not self.quiescent():
+                raise RuntimeError(f"room {self._key} is not quiescent on all ranks: it cannot be cleared yet")
+            self.local.clear()
+            self._order(Clear(number=self.number))
+            self._group.remove(self.number)
+
+    def _order(self, order: AnyOrder) -> None:
+        self._num_orders += 1
+        self._group.order(order)
+
+    def _first_failure(self) -> SplitserveError:
+        """The cause that a rank of the group names, with the rank."""
+        if self.local.poll() is KVPoll.FAILED:
+            return self._named(None, Cause.of(self.local.failure()))
+        for i, report in enumerate(self._reports):
+            if report.failure is not None:
+                return self._named(i, report.failure)
+        gone = self._group.first_gone()
+        assert gone is not None
+        return gone
+
+    def _named(self, follower: int | None, cause: Cause) -> SplitserveError:
+        message = f"{self._group.name_of(follower)}: {cause.message}"
+        return Cause(message=message, http_status=cause.http_status, reason=cause.reason).to_error(self._key)
+
+    def _give_up(self, error: SplitserveError) -> None:
+        """Fail the room on every rank; those where it failed by itself take no notice."""
+        if self._failure is None:
+            self._failure = error
+            self.local.give_up(error)
+            self._order(GiveUp(number=self.number, cause=Cause.of(error)))
+
+
+class GroupSender(_GroupRoom[RankSender]):
+    def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
+        with self._group.lock:
+            if self.poll() is KVPoll.FAILED:
+                return
+            self.local.send(pages, is_last=is_last, metadata_index=metadata_index)
+            self._order(
+                SendPages(number=self.number, pages=list(pages), is_last=is_last, metadata_index=metadata_index)
+            )
+
+    def stats(self) -> TransferStats | None:
+        """Of all ranks together: they send side by side, so bytes add up and seconds do not."""
+        each = [self.local.stats(), *(report.stats for report in self._reports)]
+        known = [stats for stats in each if stats is not None]
+        if len(known) < len(each):
+            return None
+        return TransferStats(
+            num_bytes=sum(s.num_bytes for s in known),
+            num_writes=sum(s.num_writes for s in known),
+            num_pages_exchanged=max(s.num_pages_exchanged for s in known),
+            seconds=max(s.seconds for s in known),
+            exposed_seconds=max(s.exposed_seconds for s in known),
+        )
+
+
+class GroupReceiver(_GroupRoom[RankReceiver]):
+    def init(
+        self,
+        pages: Sequence[int],
+        metadata_index: int,
+        *,
+        num_tokens: int,
+        num_held_tokens: int = 0,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        with self._group.lock:
+            if self.poll() is KVPoll.FAILED:
+                return
+            self.local.init(
+                pages, metadata_index, num_tokens=num_tokens, num_held_tokens=num_held_tokens, prompt_ids=prompt_ids
+            )
+            self._order(
+                AnnouncePages(
+                    number=self.number,
+                    pages=list(pages),
+                    metadata_index=metadata_index,
+                    num_tokens=num_tokens,
+                    num_held_tokens=num_held_tokens,
+                )
+            )
