@@ -1,9 +1,10 @@
 """Where prefill ranks register and decode ranks find them: a small HTTP server beside each prefill worker.
 
-  PUT /route                                 a rank registers its PrefillInfo; a new epoch replaces the old one
-  GET /route?tp_rank=0&pp_rank=0&dp_rank=0   that rank's PrefillInfo; 503 until every rank is in, 404 for no such rank,
-                                             410 after the worker has become something else
-  GET /health                                200
+  PUT /route                       a rank registers its PrefillInfo; a new epoch replaces the old one
+  GET /route?version=4&dp_rank=0   those of all ranks of that data parallel rank, in order of their index; 503 until
+                                   every rank is in, 404 for no such rank, 410 after the worker has become something
+                                   else
+  GET /health                      200
 
 All but /health is for holders of the cluster token: others get 401 and a challenge, or 403 (see `challenge.py`).
 It knows addresses and layouts. Nothing of a request passes through it.
@@ -12,6 +13,7 @@ It knows addresses and layouts. Nothing of a request passes through it.
 from __future__ import annotations
 
 import logging
+import math
 
 import msgspec
 from aiohttp import web
@@ -38,18 +40,22 @@ class RouteTable:
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, int, int], PrefillInfo] = {}
+        # tp, pp, dp.
         self._sizes = (0, 0, 0)
 
     def put(self, info: PrefillInfo) -> None:
         """Register a rank. Raises ValueError where its rank is outside its sizes."""
         rank = info.args.rank
-        place, sizes = _place(rank), (rank.tp_size, rank.pp_size, rank.dp_size)
+        place, sizes = _place(rank), _sizes(rank)
         if not all(0 <= r < size for r, size in zip(place, sizes, strict=True)):
             raise ValueError(f"rank (tp, pp, dp) {place} is outside its sizes {sizes}")
         if sizes != self._sizes:
             # Another deployment has taken over: what its predecessor registered means nothing any more.
             self._ranks.clear()
             self._sizes = sizes
+        # So has another start of the same: its ranks are not to be mixed with those of the last.
+        for old in [p for p, i in self._ranks.items() if p[2] == place[2] and i.instance != info.instance]:
+            del self._ranks[old]
         self._ranks[place] = info
 
     def clear(self) -> None:
@@ -57,12 +63,15 @@ class RouteTable:
         self._ranks.clear()
         self._sizes = (0, 0, 0)
 
-    def get(self, tp_rank: int, pp_rank: int, dp_rank: int) -> PrefillInfo | None:
-        """None while not every rank is in. Raises KeyError for a rank that this worker does not have."""
-        tp_size, pp_size, dp_size = self._sizes
-        if len(self._ranks) < max(1, tp_size * pp_size * dp_size):
+    def get(self, dp_rank: int) -> list[PrefillInfo] | None:
+        """The ranks of a data parallel rank, in order of their index; None while not every rank of the worker is in.
+
+        Raises KeyError for one that this worker does not have.
+        """
+        if len(self._ranks) < max(1, math.prod(self._sizes)):
             return None
-        return self._ranks[tp_rank, pp_rank, dp_rank]
+        some = self._ranks[0, 0, dp_rank].args.rank
+        return [self._ranks[_place(rank)] for rank in some.group()]
 
 
 class KVBootstrapServer:
@@ -163,18 +172,20 @@ class KVBootstrapServer:
 
     async def _get_route(self, request: web.Request) -> web.Response:
         try:
-            tp_rank, pp_rank, dp_rank = (int(request.query[name]) for name in ("tp_rank", "pp_rank", "dp_rank"))
+            version, dp_rank = (int(request.query[name]) for name in ("version", "dp_rank"))
         except (KeyError, ValueError):
-            return _error(400, "tp_rank, pp_rank and dp_rank are needed, as integers")
+            return _error(400, "version and dp_rank are needed: run the same Splitserve release on both sides")
+        if version != PROTOCOL_VERSION:
+            return _error(400, version_difference(ours=PROTOCOL_VERSION, theirs=version))
         if self._is_retired:
             return _error(410, "this worker is no prefill worker any more")
         try:
-            info = self._table.get(tp_rank, pp_rank, dp_rank)
+            infos = self._table.get(dp_rank)
         except KeyError:
-            return _error(404, f"this prefill worker has no rank (tp, pp, dp) {(tp_rank, pp_rank, dp_rank)}")
-        if info is None:
+            return _error(404, f"this prefill worker has no data parallel rank {dp_rank}")
+        if infos is None:
             return _error(503, "not all prefill ranks have registered yet")
-        return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(infos), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -182,6 +193,10 @@ class KVBootstrapServer:
 
 def _place(rank: ParallelRank) -> tuple[int, int, int]:
     return rank.tp_rank, rank.pp_rank, rank.dp_rank
+
+
+def _sizes(rank: ParallelRank) -> tuple[int, int, int]:
+    return rank.tp_size, rank.pp_size, rank.dp_size
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -97,7 +97,7 @@ class ZmqChannel:
 
 
 class ManagerThread:
-    """ManagerPort and RankManager around a KVManager that is ticked by a thread of its own. `close` ends both; the transport stays.
+    """RankManager around a KVManager that is ticked by a thread of its own. `close` ends both; the transport stays.
 
     `waker` must be the one that the manager's `wake` and the transport's progress callback poke. `on_change` is called
     from the thread after a tick in which a room's state changed; it must not block.

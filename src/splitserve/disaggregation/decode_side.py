@@ -1,9 +1,9 @@
 """The decode side of a manager: prefill peers (found, shaken hands with, watched) and rooms being received.
 
-Which pages prefill may write to is decided here: those of an announced room, until its TransferStatus or the fence. The
-fence is `_lose`: the session's drain returns only when nothing can be written through it any more, and a prefill that
-lives on must register for a new one. Losing a prefill costs its announced rooms; rooms that had not announced yet look
-for it again, and find its successor without anybody restarting.
+Which pages prefill may write to is decided here: those of an announced room, until each source's TransferStatus or the
+fence. The fence is `_lose`: a session that was drained and is fenced lets nothing be written through it any more, and a
+prefill that lives on must register for a new one. A prefill is lost as a whole, with all its ranks. That costs its
+announced rooms; rooms that had not announced yet look for it again, and find its successor without anybody restarting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import logging
 
 from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.disaggregation.backoff import Backoff
-from splitserve.disaggregation.peers import BootstrapAddress, Directory, LookupFailure, PeerState, PrefillPeer
+from splitserve.disaggregation.feeds import feeds_of
+from splitserve.disaggregation.peers import (
+    BootstrapAddress,
+    Directory,
+    LookupFailure,
+    PeerState,
+    PrefillPeer,
+    Source,
+)
 from splitserve.disaggregation.receiver import KVReceiver, Target
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.state import KVEvent, KVPoll
@@ -80,27 +88,26 @@ class DecodeSide:
         return receiver
 
     def announce(self, receiver: KVReceiver, target: Target) -> None:
-        assert receiver.peer.session is not None
-        info = TransferInfo(
-            session_id=receiver.peer.session.session_id,
-            key=receiver.key,
-            attempt=receiver.attempt,
-            rid=receiver.rid,
-            pages=target.pages,
-            metadata_index=target.metadata_index,
-            num_tokens=target.num_tokens,
-            num_held_tokens=target.num_held_tokens,
-            prompt_ids=target.prompt_ids,
-        )
-        self._post(receiver.peer, info)
+        is_driver = self._context.args.rank.is_driver
+        for source in receiver.peer.sources:
+            info = TransferInfo(
+                session_id=source.session_id,
+                key=receiver.key,
+                attempt=receiver.attempt,
+                rid=receiver.rid,
+                pages=target.pages,
+                metadata_index=target.metadata_index,
+                num_tokens=target.num_tokens,
+                num_held_tokens=target.num_held_tokens,
+                prompt_ids=target.prompt_ids if is_driver and source.info.args.rank.is_driver else [],
+            )
+            self._post(source, info)
 
     def fail(self, receiver: KVReceiver, error: SplitserveError) -> None:
         """Fail a room and tell prefill, as soon as we know where it is."""
         if not receiver.fail(error):
             return
-        if receiver.announced_at is not None and not receiver.settled:
-            receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
-        self._send_abort(receiver)
+        self._abort_rest(receiver)
 
     def fail_all(self, error: SplitserveError) -> None:
         for receiver in list(self._rooms.values()):
@@ -112,61 +119,67 @@ class DecodeSide:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def handle(self, mail: Mail) -> None:
-        peers = [p for p in self._peers.values() if p.info and p.info.control_address == mail.sender]
-        for peer in peers:
-            if peer.info and peer.info.epoch != mail.epoch:
-                self._lose(peer, "it was restarted", is_replaced=True)
+        for peer, source in self._sources_at(mail.sender):
+            if source.info.epoch != mail.epoch:
+                self._lose(peer, "it was restarted", at=source, is_replaced=True)
             else:
-                peer.speaks()
+                source.speaks()
                 self._pair_rooms(peer)
         match mail.body:
             case RegisterReply() as body:
                 self._on_register_reply(mail, body)
             case TransferStatus() as body:
-                if receiver := self._room_of(mail, body.key, body.attempt):
-                    self._on_status(receiver, body)
+                if room := self._room_of(mail, body.key, body.attempt):
+                    self._on_status(*room, body)
             case AbortRoom() as body:
-                receiver = self._room_of(mail, body.key, body.attempt)
-                if receiver is not None and receiver.fail(body.cause.to_error(body.key)):
-                    # Prefill knows; its TransferStatus follows. Should that be lost, our repeated abort asks for it.
-                    receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
+                room = self._room_of(mail, body.key, body.attempt)
+                if room is not None and room[0].fail(body.cause.to_error(body.key)):
+                    # It knows; its TransferStatus follows. Should that be lost, our repeated abort asks for it.
+                    self._abort_rest(room[0], knows=room[1])
             case Unregistered(session_id=session_id, why=why):
-                if lost := self._peer_of_session(session_id):
-                    self._lose(lost, why, tell=False)
+                if lost := self._source_of_session(session_id):
+                    self._lose(lost[0], why, at=lost[1])
             case _:
                 pass
 
     def handle_mismatch(self, mismatch: VersionMismatch) -> None:
         for peer in list(self._peers.values()):
-            if peer.info and peer.info.control_address == mismatch.envelope.sender:
+            if any(source.info.control_address == mismatch.envelope.sender for source in peer.sources):
                 self._reject(peer, str(mismatch))
 
     def _on_register_reply(self, mail: Mail, body: RegisterReply) -> None:
-        peer = self._peer_of_session(body.session_id)
-        if peer is None or peer.info is None or peer.info.epoch != mail.epoch:
+        found = self._source_of_session(body.session_id)
+        if found is None or found[1].info.epoch != mail.epoch:
             return
+        peer, source = found
         if body.refusal is not None:
             self._reject(peer, f"prefill refuses: {body.refusal}")
             return
-        peer.state = PeerState.READY
-        self._pair_rooms(peer)
+        source.is_registered = True
+        if all(other.is_registered for other in peer.sources):
+            peer.state = PeerState.READY
+            self._pair_rooms(peer)
 
-    def _on_status(self, receiver: KVReceiver, status: TransferStatus) -> None:
-        receiver.abort_again_at = None
+    def _on_status(self, receiver: KVReceiver, source: Source, status: TransferStatus) -> None:
+        """A source's last word."""
         self._context.changed = True
+        receiver.said[source.session_id] = status.checksum
+        others = receiver.unsettled - {source.session_id}
         if status.failure is not None:
-            receiver.fail(status.failure.to_error(receiver.key))
-        elif receiver.poll() is KVPoll.TRANSFERRING:
-            receiver.complete(status.checksum)
-        receiver.settled = True
+            if receiver.fail(status.failure.to_error(receiver.key)):
+                self._abort_rest(receiver, knows=source)
+        elif not others and receiver.poll() is KVPoll.TRANSFERRING:
+            receiver.complete()
+        receiver.unsettled = others
+        if not others:
+            receiver.abort_again_at = None
 
-    def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> KVReceiver | None:
-        """The announced room a prefill speaks of, if it is still that attempt and that prefill."""
+    def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
+        """The announced room that a rank of a prefill speaks of, if it is still that attempt, and the rank."""
         receiver = self._rooms.get(key)
         if receiver is None or receiver.attempt != attempt or receiver.announced_at is None:
             return None
-        info = receiver.peer.info
-        return receiver if info is not None and info.epoch == mail.epoch else None
+        return next(((receiver, source) for source in receiver.peer.sources if source.info.epoch == mail.epoch), None)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -197,8 +210,8 @@ class DecodeSide:
 
     def _look_up(self, peer: PrefillPeer) -> None:
         match self._directory.result(peer.address):
-            case PrefillInfo() as info:
-                self._resolved(peer, info)
+            case list() as infos:
+                self._resolved(peer, infos)
             case LookupFailure(message=message, is_definitive=definitive):
                 del self._peers[peer.address]
                 error = WorkerUnavailableError(f"{peer} was not found: {message}")
@@ -212,16 +225,17 @@ class DecodeSide:
 
     def _heartbeat(self, peer: PrefillPeer, now: float) -> None:
         config = self._context.config
-        if not peer.beat(now, config.heartbeat_interval):
-            return
-        if peer.misses >= config.heartbeat_misses:
-            seconds = config.heartbeat_interval * config.heartbeat_misses
-            self._lose(peer, f"it did not answer for {seconds:g} s")
-        elif peer.state is PeerState.READY:
-            assert peer.session is not None
-            self._post(peer, Ping(session_id=peer.session.session_id))
-        else:
-            self._register(peer)
+        for source in peer.sources:
+            if not source.beat(now, config.heartbeat_interval):
+                continue
+            if source.misses >= config.heartbeat_misses:
+                seconds = config.heartbeat_interval * config.heartbeat_misses
+                self._lose(peer, f"it did not answer for {seconds:g} s", at=source)
+                return
+            if source.is_registered:
+                self._post(source, Ping(session_id=source.session_id))
+            else:
+                self._register(source)
 
     def _check_deadline(self, receiver: KVReceiver, now: float) -> None:
         config = self._context.config
@@ -239,10 +253,10 @@ class DecodeSide:
     # -- peers ----------------------------------------------------------------------------------------------------
 
     def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
-        """The prefill rank that serves a room; rank 0 while nobody has said how many there are."""
+        """The data parallel rank that serves a room; rank 0 while nobody has said how many there are."""
         host, port = bootstrap.host, bootstrap.port
-        infos = (p.info for p in self._peers.values() if p.address[:2] == (host, port))
-        dp_size = next((info.args.rank.dp_size for info in infos if info), 1)
+        sizes = (p.dp_size for p in self._peers.values() if p.address[:2] == (host, port))
+        dp_size = next((size for size in sizes if size), 1)
         return self._peer_at(BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size)))
 
     def _peer_at(self, address: BootstrapAddress) -> PrefillPeer:
@@ -256,21 +270,36 @@ class DecodeSide:
             self._ask_if_due(peer)
         return peer
 
-    def _resolved(self, peer: PrefillPeer, info: PrefillInfo) -> None:
-        peer.info = info
+    def _resolved(self, peer: PrefillPeer, infos: list[PrefillInfo]) -> None:
+        try:
+            peer.sources = self._sources_among(infos)
+        except ValueError as error:
+            peer.sources = [Source(info) for info in infos]
+            self._send_waiting(peer)
+            self._reject(peer, str(error))
+            return
         self._send_waiting(peer)
-        if info.version != PROTOCOL_VERSION:
-            self._reject(peer, version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
-        elif difference := info.args.difference(self._context.args):
-            self._reject(peer, f"prefill and decode differ: {difference}")
-        else:
-            peer.session = self._context.transport.open_session()
-            peer.state = PeerState.REGISTERING
-            peer.next_beat_at = self._context.clock.now() + self._context.config.heartbeat_interval
-            peer.heard = False
-            self._register(peer)
-            if info.args.rank.dp_size > 1:
-                self._look_again(peer)
+        peer.state = PeerState.REGISTERING
+        for source in peer.sources:
+            source.session = self._context.transport.open_session()
+            source.next_beat_at = self._context.clock.now() + self._context.config.heartbeat_interval
+            self._register(source)
+        if infos[0].args.rank.dp_size > 1:
+            self._look_again(peer)
+
+    def _sources_among(self, infos: list[PrefillInfo]) -> list[Source]:
+        """The ranks of a prefill that this decode rank has to do with. Raises ValueError where the two do not fit."""
+        ours = self._context.args
+        for info in infos:
+            if info.version != PROTOCOL_VERSION:
+                raise ValueError(version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
+            if difference := info.args.difference(ours, ()):
+                raise ValueError(f"prefill and decode differ: {difference}")
+        feeds = feeds_of(ours.rank.index, self._context.group_args, [info.args for info in infos])
+        for feed in feeds:
+            if difference := infos[feed.source].args.difference(ours, feed.pairs):
+                raise ValueError(f"prefill and decode differ: {difference}")
+        return [Source(infos[feed.source], feed.pairs, feed.num_targets) for feed in feeds]
 
     def _send_waiting(self, peer: PrefillPeer) -> None:
         """Aborts that waited for an address, each to the rank of its room."""
@@ -280,15 +309,17 @@ class DecodeSide:
             except CapacityError:
                 # The deadline of that side ends it.
                 continue
-            if rank.info is None:
+            if not rank.sources:
                 rank.unsent_aborts.append((bootstrap, abort))
-            else:
-                self._post(rank, abort)
+            for source in rank.sources:
+                self._post(source, abort)
         peer.unsent_aborts.clear()
 
-    def _register(self, peer: PrefillPeer) -> None:
-        assert peer.session is not None
-        self._post(peer, KVArgsRegisterInfo(args=self._context.args, session=peer.session))
+    def _register(self, source: Source) -> None:
+        assert source.session is not None
+        args = self._context.args
+        body = KVArgsRegisterInfo(args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets)
+        self._post(source, body)
 
     def _reject(self, peer: PrefillPeer, why: str) -> None:
         """The two sides do not fit: fail its rooms for good. The next room looks again; it may have been replaced."""
@@ -298,18 +329,23 @@ class DecodeSide:
             self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
         self._forget(peer)
 
-    def _lose(self, peer: PrefillPeer, why: str, *, tell: bool = True, is_replaced: bool = False) -> None:
-        """Fence a prefill out. Announced rooms fail, the others look for its successor: at once where there is one."""
-        if tell and peer.session is not None:
-            self._post(peer, Unregistered(session_id=peer.session.session_id, why=why))
+    def _lose(self, peer: PrefillPeer, why: str, *, at: Source | None = None, is_replaced: bool = False) -> None:
+        """Fence a prefill out, lost at one of its ranks or as a whole.
+
+        Announced rooms fail, the others look for its successor: at once where there is one.
+        """
+        name = str(peer) if at is None else peer.name_of(at)
+        for source in peer.sources:
+            if source.session is not None:
+                self._post(source, Unregistered(session_id=source.session_id, why=why))
         if not is_replaced:
             self._backoff.lost(peer.address, self._context.clock.now())
         self._fence(peer)
         for receiver in self._rooms_of(peer):
             receiver.abort_again_at = None
-            lost = PeerLostError(receiver.key.room, f"{peer} was lost: {why}")
-            if receiver.poll() is not KVPoll.BOOTSTRAPPING and receiver.fail(lost) and peer.info is not None:
-                # It may live on, and wait for pages that were announced through the lost session.
+            lost = PeerLostError(receiver.key.room, f"{name} was lost: {why}")
+            if receiver.poll() is not KVPoll.BOOTSTRAPPING and receiver.fail(lost):
+                # It may live on, and wait for pages that were announced through the lost sessions.
                 self._send_abort(receiver)
         self._forget(peer)
         self._look_again(peer)
@@ -318,22 +354,23 @@ class DecodeSide:
     def _fence(self, peer: PrefillPeer) -> None:
         """Keep the prefill out. Its rooms settle when that is proven: at once, or a write that is under way later."""
         self._peers.pop(peer.address, None)
-        if peer.session is not None:
-            session_id = peer.session.session_id
-            self._context.transport.drain(session_id)
-            # Not rooms that had not announced anything: they go on with a successor, and owe their quiescence to that.
-            self._fencing[session_id] = [r for r in self._rooms_of(peer) if r.announced_at is not None]
-            self._settle_if_fenced(session_id)
+        for source in peer.sources:
+            if source.session is not None:
+                self._context.transport.drain(source.session_id)
+                # Not rooms that had not announced anything: they go on with a successor, and owe their quiescence to
+                # that.
+                self._fencing[source.session_id] = [r for r in self._rooms_of(peer) if r.announced_at is not None]
+                self._settle_if_fenced(source.session_id)
 
     def _settle_if_fenced(self, session_id: str) -> None:
         if self._context.transport.is_fenced(session_id):
             for receiver in self._fencing.pop(session_id):
-                receiver.settled = True
+                receiver.unsettled = receiver.unsettled - {session_id}
             self._context.changed = True
 
     def _forget(self, peer: PrefillPeer) -> None:
-        if peer.info is not None:
-            self._context.mailbox.forget(peer.info.control_address)
+        for source in peer.sources:
+            self._context.mailbox.forget(source.info.control_address)
 
     def _look_again(self, peer: PrefillPeer) -> None:
         """Rooms that were waiting for this prefill look for theirs again, as long as their deadline lets them."""
@@ -353,28 +390,39 @@ class DecodeSide:
                 receiver.fail(error)
 
     def _pair_rooms(self, peer: PrefillPeer) -> None:
-        for receiver in self._rooms_of(peer):
-            self._pair_if_ready(receiver)
+        if peer.is_ready:
+            for receiver in self._rooms_of(peer):
+                self._pair_if_ready(receiver)
 
     def _pair_if_ready(self, receiver: KVReceiver) -> None:
         if receiver.peer.is_ready and receiver.poll() is KVPoll.BOOTSTRAPPING:
             receiver.advance(KVEvent.PAIRED)
 
-    def _send_abort(self, receiver: KVReceiver) -> None:
+    def _abort_rest(self, receiver: KVReceiver, knows: Source | None = None) -> None:
+        """Tell the sources that a room failed, but the one that `knows`; again, until all have said their last word."""
+        if receiver.unsettled:
+            receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
+        self._send_abort(receiver, knows)
+
+    def _send_abort(self, receiver: KVReceiver, knows: Source | None = None) -> None:
         abort = AbortRoom(key=receiver.key, attempt=receiver.attempt, cause=Cause.of(receiver.failure()))
-        if receiver.peer.info is None:
+        if not receiver.peer.sources:
             receiver.peer.unsent_aborts.append((receiver.bootstrap, abort))
-        else:
-            self._post(receiver.peer, abort)
+        for source in receiver.peer.sources:
+            if source is not knows and (source.session is None or source.session_id not in receiver.said):
+                self._post(source, abort)
 
     def _rooms_of(self, peer: PrefillPeer) -> list[KVReceiver]:
         return [receiver for receiver in self._rooms.values() if receiver.peer is peer]
 
-    def _peer_of_session(self, session_id: str) -> PrefillPeer | None:
-        return next((p for p in self._peers.values() if p.session and p.session.session_id == session_id), None)
+    def _sources_at(self, control_address: str) -> list[tuple[PrefillPeer, Source]]:
+        """Of all prefills known, those ranks that speak from there."""
+        everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources)
+        return [(peer, source) for peer, source in everyone if source.info.control_address == control_address]
 
-    def _post(
-        self, peer: PrefillPeer, body: KVArgsRegisterInfo | TransferInfo | AbortRoom | Ping | Unregistered
-    ) -> None:
-        assert peer.info is not None
-        self._context.mailbox.post(peer.info.control_address, peer.info.epoch, body)
+    def _source_of_session(self, session_id: str) -> tuple[PrefillPeer, Source] | None:
+        everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources if source.session)
+        return next(((peer, source) for peer, source in everyone if source.session_id == session_id), None)
+
+    def _post(self, source: Source, body: KVArgsRegisterInfo | TransferInfo | AbortRoom | Ping | Unregistered) -> None:
+        self._context.mailbox.post(source.info.control_address, source.info.epoch, body)

@@ -18,7 +18,7 @@ import msgspec
 from splitserve.disaggregation.challenge import answer
 from splitserve.disaggregation.loop_thread import LoopThread
 from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
-from splitserve.disaggregation.wire import PrefillInfo
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, PrefillInfo
 from splitserve.errors import ConfigError, WorkerUnavailableError
 
 REQUEST_TIMEOUT_SECONDS = 5.0
@@ -51,19 +51,11 @@ class ClusterAuth(httpx.Auth):
 class HttpDirectory:
     """Directory over HTTP, in a thread of its own. `on_result`, called from there, says that an answer has come."""
 
-    def __init__(
-        self,
-        on_result: Callable[[], None],
-        token: bytes = b"",
-        *,
-        tp_rank: int = 0,
-        pp_rank: int = 0,
-    ) -> None:
+    def __init__(self, on_result: Callable[[], None], token: bytes = b"") -> None:
         self._on_result = on_result
         self._auth = ClusterAuth(token)
-        self._query = {"tp_rank": tp_rank, "pp_rank": pp_rank}
         self._lock = threading.Lock()
-        self._answers: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
+        self._answers: dict[BootstrapAddress, list[PrefillInfo] | LookupFailure] = {}
         self._running: set[BootstrapAddress] = set()
         self._thread = LoopThread("kv-directory")
 
@@ -78,7 +70,7 @@ class HttpDirectory:
             self._running.add(address)
         self._thread.submit(self._look_up(address, timeout))
 
-    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
+    def result(self, address: BootstrapAddress) -> list[PrefillInfo] | LookupFailure | None:
         with self._lock:
             return self._answers.pop(address, None)
 
@@ -86,7 +78,7 @@ class HttpDirectory:
         self._thread.close()
 
     async def _look_up(self, address: BootstrapAddress, seconds: float) -> None:
-        found: PrefillInfo | LookupFailure = LookupFailure("the lookup was cancelled")
+        found: list[PrefillInfo] | LookupFailure = LookupFailure("the lookup was cancelled")
         try:
             # Proxies of the environment are for the outside world, not for a cluster's own traffic.
             async with httpx.AsyncClient(auth=self._auth, timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False) as client:
@@ -101,24 +93,26 @@ class HttpDirectory:
 
     async def _ask_until(
         self, client: httpx.AsyncClient, address: BootstrapAddress, deadline: float
-    ) -> PrefillInfo | LookupFailure:
+    ) -> list[PrefillInfo] | LookupFailure:
         pause = FIRST_PAUSE_SECONDS
         while True:
             found = await self._ask_once(client, address)
-            if isinstance(found, PrefillInfo) or found.is_definitive or time.monotonic() + pause > deadline:
+            if isinstance(found, list) or found.is_definitive or time.monotonic() + pause > deadline:
                 return found
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _ask_once(self, client: httpx.AsyncClient, address: BootstrapAddress) -> PrefillInfo | LookupFailure:
+    async def _ask_once(
+        self, client: httpx.AsyncClient, address: BootstrapAddress
+    ) -> list[PrefillInfo] | LookupFailure:
         url = f"{bootstrap_url(address.host, address.port)}/route"
         try:
-            response = await client.get(url, params={**self._query, "dp_rank": address.dp_rank})
+            response = await client.get(url, params={"version": PROTOCOL_VERSION, "dp_rank": address.dp_rank})
         except httpx.TransportError as error:
             return LookupFailure(f"{url} does not answer: {error!r}")
         if response.status_code == 200:
             try:
-                return msgspec.json.decode(response.content, type=PrefillInfo)
+                return msgspec.json.decode(response.content, type=list[PrefillInfo])
             except msgspec.DecodeError as error:
                 return LookupFailure(f"{url} answers something else: {error}", is_definitive=True)
         text = f"{url} answers {response.status_code}: {response.text[:200]}"

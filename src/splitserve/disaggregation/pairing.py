@@ -28,6 +28,16 @@ class Pair:
     first_head: int
     num_heads: int
 
+    def is_in(self, src: KVLayout, dst: KVLayout) -> bool:
+        """Whether both layouts have these components of the same layer, with all of these heads."""
+        if not (0 <= self.src < len(src.components) and 0 <= self.dst < len(dst.components) and self.num_heads > 0):
+            return False
+        a, b = src.components[self.src], dst.components[self.dst]
+        stop = self.first_head + self.num_heads
+        return (a.name, a.layer) == (b.name, b.layer) and all(
+            c.heads.start <= self.first_head and stop <= c.heads.stop for c in (a, b)
+        )
+
 
 def check_compatible(src: KVLayout, dst: KVLayout) -> str | None:
     """Why the layers that both hold cannot be copied from `src` to `dst`, naming both values; None where they can."""

@@ -2,8 +2,11 @@
 
   WAITING      it was lost a short while ago: left alone until `retry_at`
   RESOLVING    asking the bootstrap server who is there
-  REGISTERING  telling it about our memory, until it answers
+  REGISTERING  telling its ranks about our memory, until all have answered
   READY        rooms may be announced; pinged at every heartbeat interval
+
+A prefill worker may be cut over several ranks. Of these, the sources are those that this decode rank has to do with
+(`feeds.py`): each has a session of its own, and the loss of one is that of the whole worker, for every room needs all.
 
 Each data parallel rank of a prefill worker is a peer of its own. How many there are any of them says; until the first
 is found, a room looks for rank 0, and moves to its own rank then.
@@ -19,12 +22,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from splitserve.core.request import BootstrapInfo
+from splitserve.disaggregation.pairing import Pair
 from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.disaggregation.wire import AbortRoom, PrefillInfo
 
 
 class BootstrapAddress(NamedTuple):
-    """A rank of a prefill worker, by its bootstrap server."""
+    """A data parallel rank of a prefill worker, by its bootstrap server."""
 
     host: str
     port: int
@@ -41,14 +45,14 @@ class LookupFailure:
 
 
 class Directory(Protocol):
-    """Finds the prefill rank behind a bootstrap address. Never blocks."""
+    """Finds the prefill behind a bootstrap address. Never blocks."""
 
     def request(self, address: BootstrapAddress, timeout: float) -> None:
         """Begin to ask, and go on for `timeout` seconds while the server is not there or not ready."""
         ...
 
-    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
-        """The answer, once; None while there is none."""
+    def result(self, address: BootstrapAddress) -> list[PrefillInfo] | LookupFailure | None:
+        """The answer, once: all ranks of that prefill, in order of their index. None while there is none."""
         ...
 
 
@@ -60,29 +64,27 @@ class PeerState(enum.StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class PrefillPeer:
-    address: BootstrapAddress
-    state: PeerState = PeerState.WAITING
-    # Clock time from which on it may be asked for.
-    retry_at: float = 0.0
-    # Both set once resolved.
-    info: PrefillInfo | None = None
+class Source:
+    """A rank of a prefill, as this decode rank deals with it."""
+
+    info: PrefillInfo
+    # Its part of every room.
+    pairs: tuple[Pair, ...] = ()
+    # Ranks of ours that announce each room to it.
+    num_targets: int = 1
+    # Where it writes to us; None until we fit together.
     session: PeerAddress | None = None
+    # It has taken our memory in.
+    is_registered: bool = False
     # Heartbeat: when the next one is due, whether it spoke since the last one, how many in a row it missed.
     next_beat_at: float = 0.0
-    heard: bool = True
+    heard: bool = False
     misses: int = 0
-    # Aborts of rooms that failed before we knew where to send them.
-    unsent_aborts: deque[tuple[BootstrapInfo, AbortRoom]] = field(default_factory=lambda: deque(maxlen=1024))
-
-    def __str__(self) -> str:
-        host, port, rank = self.address
-        return f"prefill at bootstrap address {host}:{port}" + (f", data parallel rank {rank}" if rank else "")
 
     @property
-    def is_ready(self) -> bool:
-        """Rooms may be announced. Not while it is silent: it may have been replaced."""
-        return self.state is PeerState.READY and self.misses == 0
+    def session_id(self) -> str:
+        assert self.session is not None
+        return self.session.session_id
 
     def beat(self, now: float, interval: float) -> bool:
         """Account for one heartbeat interval if it is over. True where a message is due now."""
@@ -95,3 +97,34 @@ class PrefillPeer:
 
     def speaks(self) -> None:
         self.heard, self.misses = True, 0
+
+
+@dataclass(slots=True, eq=False)
+class PrefillPeer:
+    address: BootstrapAddress
+    state: PeerState = PeerState.WAITING
+    # Clock time from which on it may be asked for.
+    retry_at: float = 0.0
+    # Once resolved; all ranks of the worker while it is not known to fit.
+    sources: list[Source] = field(default_factory=list)
+    # Aborts of rooms that failed before we knew where to send them.
+    unsent_aborts: deque[tuple[BootstrapInfo, AbortRoom]] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def __str__(self) -> str:
+        host, port, rank = self.address
+        return f"prefill at bootstrap address {host}:{port}" + (f", data parallel rank {rank}" if rank else "")
+
+    @property
+    def is_ready(self) -> bool:
+        """Rooms may be announced. Not while a source is silent: it may have been replaced."""
+        return self.state is PeerState.READY and all(source.misses == 0 for source in self.sources)
+
+    @property
+    def dp_size(self) -> int | None:
+        """Of the worker it belongs to; None until it is resolved."""
+        return self.sources[0].info.args.rank.dp_size if self.sources else None
+
+    def name_of(self, source: Source) -> str:
+        """What to call one of its ranks in messages."""
+        rank = source.info.args.rank
+        return str(self) if rank.group_size == 1 else f"{self}, rank {rank.name}"

@@ -1,20 +1,20 @@
 """The prefill side of a manager: registered decode peers, rooms being sent, messages that come too early or late.
 
-A room's two halves arrive in any order:
-1. the request (`open`) first: the sender waits for TransferInfo or AbortRoom;
+A room's two halves arrive in any order, and each rank of decode that we write to announces it by itself:
+1. the request (`open`) first: the sender waits for the TransferInfo of all of them, or an AbortRoom of one;
 2. TransferInfo or AbortRoom first: kept in `early` until the request comes or a deadline passes;
 3. either after the room was closed: answered from `closed` with what happened.
 
-To decode, TransferStatus is the proof that nothing is written for the room any more. It is therefore said only when
-the room's tickets are final and none is LOST. A LOST write ends the whole session: both sides fence it and shake hands
-anew.
+To each rank of decode, TransferStatus is the proof that nothing is written for the room any more. It is therefore said
+only when the room's tickets are final and none is LOST. A LOST write ends the whole session: both sides fence it and
+shake hands anew.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -49,13 +49,15 @@ from splitserve.errors import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Early:
-    """Word of a room whose request is not here: its target, or that decode gave it up."""
+    """Word of a room whose request is not here: its targets so far, or that decode gave it up."""
 
-    word: TransferInfo | AbortRoom
-    mail: Mail
+    attempt: int
     expires_at: float
+    # By session.
+    announced: dict[str, tuple[Mail, TransferInfo]] = field(default_factory=dict)
+    abort: AbortRoom | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,13 @@ class PrefillSide:
             raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
         self._closed.pop(key, None)
         sender = self._rooms[key] = KVSender(self, self._context, key, rid)
-        early = self._early.pop(key, None)
-        match early:
-            case _Early(word=AbortRoom() as abort):
-                sender.attempt, sender.told = abort.attempt, True
-                sender.fail(abort.cause.to_error(key))
-            case _Early(word=TransferInfo() as info, mail=mail):
-                self._pair(sender, mail, info)
-            case _:
-                pass
+        if early := self._early.pop(key, None):
+            sender.attempt = early.attempt
+            if early.abort is not None:
+                sender.fail(early.abort.cause.to_error(key))
+            for _, info in early.announced.values():
+                # A session that was lost took its announcements with it.
+                self._pair(sender, self._peers[info.session_id], info)
         return sender
 
     @property
@@ -113,17 +113,16 @@ class PrefillSide:
     def take_asked(self) -> list[AskedPrompt]:
         """Prompts to open a room for, each once; not those whose decode has gone meanwhile."""
         asked, self._asked = self._asked, []
-        waiting = {key for key, early in self._early.items() if isinstance(early.word, TransferInfo)}
-        return [prompt for prompt in asked if prompt.key in waiting]
+        return [prompt for prompt in asked if prompt.key in self._early and self._early[prompt.key].announced]
 
     def fail(self, sender: KVSender, error: SplitserveError) -> None:
         """Fail a room; decode hears the cause now, and its TransferStatus when the room is settled."""
         if not sender.fail(error):
             return
         sender.drop_unsent()
-        if sender.peer and sender.info and not sender.settled:
-            body = AbortRoom(key=sender.key, attempt=sender.info.attempt, cause=Cause.of(error))
-            self._post(sender.peer, body)
+        if not sender.settled:
+            for part in sender.untold:
+                self._post(part.peer, AbortRoom(key=sender.key, attempt=part.info.attempt, cause=Cause.of(error)))
         self._tell(sender)
 
     def fail_all(self, error: SplitserveError) -> None:
@@ -166,36 +165,40 @@ class PrefillSide:
     def _on_register(self, mail: Mail, body: KVArgsRegisterInfo) -> None:
         for peer in [p for p in self._peers.values() if p.control_address == mail.sender and p.epoch != mail.epoch]:
             self._lose(peer, "it was restarted", tell=False)
-        refusal = self._context.args.difference(body.args)
+        refusal = self._context.args.difference(body.args, body.pairs)
         if refusal is None and len(self._peers) >= self._context.limits.max_peers:
             refusal = f"{len(self._peers)} decode ranks are registered, and there is no room for another"
         session_id = body.session.session_id
         if refusal is None and session_id not in self._peers:
             now = self._context.clock.now()
-            self._peers[session_id] = DecodePeer(body.session, mail.sender, mail.epoch, body.args, now)
+            self._peers[session_id] = DecodePeer(
+                body.session, mail.sender, mail.epoch, body.args, body.pairs, body.num_targets, last_heard=now
+            )
         if refusal is not None:
             logger.warning("refused the decode worker at %s: %s", mail.sender, refusal)
         self._context.mailbox.reply(mail, RegisterReply(session_id=session_id, refusal=refusal))
 
     def _on_transfer_info(self, mail: Mail, info: TransferInfo) -> None:
-        if self._known(mail, info.session_id) is None:
+        peer = self._known(mail, info.session_id)
+        if peer is None:
             return
         sender = self._rooms.get(info.key)
         if sender is None:
             self._remember_or_answer(mail, info)
-        elif sender.info is not None:
-            if sender.info.attempt != info.attempt:
-                self._refuse(mail, info, DuplicateRoomError(f"room {info.key} is being served to another decode"))
+        elif sender.is_announced and sender.attempt != info.attempt:
+            self._refuse(mail, info, DuplicateRoomError(f"room {info.key} is being served to another decode"))
+        elif sender.is_announced_by(peer):
+            pass
         elif sender.is_final:
             self._context.mailbox.reply(mail, self._verdict(sender, info.attempt))
         else:
-            self._pair(sender, mail, info)
+            self._pair(sender, peer, info)
 
     def _on_abort(self, mail: Mail, abort: AbortRoom) -> None:
         """Decode gave a room up. It is answered by TransferStatus: at once, or when the room is settled."""
         key, answer = abort.key, TransferStatus(key=abort.key, attempt=abort.attempt, failure=abort.cause)
         sender, closed = self._rooms.get(key), self._closed.get(key)
-        if sender is not None and (sender.info is None or sender.info.attempt == abort.attempt):
+        if sender is not None and (not sender.is_announced or sender.attempt == abort.attempt):
             sender.attempt = abort.attempt
             self.fail(sender, abort.cause.to_error(key))
             if sender.settled:
@@ -204,34 +207,54 @@ class PrefillSide:
             self._context.mailbox.reply(mail, closed.verdict)
         else:
             if sender is None and not (closed is not None and closed.attempt is None):
-                self._early.pop(key, None)
-                self._keep_early(mail, abort)
+                self._keep_abort(abort)
             self._context.mailbox.reply(mail, answer)
+
+    def _keep_abort(self, abort: AbortRoom) -> None:
+        """Until the request comes. Ranks that have announced the room already hear of it now."""
+        early = self._early.get(abort.key)
+        if early is not None and early.announced and early.attempt != abort.attempt:
+            # Another decode's room: what comes of this attempt later is refused for its sake.
+            return
+        self._early.pop(abort.key, None)
+        if kept := self._new_early(abort.key, abort.attempt):
+            kept.abort = abort
+        for mail, info in early.announced.values() if early else ():
+            failure = abort.cause
+            self._context.mailbox.reply(mail, TransferStatus(key=info.key, attempt=info.attempt, failure=failure))
 
     def _remember_or_answer(self, mail: Mail, info: TransferInfo) -> None:
         """TransferInfo of a room that is not open: its request is still to come, or has been and gone."""
         closed, early = self._closed.get(info.key), self._early.get(info.key)
         if closed is not None and closed.attempt in (None, info.attempt):
             self._context.mailbox.reply(mail, msgspec.structs.replace(closed.verdict, attempt=info.attempt))
-        elif early is not None and isinstance(early.word, AbortRoom) and early.word.attempt == info.attempt:
-            status = TransferStatus(key=info.key, attempt=info.attempt, failure=early.word.cause)
+        elif early is not None and early.abort is not None and early.attempt == info.attempt:
+            status = TransferStatus(key=info.key, attempt=info.attempt, failure=early.abort.cause)
             self._context.mailbox.reply(mail, status)
-        elif early is not None and isinstance(early.word, TransferInfo):
-            if early.word.attempt != info.attempt:
-                self._refuse(mail, info, DuplicateRoomError(f"room {info.key} was announced by another decode"))
-        elif not self._keep_early(mail, info):
+        elif early is not None and early.announced and early.attempt != info.attempt:
+            self._refuse(mail, info, DuplicateRoomError(f"room {info.key} was announced by another decode"))
+        else:
+            self._keep_info(mail, info, early)
+
+    def _keep_info(self, mail: Mail, info: TransferInfo, early: _Early | None) -> None:
+        if early is None or not early.announced:
+            self._early.pop(info.key, None)
+            early = self._new_early(info.key, info.attempt)
+        if early is None:
             self._refuse(mail, info, CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request"))
-        elif info.prompt_ids:
+            return
+        early.announced[info.session_id] = mail, info
+        if info.prompt_ids:
             self._asked.append(AskedPrompt(info.rid, info.key, info.prompt_ids))
             self._context.changed = True
 
-    def _keep_early(self, mail: Mail, word: TransferInfo | AbortRoom) -> bool:
+    def _new_early(self, key: RoomKey, attempt: int) -> _Early | None:
+        """None where there is no room for it. The caller has removed what was there."""
         if len(self._early) >= self._context.limits.max_early:
-            return False
+            return None
         expires_at = self._context.clock.now() + self._context.config.bootstrap_timeout
-        self._early[word.key] = _Early(word, mail, expires_at)
-        self._early.move_to_end(word.key)
-        return True
+        early = self._early[key] = _Early(attempt, expires_at)
+        return early
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -255,11 +278,11 @@ class PrefillSide:
                 sender.submit()
         except ValueError as error:
             self.fail(sender, KVTransferError(sender.key.room, f"room {sender.key}: {error}"))
-        trouble = sender.poll_tickets()
-        if trouble is not None and trouble[0] is WriteState.LOST and sender.peer is not None:
-            self._lose(sender.peer, f"a write of room {sender.key} was lost half-way: {trouble[1]}")
-        elif trouble is not None:
-            self.fail(sender, KVTransferError(sender.key.room, f"writing room {sender.key} failed: {trouble[1]}"))
+        for part, state, cause in sender.poll_tickets():
+            if state is WriteState.LOST:
+                self._lose(part.peer, f"a write of room {sender.key} was lost half-way: {cause}")
+            else:
+                self.fail(sender, KVTransferError(sender.key.room, f"writing room {sender.key} failed: {cause}"))
         if not sender.is_final:
             sender.complete_if_done()
         if not sender.is_final:
@@ -268,9 +291,11 @@ class PrefillSide:
 
     def _check_deadline(self, sender: KVSender, now: float) -> None:
         config = self._context.config
-        if sender.info is None:
+        if not sender.is_paired:
             if now - sender.opened_at > config.bootstrap_timeout:
                 stage = "waiting for a decode worker to announce its pages"
+                if sender.is_announced:
+                    stage = "waiting for all ranks of a decode worker to announce their pages"
                 self.fail(sender, sender.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
         elif now - sender.paired_at > config.transfer_timeout:
             stage = "computing and sending its KV cache"
@@ -282,11 +307,11 @@ class PrefillSide:
             self._closed.popitem(last=False)
         while self._early and (early := next(iter(self._early.values()))).expires_at < now:
             self._early.popitem(last=False)
-            if isinstance(early.word, TransferInfo):
+            for mail, info in early.announced.values():
                 seconds = self._context.config.bootstrap_timeout
-                text = f"room {early.word.key} of request {early.word.rid}: its request did not reach prefill within"
+                text = f"room {info.key} of request {info.rid}: its request did not reach prefill within"
                 error = DeadlineExceededError(f"{text} {seconds:g} s: see whether the router sends to both workers")
-                self._refuse(early.mail, early.word, error)
+                self._refuse(mail, info, error)
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
@@ -302,38 +327,38 @@ class PrefillSide:
 
     def _lose(self, peer: DecodePeer, why: str, *, tell: bool = True) -> None:
         """Cut a session off: its rooms fail, its writes end. Decode fences it by itself, told or not."""
-        if self._peers.pop(peer.session.session_id, None) is None:
+        session_id = peer.session.session_id
+        if self._peers.pop(session_id, None) is None:
             return
-        for sender in [s for s in self._rooms.values() if s.peer is peer]:
-            sender.told = True
+        for sender in [s for s in self._rooms.values() if s.is_announced_by(peer)]:
+            sender.leave_untold(peer)
             self.fail(sender, PeerLostError(sender.key.room, f"the session with decode ended: {why}"))
-        self._context.transport.drain(peer.session.session_id)
-        for key in [
-            k for k, e in self._early.items() if getattr(e.word, "session_id", None) == peer.session.session_id
-        ]:
-            del self._early[key]
+        self._context.transport.drain(session_id)
+        for key, early in list(self._early.items()):
+            if early.announced.pop(session_id, None) and not early.announced:
+                del self._early[key]
         if tell:
             self._post(peer, Unregistered(session_id=peer.session.session_id, why=why))
         if all(p.control_address != peer.control_address for p in self._peers.values()):
             self._context.mailbox.forget(peer.control_address)
 
-    def _pair(self, sender: KVSender, mail: Mail, info: TransferInfo) -> None:
-        peer = self._known(mail, info.session_id)
-        if peer is not None:
-            sender.pair(peer, info)
+    def _pair(self, sender: KVSender, peer: DecodePeer, info: TransferInfo) -> None:
+        if error := sender.pair(peer, info):
+            self.fail(sender, error)
 
     def _tell(self, sender: KVSender) -> None:
-        """Say the last word on a room, once it is final and settled."""
-        if sender.told or sender.peer is None or sender.info is None or not sender.quiescent():
+        """Say the last word on a room to all its targets, once it is final and settled."""
+        if not (sender.untold and sender.quiescent()):
             return
-        sender.told = True
-        self._post(sender.peer, self._verdict(sender, sender.info.attempt))
+        verdict = self._verdict(sender, sender.attempt or 0)
+        for part in sender.untold:
+            self._post(part.peer, msgspec.structs.replace(verdict, checksum=part.checksum))
+        sender.untold.clear()
 
     def _verdict(self, sender: KVSender, attempt: int) -> TransferStatus:
+        """Without the checksum, which is each target's own."""
         failure = Cause.of(sender.failure()) if sender.poll() is KVPoll.FAILED else None
-        return TransferStatus(
-            key=sender.key, attempt=attempt, stats=sender.stats(), failure=failure, checksum=sender.checksum
-        )
+        return TransferStatus(key=sender.key, attempt=attempt, stats=sender.stats(), failure=failure)
 
     def _refuse(self, mail: Mail, info: TransferInfo, error: SplitserveError) -> None:
         status = TransferStatus(key=info.key, attempt=info.attempt, failure=Cause.of(error))

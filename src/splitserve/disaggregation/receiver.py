@@ -1,8 +1,9 @@
 """KVReceiver: the decode end of one room.
 
 1. Bootstrapping until its prefill is resolved and shaken hands with; WaitingForInput from then on.
-2. `init` announces the target pages. From here on prefill may write to them: they are on loan.
-3. Prefill's TransferStatus ends the loan, whatever it says. Where prefill is lost, the fence (a drained session) does.
+2. `init` announces the target pages to every source. From here on these may write to them: they are on loan.
+3. A source's TransferStatus ends its loan, whatever it says. Where it is lost, the fence (a drained session) does. The
+   pages are free when all loans have ended; the room succeeds when all sources have said success.
 
 Knows its room only. Finding and watching the prefill, and what is said to it, is `DecodeSide`'s.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from splitserve.core.request import BootstrapInfo
-from splitserve.disaggregation.peers import PrefillPeer
+from splitserve.disaggregation.peers import PrefillPeer, Source
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
 from splitserve.errors import KVTransferError, SplitserveError
@@ -57,10 +58,12 @@ class KVReceiver(Room):
         self.attempt = attempt
         self.peer = peer
         self.announced_at: float | None = None
-        # When to repeat the abort that prefill has not answered; None: nothing to repeat.
+        # When to repeat the abort that not every source has answered; None: nothing to repeat.
         self.abort_again_at: float | None = None
-        # Prefill said its last word on this room, or is fenced out.
-        self.settled = False
+        # Sessions whose source has neither said its last word on this room nor been fenced out.
+        self.unsettled: set[str] = set()
+        # Sessions whose source has said it, with the checksum of its part.
+        self.said: dict[str, int | None] = {}
         # What was announced.
         self._target: Target | None = None
 
@@ -79,26 +82,29 @@ class KVReceiver(Room):
             # Raises where the room is not WaitingForInput, before anything is announced.
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
+            self.unsettled = {source.session_id for source in self.peer.sources}
             self._target = Target(list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids))
             self._host.announce(self, self._target)
         self.context.wake()
 
-    def complete(self, checksum: int | None) -> None:
+    def complete(self) -> None:
         """All bytes are in place, and nobody writes any more. For DecodeSide, under the lock."""
         target = self._target
         assert target is not None
-        if checksum is not None and (error := self._checksum_error(checksum, target)):
-            self.fail(error)
-            return
+        for source in self.peer.sources:
+            if error := self._checksum_error(source, target):
+                self.fail(error)
+                return
         if self.context.arrivals is not None:
             self.context.arrivals.widen(target.pages, target.arriving, target.num_tokens)
         self.advance(KVEvent.COMPLETED)
 
-    def _checksum_error(self, expected: int, target: Target) -> KVTransferError | None:
-        checksums, info = self.context.checksums, self.peer.info
-        if checksums is None or info is None:
+    def _checksum_error(self, source: Source, target: Target) -> KVTransferError | None:
+        checksums, expected = self.context.checksums, self.said[source.session_id]
+        if checksums is None or expected is None:
             return None
-        found = checksums.of(target.pages, target.arriving, target.num_tokens, info.args.layout.page_size)
+        other_page_size = source.info.args.layout.page_size
+        found = checksums.of(target.pages, target.arriving, target.num_tokens, other_page_size)
         if found == expected:
             return None
         return KVTransferError(
@@ -116,7 +122,7 @@ class KVReceiver(Room):
         self.context.wake()
 
     def quiescent(self) -> bool:
-        return self.announced_at is None or self.settled
+        return not self.unsettled
 
     def clear(self) -> None:
         with self.context.lock:

@@ -2,7 +2,7 @@
 
 Each message is an envelope (both instances' epochs, reply address, number) around one tagged body:
 
-  decode -> prefill   KVArgsRegisterInfo   here is my memory and a session to write through
+  decode -> prefill   KVArgsRegisterInfo   here is my memory, a session to write through, and your part of each room
   prefill -> decode   RegisterReply        welcome, or why not
   decode -> prefill   TransferInfo         one room: write to these pages
   both ways           AbortRoom            one room failed here, for this cause
@@ -17,6 +17,7 @@ with the version in front. Pure data: no sockets.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,12 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import RoomKey
 from splitserve.disaggregation.checksum import can_compare
 from splitserve.disaggregation.convert import is_convertible, travels_as
-from splitserve.disaggregation.pairing import sources_of
+from splitserve.disaggregation.pairing import Pair, check_compatible
 from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import KVTransferError, SplitserveError
 from splitserve.messages import TransferStats
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class WireError(ValueError):
@@ -71,26 +72,26 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     wants_checksum: bool = False
     can_checksum: bool = False
 
-    def difference(self, target: KVArgs) -> str | None:
-        """Why this prefill rank cannot hand over to the decode rank `target`, naming both values; None where it can.
+    def difference(self, target: KVArgs, pairs: Iterable[Pair]) -> str | None:
+        """Why this prefill rank cannot hand its part, `pairs`, over to the decode rank `target`; None where it can.
 
-        The prefill's value comes first.
+        Names both values, the prefill's first.
         """
         for name, ours, theirs in (
             ("transfer backend", self.backend, target.backend),
             ("model", self.model, target.model),
             ("draft model", self.draft_model or "none", target.draft_model or "none"),
             ("metadata row bytes", self.metadata_row_bytes, target.metadata_row_bytes),
-            ("tensor parallel size", self.rank.tp_size, target.rank.tp_size),
-            ("pipeline parallel size", self.rank.pp_size, target.rank.pp_size),
         ):
             if ours != theirs:
                 return f"{name} {ours} against {theirs}"
-        try:
-            pairs = sources_of(target.layout, [self.layout]).get(0, ())
-        except ValueError as error:
-            return str(error)
+        if difference := check_compatible(self.layout, target.layout):
+            return difference
+        if self.shared_pool and target.shared_pool == self.shared_pool and max(self._num_ranks, target._num_ranks) > 1:
+            return f"pages change owner between workers of one rank only: {self.rank.name} against {target.rank.name}"
         for pair in pairs:
+            if not pair.is_in(self.layout, target.layout):
+                return f"{pair} is not in both pools"
             a = self.layout.components[pair.src].dtype
             b = travels_as(target.layout.components[pair.dst].dtype, target.transfer_dtype)
             if a != b and not (self.can_convert and is_convertible(a, b)):
@@ -100,6 +101,10 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     def checksums(self, other: KVArgs) -> bool:
         """Whether rooms between the two are compared end to end: where one of them wants it."""
         return self.wants_checksum or other.wants_checksum
+
+    @property
+    def _num_ranks(self) -> int:
+        return self.rank.group_size
 
     def _checksum_difference(self, target: KVArgs) -> str | None:
         if not self.checksums(target):
@@ -154,6 +159,10 @@ class KVArgsRegisterInfo(Body, frozen=True):
 
     args: KVArgs
     session: PeerAddress
+    # What this prefill rank is to write of every room; none where it writes the metadata row at most.
+    pairs: tuple[Pair, ...]
+    # Decode ranks that will announce each room to this prefill rank, the sender among them.
+    num_targets: int
 
 
 class RegisterReply(Body, frozen=True):
@@ -163,7 +172,11 @@ class RegisterReply(Body, frozen=True):
 
 
 class TransferInfo(Body, frozen=True):
-    """A room's target. `attempt` tells this use of the room number from any other the same decode makes of it."""
+    """A room's target on one decode rank.
+
+    `attempt` tells this use of the room number from any other; all ranks of the decode worker announce it under the
+    same.
+    """
 
     session_id: str
     key: RoomKey
@@ -175,7 +188,8 @@ class TransferInfo(Body, frozen=True):
     num_tokens: int
     # Of these, from the first on: decode has their KV, and nothing of it is written.
     num_held_tokens: int = 0
-    # What to compute, where no router brings the request: decode lost the KV of these and asks for it again.
+    # What to compute, where no router brings the request: decode lost the KV of these and asks for it again. Only from
+    # driver to driver.
     prompt_ids: list[int] = []
 
 

@@ -66,7 +66,7 @@ class Book:
     """A directory whose pages the test writes."""
 
     def __init__(self) -> None:
-        self.entries: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
+        self.entries: dict[BootstrapAddress, list[PrefillInfo] | LookupFailure] = {}
         self.requests: list[BootstrapAddress] = []
         self._waiting: set[BootstrapAddress] = set()
 
@@ -74,7 +74,7 @@ class Book:
         self.requests.append(address)
         self._waiting.add(address)
 
-    def result(self, address: BootstrapAddress) -> PrefillInfo | LookupFailure | None:
+    def result(self, address: BootstrapAddress) -> list[PrefillInfo] | LookupFailure | None:
         if address in self._waiting and address in self.entries:
             self._waiting.discard(address)
             return self.entries[address]

@@ -133,13 +133,13 @@ class World:
         self._graveyard: list[Worker] = []
         self.prefill = Worker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
         self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=22, **(decode or {}))
-        self.book.entries[BOOTSTRAP] = self.prefill.manager.prefill_info()
+        self.book.entries[BOOTSTRAP] = [self.prefill.manager.prefill_info()]
 
     def replace_prefill(self, *, epoch: int, address: str = "prefill", **args: Any) -> Worker:
         """The old process stays as it is, but nobody ticks it any more; the new one may have its address."""
         old = self.prefill
         self.prefill = Worker(self, DisaggregationMode.PREFILL, address, epoch=epoch, **args)
-        self.book.entries[BOOTSTRAP] = self.prefill.manager.prefill_info()
+        self.book.entries[BOOTSTRAP] = [self.prefill.manager.prefill_info()]
         return old
 
     def replace_decode(self, *, epoch: int) -> None:

@@ -136,7 +136,7 @@ class PairWorld(Between):
             num_slots,
             **(prefill_settings or {}),
         )
-        directory.entries[self.ADDRESS] = self.prefill.manager.prefill_info()
+        directory.entries[self.ADDRESS] = [self.prefill.manager.prefill_info()]
         self.decode = DisaggregatedWorker(
             DisaggregationMode.DECODE,
             self.clock,

@@ -72,7 +72,7 @@ class SimRole:
             directory=directory if mode is DECODE else None,
         )
         if mode is PREFILL:
-            world.entries[self.address] = self.manager.prefill_info()
+            world.entries[self.address] = [self.manager.prefill_info()]
 
     def install(self) -> Role:
         clock, cache = self._world.clock, self._worker.cache
@@ -151,7 +151,7 @@ class SwitchWorld(Between):
         self.control = Wires(step=True)
         self.data = FakeNetwork(step=True)
         # Who is behind a bootstrap address.
-        self.entries: dict[BootstrapAddress, PrefillInfo | LookupFailure] = {}
+        self.entries: dict[BootstrapAddress, list[PrefillInfo] | LookupFailure] = {}
         self.managers: list[KVManager] = []
         self._number = 0
         self.workers = []

@@ -17,10 +17,10 @@ from splitserve.testing.kv_world import layout
 
 DEADLINE = 20.0
 TOKEN = b"a token of the cluster"
-RANK_0 = {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0}
+RANK_0 = {"version": PROTOCOL_VERSION, "dp_rank": 0}
 
 
-def info(epoch=1, version=PROTOCOL_VERSION, **rank):
+def info(epoch=1, version=PROTOCOL_VERSION, instance=0, **rank):
     args = KVArgs(
         backend="tcp",
         model="m",
@@ -29,7 +29,7 @@ def info(epoch=1, version=PROTOCOL_VERSION, **rank):
         num_metadata_rows=8,
         rank=ParallelRank(**rank),
     )
-    return PrefillInfo(version=version, epoch=epoch, control_address="tcp://127.0.0.1:9", args=args)
+    return PrefillInfo(version=version, epoch=epoch, instance=instance, control_address="tcp://127.0.0.1:9", args=args)
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def server():
 class Lookup:
     """A directory, and a wait for its answers."""
 
-    def __init__(self, token=TOKEN, **rank):
+    def __init__(self, token=TOKEN):
         self.answered = threading.Event()
-        self.directory = HttpDirectory(self.answered.set, token, **rank)
+        self.directory = HttpDirectory(self.answered.set, token)
 
     def ask(self, port, timeout=DEADLINE, dp_rank=0):
         self.directory.request(BootstrapAddress("127.0.0.1", port, dp_rank), timeout)
@@ -59,8 +59,8 @@ class Lookup:
 def lookup():
     made = []
 
-    def make(**rank):
-        made.append(Lookup(**rank))
+    def make(**options):
+        made.append(Lookup(**options))
         return made[-1]
 
     yield make
@@ -71,6 +71,11 @@ def lookup():
 def get(server, params, token=TOKEN):
     url = f"http://127.0.0.1:{server.port}/route"
     return httpx.get(url, params=params, auth=ClusterAuth(token), trust_env=False)
+
+
+def epoch_of(server):
+    """Of the first rank found."""
+    return msgspec.json.decode(get(server, RANK_0).content, type=list[PrefillInfo])[0].epoch
 
 
 def put(server, body, token=TOKEN):
@@ -86,7 +91,7 @@ def test_what_prefill_registers_is_what_decode_finds(server, lookup):
     register(server, info(epoch=77))
     decode = lookup()
     decode.ask(server.port)
-    assert decode.answer(server.port) == info(epoch=77)
+    assert decode.answer(server.port) == [info(epoch=77)]
     assert decode.directory.result(("127.0.0.1", server.port)) is None
 
 
@@ -100,12 +105,14 @@ def test_the_server_says_that_it_is_healthy_and_where(server):
 
 
 def test_a_lookup_waits_until_all_ranks_are_in(server, lookup):
-    register(server, info(tp_size=2, tp_rank=1))
+    ranks = [info(epoch=n, tp_size=2, pp_size=2, tp_rank=n % 2, pp_rank=n // 2) for n in range(4)]
+    for rank in ranks[:0:-1]:
+        register(server, rank)
     assert get(server, RANK_0).status_code == 503
-    decode = lookup(tp_rank=1)
+    decode = lookup()
     decode.ask(server.port)
-    register(server, info(tp_size=2, tp_rank=0))
-    assert decode.answer(server.port).args.rank.tp_rank == 1
+    register(server, ranks[0])
+    assert decode.answer(server.port) == ranks
 
 
 def test_an_unknown_rank_is_404_and_a_malformed_question_400(server, lookup):
@@ -124,9 +131,25 @@ def test_an_unknown_rank_is_404_and_a_malformed_question_400(server, lookup):
 def test_a_new_epoch_and_a_new_shape_replace_what_was_there(server):
     register(server, info(epoch=1))
     register(server, info(epoch=2))
-    assert msgspec.json.decode(get(server, RANK_0).content, type=PrefillInfo).epoch == 2
+    assert epoch_of(server) == 2
     register(server, info(epoch=3, tp_size=2))
     assert get(server, RANK_0).status_code == 503
+
+
+def test_ranks_of_two_starts_of_a_worker_are_not_mixed(server):
+    for n in range(2):
+        register(server, info(epoch=n, instance=1, tp_size=2, tp_rank=n))
+    register(server, info(epoch=2, instance=2, tp_size=2, tp_rank=1))
+    assert get(server, RANK_0).status_code == 503
+    register(server, info(epoch=3, instance=2, tp_size=2, tp_rank=0))
+    assert epoch_of(server) == 3
+
+
+def test_another_release_that_asks_is_told_both_versions(server):
+    register(server, info())
+    response = get(server, {**RANK_0, "version": 3})
+    assert response.status_code == 400
+    assert f"version {PROTOCOL_VERSION} against 3" in response.text
 
 
 def test_a_worker_that_is_no_prefill_worker_any_more_says_so_until_it_is_one_again(server, lookup):
@@ -143,7 +166,7 @@ def test_a_worker_that_is_no_prefill_worker_any_more_says_so_until_it_is_one_aga
     register(server, info(epoch=3, dp_size=2))
     decode = lookup()
     decode.ask(server.port)
-    assert decode.answer(server.port).epoch == 3
+    assert decode.answer(server.port)[0].epoch == 3
 
 
 @pytest.mark.parametrize(
@@ -172,7 +195,7 @@ def test_a_server_that_comes_late_is_found(server, lookup):
     late.run()
     try:
         register(late, info(epoch=5))
-        assert decode.answer(port).epoch == 5
+        assert decode.answer(port)[0].epoch == 5
     finally:
         late.close()
 
@@ -207,7 +230,7 @@ def test_a_request_without_a_proof_gets_a_challenge_and_nothing_else(server):
         assert response.headers["WWW-Authenticate"].startswith("Splitserve nonce=")
         assert "control_address" not in response.text
     assert httpx.put(url, content=msgspec.json.encode(info(epoch=9)), trust_env=False).status_code == 401
-    assert msgspec.json.decode(get(server, RANK_0).content, type=PrefillInfo).epoch == 1
+    assert epoch_of(server) == 1
 
 
 @pytest.mark.parametrize("token", [b"", b"another token, not the cluster's"])
@@ -224,7 +247,7 @@ def test_another_token_is_refused_at_once_in_both_directions_and_both_sides_say_
         "the cluster tokens differ, or one side has none: start all workers with the same --cluster-token-file"
         in failure.message
     )
-    assert msgspec.json.decode(get(server, RANK_0).content, type=PrefillInfo).epoch == 1
+    assert epoch_of(server) == 1
     assert "the cluster tokens differ" in caplog.text
     assert TOKEN.decode() not in caplog.text
 

@@ -15,7 +15,7 @@ class TwoRanks(World):
         super().__init__(prefill={"rank": ParallelRank(dp_rank=0, dp_size=2)})
         rank = ParallelRank(dp_rank=1, dp_size=2)
         self.second = Worker(self, DisaggregationMode.PREFILL, "prefill-1", epoch=12, rank=rank)
-        self.book.entries[BOOTSTRAP._replace(dp_rank=1)] = self.second.manager.prefill_info()
+        self.book.entries[BOOTSTRAP._replace(dp_rank=1)] = [self.second.manager.prefill_info()]
 
     def open(self, room: int, dp_rank: int | None = None):
         """The receiver of a room, and the senders that either rank would have for it."""

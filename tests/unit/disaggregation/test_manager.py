@@ -2,11 +2,11 @@
 
 import itertools
 
+import msgspec
 import pytest
 
 from splitserve.config import DisaggregationConfig
 from splitserve.core.layout import Region
-from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.disaggregation.manager import KVManager
@@ -492,8 +492,6 @@ def test_a_role_does_only_its_own_part():
         ({"pool": layout(layers=1)}, "head 0 of layer 1 (k) is held by no source"),
         ({"pool": layout(dtype="bfloat16")}, "KV dtype bfloat16 against float32, which this prefill cannot convert to"),
         ({"metadata_row_bytes": 64}, "metadata row bytes 64 against"),
-        ({"rank": ParallelRank(tp_size=2)}, "tensor parallel size 2 against 1"),
-        ({"rank": ParallelRank(pp_size=2)}, "pipeline parallel size 2 against 1"),
     ],
 )
 def test_a_prefill_that_does_not_fit_is_refused_with_both_values(prefill, words):
@@ -508,10 +506,7 @@ def test_a_prefill_that_does_not_fit_is_refused_with_both_values(prefill, words)
 
 def test_another_protocol_version_is_refused_with_both_versions(monkeypatch):
     world = World()
-    old = world.book.entries[BOOTSTRAP]
-    world.book.entries[BOOTSTRAP] = type(old)(
-        version=7, epoch=old.epoch, control_address=old.control_address, args=old.args
-    )
+    world.book.entries[BOOTSTRAP] = [msgspec.structs.replace(world.book.entries[BOOTSTRAP][0], version=7)]
     receiver = world.receiver()
     world.tick()
     assert f"control protocol version {PROTOCOL_VERSION} against 7" in receiver.failure().message
@@ -627,7 +622,7 @@ def test_a_directory_that_says_no_fails_the_room_and_one_that_gives_up_is_asked_
     receiver = world.receiver(2)
     world.tick()
     assert receiver.poll() is KVPoll.BOOTSTRAPPING
-    world.book.entries[BOOTSTRAP] = world.prefill.manager.prefill_info()
+    world.book.entries[BOOTSTRAP] = [world.prefill.manager.prefill_info()]
     world.tick()
     assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
 
@@ -809,7 +804,8 @@ def test_a_room_announced_through_a_lost_session_ends_on_both_sides_at_once():
 def test_a_refused_write_fails_its_room_alone():
     world = World(step=True)
     (a, ra), (b, rb) = world.paired(1, (5,)), world.paired(2, (6,))
-    a.info = a.info.__class__(**{f: getattr(a.info, f) for f in a.info.__struct_fields__} | {"pages": [5]})
+    (part,) = a.untold
+    part.info = msgspec.structs.replace(part.info, pages=[5])
     world.decode.transport.memory = Memory(
         [
             Region(r.address, 6 * world.decode.pages[0].shape[1]) if i < len(world.decode.pages) else r

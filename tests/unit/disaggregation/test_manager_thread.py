@@ -183,7 +183,7 @@ def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger
 def test_a_stranger_who_knows_the_way_is_not_heard(pair, stranger):
     """One that got hold of a registration without the bootstrap server."""
     prefill, decode, port = pair
-    stranger.kv._decode._directory = Told(prefill.kv.prefill_info())
+    stranger.kv._decode._directory = Told([prefill.kv.prefill_info()])
     own = stranger.manager.receiver("x", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     end = time.monotonic() + DEADLINE
     while prefill.kv.num_undecodable == 0:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.request import RoomKey
 from splitserve.disaggregation import wire
+from splitserve.disaggregation.pairing import Pair
 from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import DeadlineExceededError, KVTransferError
 from splitserve.messages import TransferStats
@@ -18,7 +19,9 @@ ARGS = wire.KVArgs(backend="tcp", model="m", layout=layout(), metadata_row_bytes
 CAUSE = wire.Cause(message="why", http_status=400, reason="invalid_request")
 KEY = RoomKey((1 << 63) - 1, 3)
 BODIES = [
-    wire.KVArgsRegisterInfo(args=ARGS, session=PeerAddress("s", "127.0.0.1:1")),
+    wire.KVArgsRegisterInfo(
+        args=ARGS, session=PeerAddress("s", "127.0.0.1:1"), pairs=(Pair(0, 1, 2, 3),), num_targets=2
+    ),
     wire.RegisterReply(session_id="s", refusal="no"),
     wire.TransferInfo(
         session_id="s", key=KEY, attempt=(1 << 62) + 5, rid="r", pages=[3, 1, 2], metadata_index=7, num_tokens=33
