@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from splitserve.core.request import BootstrapInfo
+from splitserve.disaggregation.checksum import target_slices
 from splitserve.disaggregation.peers import PrefillPeer, Source
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
@@ -104,7 +105,8 @@ class KVReceiver(Room):
         if checksums is None or expected is None:
             return None
         other_page_size = source.info.args.layout.page_size
-        found = checksums.of(target.pages, target.arriving, target.num_tokens, other_page_size)
+        slices = target_slices(source.pairs)
+        found = checksums.of(target.pages, target.arriving, target.num_tokens, other_page_size, slices)
         if found == expected:
             return None
         return KVTransferError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from splitserve.core.request import RoomKey
+from splitserve.disaggregation.checksum import source_slices
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.outgoing import Outgoing
 from splitserve.disaggregation.pairing import Pair
@@ -280,7 +281,8 @@ class KVSender(Room):
         theirs, checksums = part.peer.args, self.context.checksums
         if not tokens or checksums is None or not self.context.args.checksums(theirs):
             return
-        more = checksums.of(self._pages, tokens, part.info.num_tokens, theirs.layout.page_size)
+        slices = source_slices(part.peer.pairs)
+        more = checksums.of(self._pages, tokens, part.info.num_tokens, theirs.layout.page_size, slices)
         part.checksum = ((part.checksum or 0) + more) % (1 << 64)
 
     def _metadata_row(self, index: int, part: Part) -> Plan:

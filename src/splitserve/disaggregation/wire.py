@@ -17,7 +17,7 @@ with the version in front. Pure data: no sockets.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ import msgspec
 from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import RoomKey
-from splitserve.disaggregation.checksum import can_compare
 from splitserve.disaggregation.convert import is_convertible, travels_as
 from splitserve.disaggregation.pairing import Pair, check_compatible
 from splitserve.disaggregation.transports.base import PeerAddress
@@ -72,7 +71,7 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     wants_checksum: bool = False
     can_checksum: bool = False
 
-    def difference(self, target: KVArgs, pairs: Iterable[Pair]) -> str | None:
+    def difference(self, target: KVArgs, pairs: Sequence[Pair]) -> str | None:
         """Why this prefill rank cannot hand its part, `pairs`, over to the decode rank `target`; None where it can.
 
         Names both values, the prefill's first.
@@ -87,7 +86,8 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
                 return f"{name} {ours} against {theirs}"
         if difference := check_compatible(self.layout, target.layout):
             return difference
-        if self.shared_pool and target.shared_pool == self.shared_pool and max(self._num_ranks, target._num_ranks) > 1:
+        exchanges = self.shared_pool != "" and target.shared_pool == self.shared_pool
+        if exchanges and max(self.rank.group_size, target.rank.group_size) > 1:
             return f"pages change owner between workers of one rank only: {self.rank.name} against {target.rank.name}"
         for pair in pairs:
             if not pair.is_in(self.layout, target.layout):
@@ -96,27 +96,22 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
             b = travels_as(target.layout.components[pair.dst].dtype, target.transfer_dtype)
             if a != b and not (self.can_convert and is_convertible(a, b)):
                 return f"KV dtype {a} against {b}, which this prefill cannot convert to: give both the same --dtype"
-        return self._checksum_difference(target)
+        return self._checksum_difference(target, pairs)
 
     def checksums(self, other: KVArgs) -> bool:
         """Whether rooms between the two are compared end to end: where one of them wants it."""
         return self.wants_checksum or other.wants_checksum
 
-    @property
-    def _num_ranks(self) -> int:
-        return self.rank.group_size
-
-    def _checksum_difference(self, target: KVArgs) -> str | None:
+    def _checksum_difference(self, target: KVArgs, pairs: Sequence[Pair]) -> str | None:
         if not self.checksums(target):
             return None
         if not (self.can_checksum and target.can_checksum):
             return "--transfer-checksum needs KV pools that the CPU can read on both sides"
-        if target.transfer_dtype is not None or not can_compare(self.layout, target.layout):
-            a, b = self.layout.components[0].dtype, target.layout.components[0].dtype
-            return (
-                f"--transfer-checksum needs the same KV layout and dtype on both sides: {a} against {b}, carried as "
-                f"{target.transfer_dtype or b}"
-            )
+        for pair in pairs:
+            a, b = self.layout.components[pair.src].dtype, target.layout.components[pair.dst].dtype
+            carried = target.transfer_dtype or b
+            if a != b or b != carried:
+                return f"--transfer-checksum needs one KV dtype on both sides: {a} against {b}, carried as {carried}"
         return None
 
 

@@ -85,7 +85,7 @@ def test_without_the_option_nothing_is_summed_up():
     ("args", "words"),
     [
         ({"can_checksum": False}, "that the CPU can read"),
-        ({"pool": layout(dtype="bfloat16")}, "same KV layout and dtype"),
+        ({"pool": layout(dtype="bfloat16")}, "one KV dtype"),
     ],
 )
 def test_pools_that_cannot_be_compared_are_refused_at_pairing(args, words):
