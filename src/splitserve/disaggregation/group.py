@@ -44,7 +44,7 @@ from splitserve.disaggregation.ports import (
     SenderPort,
 )
 from splitserve.disaggregation.room import abort_error
-from splitserve.disaggregation.state import KVPoll
+from splitserve.disaggregation.state import KVEvent, KVPoll, advance
 from splitserve.disaggregation.wire import Cause
 from splitserve.errors import SplitserveError, WorkerUnavailableError
 from splitserve.messages import TransferStats
@@ -259,8 +259,10 @@ class _GroupRoom(Generic[End]):
 class GroupSender(_GroupRoom[RankSender]):
     def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
         with self._group.lock:
-            if self.poll() is KVPoll.FAILED:
+            if (state := self.poll()) is KVPoll.FAILED:
                 return
+            if state is KVPoll.BOOTSTRAPPING:
+                raise ValueError(f"room {self._key}: send before every rank knows decode's pages")
             self.local.send(pages, is_last=is_last, metadata_index=metadata_index)
             self._order(
                 SendPages(number=self.number, pages=list(pages), is_last=is_last, metadata_index=metadata_index)
@@ -292,8 +294,10 @@ class GroupReceiver(_GroupRoom[RankReceiver]):
         prompt_ids: Sequence[int] = (),
     ) -> None:
         with self._group.lock:
-            if self.poll() is KVPoll.FAILED:
+            if (state := self.poll()) is KVPoll.FAILED:
                 return
+            # Every rank must have shaken hands.
+            advance(state, KVEvent.STARTED)
             self.local.init(
                 pages, metadata_index, num_tokens=num_tokens, num_held_tokens=num_held_tokens, prompt_ids=prompt_ids
             )

@@ -70,6 +70,12 @@ class Book:
         self.requests: list[BootstrapAddress] = []
         self._waiting: set[BootstrapAddress] = set()
 
+    def copy(self) -> Book:
+        """For another that asks by itself. It has the same entries, now and later."""
+        other = Book()
+        other.entries = self.entries
+        return other
+
     def request(self, address: BootstrapAddress, timeout: float) -> None:
         self.requests.append(address)
         self._waiting.add(address)

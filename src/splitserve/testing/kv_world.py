@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -40,12 +40,21 @@ def layout(
     return KVLayout(page_size, num_pages, components)
 
 
+class Between(Protocol):
+    """What lies between the workers of a world."""
+
+    clock: ManualClock
+    network: FakeNetwork
+    wires: Wires
+    book: Book
+
+
 class Worker:
     """One process: memory, transport and manager."""
 
     def __init__(
         self,
-        world: World,
+        world: Between,
         role: DisaggregationMode,
         address: str,
         *,
@@ -55,6 +64,8 @@ class Worker:
         staging_slot_bytes: int | None = None,
         transfer_dtype: str | None = None,
         token: bytes = b"",
+        group_args: Sequence[KVArgs] = (),
+        directory: Book | None = None,
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -91,10 +102,11 @@ class Worker:
             ),
             metadata=self.metadata,
             config=msgspec.structs.replace(CONFIG, cluster_token=ClusterToken(token)),
-            directory=world.book if role is DisaggregationMode.DECODE else None,
+            directory=(directory or world.book) if role is DisaggregationMode.DECODE else None,
             staging=self.staging,
             arrivals=Arrivals(self.layout, pool_regions, transfer_dtype) if transfer_dtype else None,
             checksums=Checksums(self.layout, pool_regions),
+            group_args=group_args,
             limits=limits,
             epoch=epoch,
         )
@@ -162,6 +174,10 @@ class World:
             self.prefill.manager.tick()
             while self.wires.busy():
                 self.wires.deliver(self.wires.busy()[0])
+
+    def turns(self) -> list[Callable[[], object]]:
+        """All that somebody has to call again and again for anything to happen."""
+        return [self.prefill.manager.tick, self.decode.manager.tick]
 
     def land(self) -> None:
         """Let all bytes under way arrive."""

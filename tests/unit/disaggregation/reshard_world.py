@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
+from hypothesis import strategies as st
 
 from splitserve.core.layout import KVComponent, KVLayout
 
@@ -60,6 +62,44 @@ class Cut:
         return KVLayout(self.page_size, self.num_pages, tuple(components))
 
 
+@st.composite
+def models(draw):
+    """Components of a few layers: GQA with any heads, or MLA; layers with and without sliding windows."""
+    layers = draw(st.integers(1, 4))
+    windows = [draw(st.none() | st.integers(1, 40)) for _ in range(layers)]
+    if draw(st.booleans()):
+        return [Kind("latent", n, 1, draw(st.sampled_from([1, 6])), windows[n]) for n in range(layers)]
+    heads, k_dim, v_dim = draw(st.sampled_from([1, 2, 4, 6])), draw(st.sampled_from([1, 4])), 4
+    return [Kind(name, n, heads, d, windows[n]) for n in range(layers) for name, d in (("k", k_dim), ("v", v_dim))]
+
+
+@st.composite
+def cuts(draw, kinds, num_tokens, dtype):
+    heads = kinds[0].total_heads
+    tp = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0 or n % heads == 0]))
+    layers = sorted({k.layer for k in kinds})
+    ends = [*sorted(draw(st.sets(st.sampled_from(layers), max_size=len(layers) - 1)) - {0}), len(layers)]
+    stages = tuple(tuple(range(a, b)) for a, b in pairwise([0, *ends]))
+    page_size = draw(st.integers(1, 32))
+    num_pages = -(-num_tokens // page_size) + draw(st.integers(0, 3))
+    return Cut(tp, stages, page_size, num_pages, draw(st.sampled_from(["NHD", "HND"])), dtype)
+
+
+def pages_of(draw, layout, num_tokens):
+    """Half the time in a run, as an allocator gives them out."""
+    n = -(-num_tokens // layout.page_size)
+    if draw(st.booleans()):
+        return list(range(layout.num_pages - n, layout.num_pages))
+    return draw(st.permutations(range(layout.num_pages)))[:n]
+
+
+def chunks_of(draw, num_tokens, page_size):
+    """The room's tokens in chunks of whole source pages."""
+    cut = draw(st.sets(st.integers(0, num_tokens // page_size), max_size=3))
+    ends = sorted({0, num_tokens, *(page_size * n for n in cut)})
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
 class Cache:
     """The KV of one room: `values[kind][token, head]` is a row."""
 
@@ -72,19 +112,32 @@ class Cache:
             for k in kinds
         }
 
-    def place(self, layout: KVLayout, pools: list[np.ndarray], pages: list[int], *, read_only: bool = False) -> None:
-        """Put what a rank holds of the room into its pages, row by row; `read_only`: only what decode will read."""
+    def place(
+        self, layout: KVLayout, pools: list[np.ndarray], pages: list[int], *, read_only: bool = False, start: int = 0
+    ) -> None:
+        """Put what a rank holds of the room into its pages, row by row; `read_only`: only what decode will read.
+
+        Tokens from `start` on.
+        """
         for component, pool in zip(layout.components, pools, strict=True):
             values = self.values[component.name, component.layer]
-            first = 0
+            first = start
             if read_only and component.window is not None:
-                first = max(0, self.num_tokens - component.window + 1)
+                first = max(start, self.num_tokens - component.window + 1)
             for token in range(first, self.num_tokens):
                 page, slot = pages[token // layout.page_size], token % layout.page_size
                 for i, head in enumerate(component.heads):
                     view = rows_of(component, layout, pool)[page]
                     place = view[slot, i] if component.axes == "NHD" else view[i, slot]
                     place[:] = values[token, head].astype(DTYPES[component.dtype])
+
+
+def naive(cache: Cache, layout: KVLayout, pages: list[int], start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(what a target's pool holds after a naive copy, which of its bytes that wrote), for each component."""
+    low, high = empty_pools(layout, 0x00), empty_pools(layout, 0xFF)
+    for pools in (low, high):
+        cache.place(layout, pools, pages, read_only=True, start=start)
+    return [(a, a == b) for a, b in zip(low, high, strict=True)]
 
 
 def rows_of(component: KVComponent, layout: KVLayout, pool: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """The planner against a naive copy: a whole cache cut one way, carried over, compared with it cut the other way."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,32 +14,9 @@ from splitserve.disaggregation.pairing import check_compatible, sources_of
 from splitserve.disaggregation.reshard import plan, plan_copies, plan_unpack
 from splitserve.testing.kv_world import layout
 
-from .reshard_world import Cache, Cut, Kind, empty_pools, run
+from .reshard_world import Cache, Cut, Kind, chunks_of, cuts, empty_pools, models, naive, pages_of, run
 
 CANARY = 0xA5
-
-
-@st.composite
-def models(draw):
-    """Components of a few layers: GQA with any heads, or MLA; layers with and without sliding windows."""
-    layers = draw(st.integers(1, 4))
-    windows = [draw(st.none() | st.integers(1, 40)) for _ in range(layers)]
-    if draw(st.booleans()):
-        return [Kind("latent", n, 1, draw(st.sampled_from([1, 6])), windows[n]) for n in range(layers)]
-    heads, k_dim, v_dim = draw(st.sampled_from([1, 2, 4, 6])), draw(st.sampled_from([1, 4])), 4
-    return [Kind(name, n, heads, d, windows[n]) for n in range(layers) for name, d in (("k", k_dim), ("v", v_dim))]
-
-
-@st.composite
-def cuts(draw, kinds, num_tokens, dtype):
-    heads = kinds[0].total_heads
-    tp = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0 or n % heads == 0]))
-    layers = sorted({k.layer for k in kinds})
-    ends = [*sorted(draw(st.sets(st.sampled_from(layers), max_size=len(layers) - 1)) - {0}), len(layers)]
-    stages = tuple(tuple(range(a, b)) for a, b in pairwise([0, *ends]))
-    page_size = draw(st.integers(1, 32))
-    num_pages = -(-num_tokens // page_size) + draw(st.integers(0, 3))
-    return Cut(tp, stages, page_size, num_pages, draw(st.sampled_from(["NHD", "HND"])), dtype)
 
 
 @st.composite
@@ -49,21 +25,6 @@ def worlds(draw, dtypes=(("float32", "float32"),)):
     src_dtype, dst_dtype = draw(st.sampled_from(dtypes))
     cache = Cache(kinds, num_tokens, src_dtype, draw(st.integers(0, 2**32 - 1)))
     return cache, draw(cuts(kinds, num_tokens, src_dtype)), draw(cuts(kinds, num_tokens, dst_dtype))
-
-
-def pages_of(draw, layout, num_tokens):
-    """Half the time in a run, as an allocator gives them out."""
-    n = -(-num_tokens // layout.page_size)
-    if draw(st.booleans()):
-        return list(range(layout.num_pages - n, layout.num_pages))
-    return draw(st.permutations(range(layout.num_pages)))[:n]
-
-
-def chunks_of(draw, num_tokens, page_size):
-    """The room's tokens in chunks of whole source pages."""
-    cut = draw(st.sets(st.integers(0, num_tokens // page_size), max_size=3))
-    ends = sorted({0, num_tokens, *(page_size * n for n in cut)})
-    return [range(a, b) for a, b in pairwise(ends)]
 
 
 class Carried:
@@ -113,11 +74,8 @@ class Carried:
 
     def _naive(self, cache):
         """(pool, writes of each byte, naive copy, bytes that it wrote): those that are so whatever was there before."""
-        low, high = empty_pools(self.target, 0x00), empty_pools(self.target, 0xFF)
-        for pools in (low, high):
-            cache.place(self.target, pools, self.pages, read_only=True)
-        written = [a == b for a, b in zip(low, high, strict=True)]
-        return zip(self.pools, self.counts, low, written, strict=True)
+        copied = naive(cache, self.target, self.pages)
+        return [(p, n, *c) for p, n, c in zip(self.pools, self.counts, copied, strict=True)]
 
 
 def carry_all(data, world):

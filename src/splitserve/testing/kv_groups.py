@@ -1,0 +1,230 @@
+"""A prefill and a decode worker of several ranks each, in one process: every rank with memory, transport and manager.
+
+Either side offers what a single `Worker` of `kv_world.py` does, over all its ranks: `manager` is its GroupManager,
+`pages` are all pools one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve.clock import ManualClock
+from splitserve.core.layout import KVLayout
+from splitserve.core.parallel import ParallelRank
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.disaggregation.follower import FollowerRooms
+from splitserve.disaggregation.group import GroupManager
+from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
+from splitserve.disaggregation.ports import ReceiverPort, SenderPort
+from splitserve.disaggregation.transports.fake import FakeNetwork
+from splitserve.disaggregation.wire import KVArgs
+from splitserve.testing.control import Book, Wires
+from splitserve.testing.kv_world import BOOTSTRAP, NUM_ROWS, Worker
+
+
+@dataclass
+class Pipe:
+    """One direction of a link: frames in order. In step mode each waits until the test lets it through."""
+
+    step: bool = False
+    under_way: deque[bytes] = field(default_factory=deque)
+    arrived: deque[bytes] = field(default_factory=deque)
+
+    def put(self, frame: bytes) -> None:
+        self.under_way.append(frame)
+        if not self.step:
+            self.let_through()
+
+    def let_through(self) -> None:
+        self.arrived.append(self.under_way.popleft())
+
+    def take(self) -> list[bytes]:
+        frames = list(self.arrived)
+        self.arrived.clear()
+        return frames
+
+
+class Link:
+    """RankLink: one end of two pipes."""
+
+    def __init__(self, out: Pipe, into: Pipe) -> None:
+        self._out = out
+        self._into = into
+        self.is_open = True
+
+    def send(self, frame: bytes) -> None:
+        self._out.put(frame)
+
+    def collect(self) -> list[bytes]:
+        return self._into.take()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a worker is cut: the layout of each rank, stage by stage."""
+
+    layouts: Sequence[KVLayout]
+    tp_size: int
+
+    def ranks(self) -> list[ParallelRank]:
+        return list(ParallelRank(tp_size=self.tp_size, pp_size=len(self.layouts) // self.tp_size).group())
+
+
+class Group:
+    """All ranks of one worker, and what its driver sees."""
+
+    def __init__(
+        self, world: GroupWorld, role: DisaggregationMode, shape: Shape, *, first_epoch: int, **options: Any
+    ) -> None:
+        ranks, row_bytes = shape.ranks(), MetadataBuffers(1).row_bytes
+        group_args = [
+            KVArgs(
+                backend="fake", model="tiny", layout=layout, metadata_row_bytes=row_bytes, num_metadata_rows=NUM_ROWS,
+                rank=rank,
+            )
+            for rank, layout in zip(ranks, shape.layouts, strict=True)
+        ]  # fmt: skip
+        self.workers = [
+            Worker(
+                world,
+                role,
+                f"{role}-{i}",
+                epoch=first_epoch + i,
+                pool=args.layout,
+                group_args=group_args if role is DisaggregationMode.DECODE else (),
+                rank=args.rank,
+                directory=world.book.copy(),
+                **options,
+            )
+            for i, args in enumerate(group_args)
+        ]
+        self._driver = next(i for i, rank in enumerate(ranks) if rank.is_driver)
+        # Ranks whose process has died.
+        self.dead: set[int] = set()
+        self.pipes: list[Pipe] = []
+        self._links: dict[int, Link] = {}
+        self.followers: dict[int, FollowerRooms] = {}
+        for i in [i for i in range(len(ranks)) if i != self._driver]:
+            orders, reports = Pipe(world.wires.step), Pipe(world.wires.step)
+            self.pipes += [orders, reports]
+            self._links[i] = Link(orders, reports)
+            self.followers[i] = FollowerRooms(self.workers[i].manager, Link(reports, orders))
+        self.manager = GroupManager(self.driver.manager, ranks[self._driver], list(self._links.values()))
+
+    @property
+    def driver(self) -> Worker:
+        return self.workers[self._driver]
+
+    @property
+    def metadata(self) -> MetadataBuffers:
+        return self.driver.metadata
+
+    @property
+    def pages(self) -> list[NDArray[np.uint8]]:
+        return [component for worker in self.workers for component in worker.pages]
+
+    def num_rooms(self) -> int:
+        """Ends of rooms that somebody still knows of."""
+        known = [self.manager.num_rooms, *(f.num_rooms for f in self.followers.values())]
+        return sum(known) + sum(worker.manager.num_rooms for worker in self.workers)
+
+    def kill(self, index: int) -> None:
+        """Its process ends without a word. A driver's leaves followers that nobody orders about."""
+        self.dead.add(index)
+        if link := self._links.get(index):
+            link.is_open = False
+
+    def turns(self) -> list[Callable[[], object]]:
+        alive = [i for i in range(len(self.workers)) if i not in self.dead]
+        turns: list[Callable[[], object]] = [self.workers[i].manager.tick for i in alive]
+        turns += [self.followers[i].tick for i in alive if i != self._driver]
+        return turns if self._driver in self.dead else [*turns, self.manager.tick]
+
+    def busy_pipes(self) -> list[Pipe]:
+        return [pipe for pipe in self.pipes if pipe.under_way]
+
+
+class GroupWorld:
+    def __init__(
+        self,
+        prefill: Shape,
+        decode: Shape,
+        *,
+        step: bool = False,
+        late_fences: bool = False,
+        prefill_options: dict[str, Any] | None = None,
+        decode_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.clock = ManualClock(100.0)
+        self.network = FakeNetwork(step=step, late_fences=late_fences)
+        self.wires = Wires(step=step)
+        self.book = Book()
+        self._shapes = prefill, decode
+        self._options = prefill_options or {}, decode_options or {}
+        self._graveyard: list[Group] = []
+        self.prefill = self._start(DisaggregationMode.PREFILL, 1000)
+        self.decode = self._start(DisaggregationMode.DECODE, 2000)
+
+    def _start(self, role: DisaggregationMode, first_epoch: int) -> Group:
+        i = 0 if role is DisaggregationMode.PREFILL else 1
+        group = Group(self, role, self._shapes[i], first_epoch=first_epoch, **self._options[i])
+        if i == 0:
+            self.book.entries[BOOTSTRAP] = [worker.manager.prefill_info() for worker in group.workers]
+        return group
+
+    def replace_prefill(self, *, epoch: int) -> Group:
+        """The old processes stay as they are, but nobody ticks them any more."""
+        old, self.prefill = self.prefill, self._start(DisaggregationMode.PREFILL, epoch)
+        return old
+
+    def replace_decode(self, *, epoch: int) -> None:
+        """As if its processes were killed and started again at the same addresses."""
+        for worker in self.decode.workers:
+            worker.transport.close()
+        # Late bytes may still land in its memory.
+        self._graveyard.append(self.decode)
+        self.decode = self._start(DisaggregationMode.DECODE, epoch)
+
+    def sender(self, room: int = 1) -> SenderPort:
+        return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
+
+    def receiver(self, room: int = 1) -> ReceiverPort:
+        return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
+
+    def turns(self) -> list[Callable[[], object]]:
+        return [*self.decode.turns(), *self.prefill.turns()]
+
+    def busy_pipes(self) -> list[Pipe]:
+        return self.decode.busy_pipes() + self.prefill.busy_pipes()
+
+    def tick(self, times: int = 6) -> None:
+        """Let everything that is due happen."""
+        for _ in range(times):
+            for turn in self.turns():
+                turn()
+            while busy := self.busy_pipes():
+                busy[0].let_through()
+            while pairs := self.wires.busy():
+                self.wires.deliver(pairs[0])
+
+    def land(self) -> None:
+        """Let all bytes under way arrive."""
+        while busy := self.network.busy_sessions():
+            self.network.run_one(busy[0])
+
+    def pass_time(self, seconds: float, step: float = 1.0) -> None:
+        """Turn the clock, everybody awake."""
+        end = self.clock.now() + seconds
+        while self.clock.now() < end:
+            self.clock.advance(step)
+            self.tick(2)
+
+    def set_row(self, room: int, index: int = 0, token: int = 42) -> None:
+        """Fill the prefill driver's metadata row for a room."""
+        self.prefill.metadata.set_buf(index, MetadataRow(RoomKey(room), token))
