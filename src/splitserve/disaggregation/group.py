@@ -180,13 +180,15 @@ class _GroupRoom(Generic[End]):
         self.number = number
         self.local = local
         self._group = group
-        self._rid = rid
-        self._key = key
+        self.rid = rid
+        self.key = key
         # Orders of this room so far; it is opened by the first.
         self._num_orders = 1
         # The last report of each follower.
         nothing = RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
         self._reports = [nothing] * group.num_followers
+        # Pages have been sent, or announced: on every rank, for all were ready.
+        self._has_started = False
         self._failure: SplitserveError | None = None
 
     def take(self, follower: int, report: RoomReport) -> None:
@@ -197,7 +199,10 @@ class _GroupRoom(Generic[End]):
         if state is KVPoll.FAILED and self._failure is None:
             with self._group.lock:
                 self._give_up(self._first_failure())
-        return KVPoll.FAILED if self._failure else state
+        if self._failure is not None:
+            return KVPoll.FAILED
+        # What was ordered of all ranks counts, though some have still to say that they did it.
+        return max(state, KVPoll.TRANSFERRING) if self._has_started else state
 
     def all_reduce_min(self, values: list[int]) -> list[int]:
         """Reducer, of this one room: with what the followers said last."""
@@ -205,13 +210,13 @@ class _GroupRoom(Generic[End]):
 
     def failure(self) -> SplitserveError:
         if self._failure is None:
-            raise RuntimeError(f"room {self._key} of request {self._rid} has no failure")
+            raise RuntimeError(f"room {self.key} of request {self.rid} has no failure")
         return self._failure
 
     def abort(self, reason: str, *, status_code: int = 499) -> None:
         with self._group.lock:
             if self.poll() not in (KVPoll.SUCCESS, KVPoll.FAILED):
-                self._give_up(abort_error(self._rid, self._key, reason, status_code))
+                self._give_up(abort_error(self.rid, self.key, reason, status_code))
 
     def quiescent(self) -> bool:
         """On every rank, and nothing that was ordered since could change that.
@@ -224,7 +229,7 @@ class _GroupRoom(Generic[End]):
     def clear(self) -> None:
         with self._group.lock:
             if not self.quiescent():
-                raise RuntimeError(f"room {self._key} is not quiescent on all ranks: it cannot be cleared yet")
+                raise RuntimeError(f"room {self.key} is not quiescent on all ranks: it cannot be cleared yet")
             self.local.clear()
             self._order(Clear(number=self.number))
             self._group.remove(self.number)
@@ -246,7 +251,7 @@ class _GroupRoom(Generic[End]):
 
     def _named(self, follower: int | None, cause: Cause) -> SplitserveError:
         message = f"{self._group.name_of(follower)}: {cause.message}"
-        return Cause(message=message, http_status=cause.http_status, reason=cause.reason).to_error(self._key)
+        return Cause(message=message, http_status=cause.http_status, reason=cause.reason).to_error(self.key)
 
     def _give_up(self, error: SplitserveError) -> None:
         """Fail the room on every rank; those where it failed by itself take no notice."""
@@ -262,8 +267,9 @@ class GroupSender(_GroupRoom[RankSender]):
             if (state := self.poll()) is KVPoll.FAILED:
                 return
             if state is KVPoll.BOOTSTRAPPING:
-                raise ValueError(f"room {self._key}: send before every rank knows decode's pages")
+                raise ValueError(f"room {self.key}: send before every rank knows decode's pages")
             self.local.send(pages, is_last=is_last, metadata_index=metadata_index)
+            self._has_started = True
             self._order(
                 SendPages(number=self.number, pages=list(pages), is_last=is_last, metadata_index=metadata_index)
             )
@@ -301,6 +307,7 @@ class GroupReceiver(_GroupRoom[RankReceiver]):
             self.local.init(
                 pages, metadata_index, num_tokens=num_tokens, num_held_tokens=num_held_tokens, prompt_ids=prompt_ids
             )
+            self._has_started = True
             self._order(
                 AnnouncePages(
                     number=self.number,

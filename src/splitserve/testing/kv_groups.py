@@ -7,8 +7,9 @@ Either side offers what a single `Worker` of `kv_world.py` does, over all its ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from splitserve.disaggregation.transports.fake import FakeNetwork
 from splitserve.disaggregation.wire import KVArgs
 from splitserve.testing.control import Book, Wires
 from splitserve.testing.kv_world import BOOTSTRAP, NUM_ROWS, Worker
+
+# Of a room that `fill` can make up.
+MAX_TOKENS = 64
 
 
 @dataclass
@@ -134,20 +138,58 @@ class Group:
         known = [self.manager.num_rooms, *(f.num_rooms for f in self.followers.values())]
         return sum(known) + sum(worker.manager.num_rooms for worker in self.workers)
 
-    def kill(self, index: int) -> None:
-        """Its process ends without a word. A driver's leaves followers that nobody orders about."""
-        self.dead.add(index)
-        if link := self._links.get(index):
-            link.is_open = False
+    def kill(self, follower: int) -> None:
+        """Its process ends without a word."""
+        self.dead.add(follower)
+        self._links[follower].is_open = False
 
     def turns(self) -> list[Callable[[], object]]:
         alive = [i for i in range(len(self.workers)) if i not in self.dead]
         turns: list[Callable[[], object]] = [self.workers[i].manager.tick for i in alive]
-        turns += [self.followers[i].tick for i in alive if i != self._driver]
-        return turns if self._driver in self.dead else [*turns, self.manager.tick]
+        return [*turns, *(self.followers[i].tick for i in alive if i != self._driver), self.manager.tick]
+
+    def fill(self, pages: Sequence[int], seed: int) -> None:
+        """Put random values into whole pages: every rank its part of them."""
+        for rows, content in self._parts(pages, seed):
+            rows.put(content)
+
+    def holds(self, pages: Sequence[int], seed: int) -> bool:
+        """Whether every rank holds its part of what `fill` put into as many tokens of another worker."""
+        return all(rows.are(content) for rows, content in self._parts(pages, seed))
+
+    def _parts(self, pages: Sequence[int], seed: int) -> Iterator[tuple[_Rows, NDArray[np.uint8]]]:
+        """(the pages' rows in a component, what belongs there), each [token, head, byte]; NHD pools."""
+        for worker in self.workers:
+            for memory, c in zip(worker.pages, worker.layout.components, strict=True):
+                size = worker.layout.page_size
+                content = _content(seed, c.name, c.layer, c.total_heads, c.page_bytes(1) // c.num_heads)
+                yield (
+                    _Rows(memory, list(pages), (len(pages) * size, c.num_heads, -1)),
+                    content[: len(pages) * size, c.heads.start : c.heads.stop],
+                )
 
     def busy_pipes(self) -> list[Pipe]:
         return [pipe for pipe in self.pipes if pipe.under_way]
+
+
+class _Rows:
+    """Some pages of a component, to be compared or overwritten as a whole."""
+
+    def __init__(self, memory: NDArray[np.uint8], pages: list[int], shape: tuple[int, int, int]) -> None:
+        self._memory, self._pages, self._shape = memory, pages, shape
+
+    def put(self, content: NDArray[np.uint8]) -> None:
+        self._memory[self._pages] = content.reshape(len(self._pages), -1)
+
+    def are(self, content: NDArray[np.uint8]) -> bool:
+        return bool((self._memory[self._pages].reshape(self._shape) == content).all())
+
+
+@cache
+def _content(seed: int, name: str, layer: int, total_heads: int, row_bytes: int) -> NDArray[np.uint8]:
+    """The values of a room in one kind of component, [token, head, byte]."""
+    rng = np.random.default_rng([seed, layer, *name.encode()])
+    return rng.integers(0, 256, (MAX_TOKENS, total_heads, row_bytes), dtype=np.uint8)
 
 
 class GroupWorld:
@@ -199,6 +241,10 @@ class GroupWorld:
 
     def turns(self) -> list[Callable[[], object]]:
         return [*self.decode.turns(), *self.prefill.turns()]
+
+    def num_rooms(self) -> int:
+        """Ends of rooms that somebody still knows of."""
+        return self.prefill.num_rooms() + self.decode.num_rooms()
 
     def busy_pipes(self) -> list[Pipe]:
         return self.decode.busy_pipes() + self.prefill.busy_pipes()

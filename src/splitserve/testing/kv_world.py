@@ -179,6 +179,10 @@ class World:
         """All that somebody has to call again and again for anything to happen."""
         return [self.prefill.manager.tick, self.decode.manager.tick]
 
+    def num_rooms(self) -> int:
+        """Ends of rooms that somebody still knows of."""
+        return self.prefill.manager.num_rooms + self.decode.manager.num_rooms
+
     def land(self) -> None:
         """Let all bytes under way arrive."""
         while busy := self.network.busy_sessions():

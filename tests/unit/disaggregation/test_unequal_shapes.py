@@ -124,7 +124,7 @@ def test_any_two_shapes_hand_over_each_byte_once_to_the_right_place(data):
     assert receiver.poll() is sender.poll() is KVPoll.SUCCESS
     num_bytes = check(world, counted, cache, dst, held)
     assert sender.stats().num_bytes == num_bytes + world.prefill.metadata.row_bytes
-    assert world.decode.metadata.get_buf(5, receiver._key).output_id == 77
+    assert world.decode.metadata.get_buf(5, receiver.key).output_id == 77
     finish(world, sender, receiver)
 
 
