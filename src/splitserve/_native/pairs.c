@@ -14,6 +14,8 @@
 #define VECTORS 2
 /* Rows whose sums fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
+/* Panels side by side for one row. */
+#define WIDE 4
 /* Rows for each thread from which on rows are shared out, and not panels: the sums keep a core busy, not the memory. */
 #define MANY_ROWS (2 * TILE_ROWS)
 
@@ -100,13 +102,13 @@ static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t pan
  */
 static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, uint64_t panel, uint64_t end)
 {
-    if (rows == 1 && panel + 4 <= end) {
-        tile(l, 1, 4, row, panel);
-        return 4;
+    if (rows == 1 && panel + WIDE <= end) {
+        tile(l, 1, WIDE, row, panel);
+        return WIDE;
     }
-    if (rows == 2 && panel + 2 <= end) {
-        tile(l, 2, 2, row, panel);
-        return 2;
+    if (rows == 2 && panel + WIDE / 2 <= end) {
+        tile(l, 2, WIDE / 2, row, panel);
+        return WIDE / 2;
     }
     return 0;
 }
@@ -127,18 +129,28 @@ static void multiply(const struct linear *l, uint64_t top, uint64_t bottom, uint
     }
 }
 
+/* Shares of a thread: a thread whose core is taken away for a while leaves its others to those that still have one. */
+#define SHARES 4
+
+/* The least multiple of `step` such that at most `most` of them make `all`. */
+INLINE uint64_t part_of(uint64_t all, uint64_t most, uint64_t step)
+{
+    return ((all + most - 1) / most + step - 1) / step * step;
+}
+
 void pairs_share(const struct linear *l)
 {
-    const uint64_t threads = (uint64_t)l->num_threads, step = (uint64_t)alike_rows(l, TILE_ROWS);
-    const uint64_t tiles = (l->num_rows + step - 1) / step;
-    const int by_rows = l->num_rows >= MANY_ROWS * threads;
-#pragma omp for schedule(static)
-    for (uint64_t t = 0; t < threads; t++) {
-        if (by_rows)
-            multiply(l, t * tiles / threads * step, MIN(l->num_rows, (t + 1) * tiles / threads * step), 0,
-                     l->num_panels, step);
-        else
-            multiply(l, 0, l->num_rows, t * l->num_panels / threads, (t + 1) * l->num_panels / threads, step);
+    const uint64_t most = (uint64_t)l->num_threads * SHARES, step = (uint64_t)alike_rows(l, TILE_ROWS);
+    if (l->num_rows >= MANY_ROWS * (uint64_t)l->num_threads) {
+        const uint64_t part = part_of(l->num_rows, most, step);
+#pragma omp for schedule(dynamic)
+        for (uint64_t row = 0; row < l->num_rows; row += part)
+            multiply(l, row, MIN(l->num_rows, row + part), 0, l->num_panels, step);
+    } else {
+        const uint64_t part = part_of(l->num_panels, most, WIDE);
+#pragma omp for schedule(dynamic)
+        for (uint64_t panel = 0; panel < l->num_panels; panel += part)
+            multiply(l, 0, l->num_rows, panel, MIN(l->num_panels, panel + part), step);
     }
 }
 
