@@ -43,7 +43,7 @@ class UpProjection(torch.nn.Module):
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Queries as the rows want them: [T, num_heads, key_size + rope] becomes [T, num_heads, rank + rope]."""
-        plain, rope = query.split([self.key_size, query.shape[2] - self.key_size], dim=-1)
+        plain, rope = query[..., : self.key_size], query[..., self.key_size :]
         found = torch.bmm(plain.transpose(0, 1), self.weight[:, : self.key_size])
         return torch.cat((found.transpose(0, 1), rope), dim=-1)
 
