@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.engine.attention import bridge
 from splitserve.engine.mla import use_latents
+from splitserve.engine.moe import choose_experts
 from splitserve.engine.native.layers import use_kernels
 from splitserve.engine.native.library import Library, find_library
 from splitserve.engine.native.weights import Kind
@@ -74,6 +75,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     dtype_name = _dtype_name(config.dtype, checkpoint, device)
     model = _build(folder, config.model, dtype_name, device)
     use_latents(model, config.model)
+    choose_experts(model, config.model)
     layers = probe(model, config.model)
     num_parameters = sum(p.numel() for p in model.parameters())
     kernels = _use_kernels(model, layers, config, device, dtype_name)
