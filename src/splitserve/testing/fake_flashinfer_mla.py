@@ -17,7 +17,10 @@ class BatchMLAPagedAttentionWrapper:
         kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None,
         kv_len_arr: torch.Tensor | None = None,
+        *,
+        backend: str,
     ) -> None:
+        assert backend in ("fa2", "fa3")
         assert float_workspace_buffer.dtype is torch.uint8
         self._buffers: _Table | None = None
         if use_cuda_graph:
@@ -30,6 +33,7 @@ class BatchMLAPagedAttentionWrapper:
 
     def plan(
         self,
+        *,
         qo_indptr: torch.Tensor,
         kv_indptr: torch.Tensor,
         kv_indices: torch.Tensor,
@@ -57,7 +61,7 @@ class BatchMLAPagedAttentionWrapper:
         self._page_size, self._scale = page_size, sm_scale
 
     def run(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor
+        self, *, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor
     ) -> torch.Tensor:
         num_heads, ckv, kpe = self._sizes
         assert q_nope.shape[1:] == (num_heads, ckv)

@@ -118,6 +118,56 @@ def test_logits_equal_transformers_eager(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MiniCPM3Config(**SMALL),
+        transformers.Glm4MoeLiteConfig(**SMALL, **EXPERTS, mlp_layer_types=["dense", "sparse"]),
+        transformers.YoutuConfig(**SMALL),
+    ],
+    ids=["minicpm3", "glm4-moe-lite", "youtu"],
+)
+def test_other_families_with_latents(config: Any, tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1))
+    assert all(shape.is_latent for shape in loaded.layers)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    sequences = prompts(64, (5, 40, 100))
+    for ours, tokens in zip(PagedForward(loaded, sequences, 16).run(33), sequences, strict=True):
+        with torch.inference_mode():
+            theirs = reference(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", MLA_KINDS)
 def test_bfloat16_differs_by_roundings(
     kind: TinyKind, tiny_folder: Callable[[TinyKind], Path], expected: Callable[[TinyKind], list[torch.Tensor]]

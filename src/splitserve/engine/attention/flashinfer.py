@@ -21,7 +21,12 @@ from typing import Any, Protocol
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, PagedBatch, PagedKV
-from splitserve.engine.attention.flashinfer_latent import LatentPlanner, LatentSizes, problem_with_latent
+from splitserve.engine.attention.flashinfer_latent import (
+    LatentPlanner,
+    LatentSizes,
+    kernel_for,
+    problem_with_latent,
+)
 from splitserve.engine.attention.flashinfer_pages import PageLists, page_lists
 from splitserve.engine.attention.torch_sdpa import dtype_of, new_slots
 from splitserve.engine.upload import to_device
@@ -129,7 +134,8 @@ class FlashInferBackend:
 
     def latent_planner(self, sizes: LatentSizes) -> Planner:
         if sizes not in self._latent:
-            wrapper = self.library.mla.BatchMLAPagedAttentionWrapper(self.workspace)
+            kernel = kernel_for(self.pool.device)
+            wrapper = self.library.mla.BatchMLAPagedAttentionWrapper(self.workspace, backend=kernel)
             self._latent[sizes] = LatentPlanner(self.pool, wrapper, sizes)
         return self._latent[sizes]
 
@@ -262,5 +268,6 @@ class FlashInferFixedDecode(_Attending):
             kv_indptr=self._begins,
             kv_indices=self._pages,
             kv_len_arr=torch.zeros_like(self._last_page_tokens),
+            backend=kernel_for(self._backend.pool.device),
         )
         return LatentPlanner(self._backend.pool, wrapper, sizes)

@@ -44,6 +44,12 @@ def problem_with_latent(component: KVComponent) -> str | None:
     return None if component.window is None else "its kernel for latents has no windows"
 
 
+def kernel_for(device: torch.device) -> str:
+    """Of the library's kernels one that takes pages in one list, and plans again between replays of a graph."""
+    is_hopper = device.type == "cuda" and _cuda.get_device_capability(device)[0] == 9
+    return "fa3" if is_hopper else "fa2"
+
+
 class LatentPlanner:
     """Planner of layers with latents."""
 
@@ -62,14 +68,14 @@ class LatentPlanner:
         queries, begins, lengths = (torch.from_numpy(array) for array in arrays)
         dtype = getattr(torch, self._pool.components[0].dtype)
         self._wrapper.plan(
-            queries,
-            begins,
-            pages,
-            lengths,
-            sizes.num_heads,
-            sizes.rank,
-            sizes.rope_size,
-            page_size,
+            qo_indptr=queries,
+            kv_indptr=begins,
+            kv_indices=pages,
+            kv_len_arr=lengths,
+            num_heads=sizes.num_heads,
+            head_dim_ckv=sizes.rank,
+            head_dim_kpe=sizes.rope_size,
+            page_size=page_size,
             causal=True,
             sm_scale=sizes.scaling,
             q_data_type=dtype,
@@ -82,5 +88,10 @@ class LatentPlanner:
         """query [T, num_heads, rank + rope_size]; returns [T, num_heads, rank]."""
         # [num_pages, page_size, rank + rope_size]; the kernel goes by strides.
         rows, rank = self._pool.latents[layer].squeeze(2), self._sizes.rank
-        out: torch.Tensor = self._wrapper.run(query[..., :rank], query[..., rank:], rows[..., :rank], rows[..., rank:])
+        out: torch.Tensor = self._wrapper.run(
+            q_nope=query[..., :rank],
+            q_pe=query[..., rank:],
+            ckv_cache=rows[..., :rank],
+            kpe_cache=rows[..., rank:],
+        )
         return out
