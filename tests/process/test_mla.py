@@ -10,6 +10,7 @@ import transformers
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.launch.local import LocalCluster
+from splitserve.launch.shape import WorkerShape
 from splitserve.launch.transfers import read_transfers
 from splitserve.testing.reference import greedy_reference
 from splitserve.testing.tiny_models import make_tiny_model
@@ -24,13 +25,22 @@ PARAMS = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "temperature": 0
 DEADLINE = 30.0
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
-def test_tokens_are_those_of_generate_and_bytes_those_of_latents(backend, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "prefill_size", "decode_size"),
+    [
+        ("shm", 2, 1),
+        *(pytest.param("tcp", *sizes, marks=pytest.mark.soak) for sizes in ((1, 1), (1, 2), (2, 2))),
+    ],
+)
+def test_tokens_are_those_of_generate_and_bytes_those_of_latents(backend, prefill_size, decode_size, tmp_path):
     torch.set_num_threads(1)
     folder = make_tiny_model("deepseek_v3", tmp_path / "deepseek_v3")
     reference = greedy_reference(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())
     args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "64"]
-    with LocalCluster(str(folder), dtype="float32", backend=backend, threads=1, worker_args=args) as cluster:
+    if min(prefill_size, decode_size) > 1:
+        args.append("--enable-expert-parallel")
+    shapes = {"prefill_shape": WorkerShape(tp_size=prefill_size), "decode_shape": WorkerShape(tp_size=decode_size)}
+    with LocalCluster(str(folder), dtype="float32", backend=backend, threads=1, worker_args=args, **shapes) as cluster:
         cluster.wait_ready(timeout=180)
         prefill = cluster.urls(DisaggregationMode.PREFILL)[0]
         before = read_transfers(prefill)
@@ -43,4 +53,5 @@ def test_tokens_are_those_of_generate_and_bytes_those_of_latents(backend, tmp_pa
         while (moved := read_transfers(prefill) - before).count < len(PROMPTS):
             assert time.monotonic() < limit
     rows = len(PROMPTS) * MetadataBuffers(1).row_bytes
-    assert moved.num_bytes - rows == sum(map(len, PROMPTS)) * BYTES_PER_TOKEN
+    # Every rank of decode has the rows, and each gets them once, however many ranks of prefill have them.
+    assert moved.num_bytes - rows == decode_size * sum(map(len, PROMPTS)) * BYTES_PER_TOKEN

@@ -246,7 +246,17 @@ def _build_share(
     if config.kernels == "auto" and ranks.device.type == "cpu" and dtype_name == "bfloat16":
         logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
-        model, share = load_share(folder, checkpoint, config.model, getattr(torch, dtype_name), ranks, pp_layers)
+        dtype = getattr(torch, dtype_name)
+        model, share = load_share(
+            folder,
+            checkpoint,
+            config.model,
+            dtype,
+            ranks,
+            pp_layers,
+            expert_parallel=config.expert_parallel,
+            dp_attention=config.dp_attention,
+        )
         _adapt(model, config.model)
         return model, share
     except SplitserveError:
