@@ -33,23 +33,27 @@ class UpProjection(torch.nn.Module):
         """`weight`: [num_heads x (key_size + value_size), rank], shared with whoever has it."""
         super().__init__()
         self.key_size = key_size
-        self.weight = torch.nn.Parameter(
-            weight.detach().view(-1, key_size + value_size, weight.shape[1]), requires_grad=False
-        )
+        self.value_size = value_size
+        self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
 
     @property
     def rank(self) -> int:
-        return self.weight.shape[2]
+        return self.weight.shape[1]
+
+    @property
+    def by_head(self) -> torch.Tensor:
+        """The weight as [num_heads, key_size + value_size, rank]."""
+        return self.weight.view(-1, self.key_size + self.value_size, self.rank)
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Queries as the rows want them: [T, num_heads, key_size + rope] becomes [T, num_heads, rank + rope]."""
         plain, rope = query[..., : self.key_size], query[..., self.key_size :]
-        found = torch.bmm(plain.transpose(0, 1), self.weight[:, : self.key_size])
+        found = torch.bmm(plain.transpose(0, 1), self.by_head[:, : self.key_size])
         return torch.cat((found.transpose(0, 1), rope), dim=-1)
 
     def expand(self, mixed: torch.Tensor) -> torch.Tensor:
         """The heads' outputs of their weighted latents: [T, num_heads, rank] becomes [T, num_heads, value_size]."""
-        up = self.weight[:, self.key_size :].transpose(1, 2)
+        up = self.by_head[:, self.key_size :].transpose(1, 2)
         return torch.bmm(mixed.transpose(0, 1), up).transpose(0, 1)
 
 
@@ -98,7 +102,7 @@ def _hand_on(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _check(module: Any, up: UpProjection, place: str) -> None:
     """Scores and values by our way against the model's own, with its weights. Raises ModelLoadError."""
-    rope_size, num_heads = module.qk_rope_head_dim, len(up.weight)
+    rope_size, num_heads = module.qk_rope_head_dim, len(up.by_head)
     latent, rope = _random(up, 1, 1, _CHECKED_TOKENS, up.rank), _random(up, 1, 1, _CHECKED_TOKENS, rope_size)
     query = _random(up, 1, num_heads, up.key_size + rope_size)
     keys, values = module.expand_kv(latent, rope)
