@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +52,15 @@ def native(pool: KVPool) -> AttentionBackend:
     return NativeBackend(pool, library, widen=True)
 
 
+def native_pairs(pool: KVPool) -> AttentionBackend:
+    """On any CPU, however slow: prompts by the kernel for CPUs that multiply pairs."""
+    backend = native(pool)
+    assert isinstance(backend, NativeBackend)
+    backend.library = copy.copy(backend.library)
+    backend.library.multiplies_pairs = True
+    return backend
+
+
 class FixedDecodes:
     """Decode steps by the fixed decode of their size, kept from one step to the next; others as they come."""
 
@@ -77,6 +87,7 @@ BACKENDS = {
 }
 if find_library() is not None:
     BACKENDS["native"] = Backend(native, "bfloat16", 16, 0.02, has_latents=False)
+    BACKENDS["native_pairs"] = Backend(native_pairs, "bfloat16", 16, 0.02, has_latents=False)
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -287,3 +298,26 @@ def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(w
         return out
 
     assert torch.equal(outputs(5), outputs(1))
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_kernel_gives_a_prompt_in_chunks_what_it_gives_it_whole(window: int | None) -> None:
+    rng = np.random.default_rng(0)
+    length, pages = 300, (np.arange(0, 19),)
+    query, *given = (torch.from_numpy(rng.normal(size=(length, heads, 16))).bfloat16() for heads in (6, 2, 2))
+
+    def outputs(*sizes: int) -> torch.Tensor:
+        layout = layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=19)
+        backend, out, done = native_pairs(KVPool(layout, CPU)), torch.zeros(length, 6, 16, dtype=torch.bfloat16), 0
+        for size in sizes:
+            rows = slice(done, done + size)
+            held = (pages[0][: -(-(done + size) // 16)],)
+            step = backend.plan(PagedBatch(np.array([done]), np.array([size]), held, 16))
+            out[rows] = step.forward(0, query[rows], *(x[rows] for x in given), AttentionParams(0.3, window))
+            done += size
+        return out
+
+    whole = outputs(length)
+    assert whole.abs().sum() > 0
+    assert torch.equal(outputs(40, 17, 100, 143), whole)

@@ -33,23 +33,42 @@ struct attention {
     int32_t num_threads;
 };
 
-struct state {
-    float queries[MAX_GROUP * MAX_HEAD_SIZE];
-    float scores[MAX_GROUP * BLOCK];
+/* Some keys in a row and their values, by their addresses. */
+struct block {
+    size_t n;
     const bf16 *keys[BLOCK], *values[BLOCK];
 };
 
-/* Addresses of up to BLOCK keys from `first` on, and of their values. */
-static size_t find(const struct attention *a, struct state *s, uint64_t request, uint64_t head, size_t first, size_t end)
+struct state {
+    float queries[MAX_GROUP * MAX_HEAD_SIZE];
+    float scores[MAX_GROUP * BLOCK];
+    /* In turn: the next one's keys are on their way from memory while this one's values are summed. */
+    struct block blocks[2];
+};
+
+/* Have a row of numbers on its way from memory; rows are found by page numbers, which no CPU foresees. */
+INLINE void fetch(const bf16 *row, size_t size)
 {
-    const int64_t *pages = a->pages + request * a->pages_stride;
-    const size_t n = MIN(end - first, BLOCK);
-    for (size_t i = 0; i < n; i++) {
-        const size_t slot = (size_t)pages[(first + i) / a->page_size] * a->page_size + (first + i) % a->page_size;
-        s->keys[i] = a->keys + (slot * a->num_kv_heads + head) * a->head_size;
-        s->values[i] = a->values + (slot * a->num_kv_heads + head) * a->value_size;
+    for (size_t i = 0; i < size; i += 64 / sizeof(bf16))
+        __builtin_prefetch(row + i);
+}
+
+/* Up to BLOCK keys from `first` on; none from `end` on. */
+static void find(const struct attention *a, struct block *b, uint64_t request, uint64_t head, size_t first, size_t end)
+{
+    const int64_t *page = a->pages + request * a->pages_stride + first / a->page_size;
+    size_t place = first % a->page_size;
+    b->n = first < end ? MIN(end - first, BLOCK) : 0;
+    for (size_t i = 0; i < b->n; i++) {
+        const size_t row = ((size_t)*page * a->page_size + place) * a->num_kv_heads + head;
+        b->keys[i] = a->keys + row * a->head_size;
+        b->values[i] = a->values + row * a->value_size;
+        fetch(b->keys[i], a->head_size);
+        if (++place == a->page_size) {
+            place = 0;
+            page++;
+        }
     }
-    return n;
 }
 
 /* The sums of four vectors. */
@@ -83,12 +102,14 @@ INLINE void score_four(const struct attention *a, struct state *s, size_t i, con
 }
 
 /* BLOCK is a multiple of four: what stands behind the last key is never read. */
-static void score_keys(const struct attention *a, struct state *s, size_t n)
+static void score_keys(const struct attention *a, struct state *s, const struct block *b)
 {
-    for (size_t i = 0; i < n; i += 4) {
+    for (size_t i = 0; i < b->n; i += 4) {
         const bf16 *k[4];
-        for (size_t j = 0; j < 4; j++)
-            k[j] = s->keys[MIN(i + j, n - 1)];
+        for (size_t j = 0; j < 4; j++) {
+            k[j] = b->keys[MIN(i + j, b->n - 1)];
+            fetch(b->values[MIN(i + j, b->n - 1)], a->value_size);
+        }
         size_t g = 0;
         for (; g + 2 <= a->group; g += 2)
             score_four(a, s, i, k, g, 2);
@@ -126,8 +147,8 @@ static float *partial(const struct attention *a, uint64_t unit, uint64_t head, u
 }
 
 /* Weighted values onto the sums of some heads, two vectors of them at a time (or one, at the end of an odd number). */
-INLINE void add_part(const struct state *s, size_t n, float *const *sums,
-                     const float *before, size_t g, int heads, size_t d, int vectors)
+INLINE void add_part(const struct state *s, const struct block *b, float *const *sums, const float *before, size_t g,
+                     int heads, size_t d, int vectors)
 {
     vfloat sum[4][2];
 #pragma GCC unroll 4
@@ -135,11 +156,11 @@ INLINE void add_part(const struct state *s, size_t n, float *const *sums,
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++)
             sum[h][v] = load(sums[g + h] + d + v * LANES) * before[g + h];
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < b->n; i++) {
         vfloat parts[2];
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++)
-            parts[v] = load_bf16(s->values[i] + d + v * LANES);
+            parts[v] = load_bf16(b->values[i] + d + v * LANES);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
             const vfloat weight = splat(s->scores[(g + h) * BLOCK + i]);
@@ -155,31 +176,31 @@ INLINE void add_part(const struct state *s, size_t n, float *const *sums,
             store(sums[g + h] + d + v * LANES, sum[h][v]);
 }
 
-INLINE void add_heads(const struct attention *a, const struct state *s, size_t n, float *const *sums,
+INLINE void add_heads(const struct attention *a, const struct state *s, const struct block *b, float *const *sums,
                       const float *before, size_t g, int heads)
 {
     size_t d = 0;
     for (; d + 2 * LANES <= a->value_size; d += 2 * LANES)
-        add_part(s, n, sums, before, g, heads, d, 2);
+        add_part(s, b, sums, before, g, heads, d, 2);
     if (d < a->value_size)
-        add_part(s, n, sums, before, g, heads, d, 1);
+        add_part(s, b, sums, before, g, heads, d, 1);
 }
 
-static void add_values(const struct attention *a, const struct state *s, size_t n, float *const *sums,
+static void add_values(const struct attention *a, const struct state *s, const struct block *b, float *const *sums,
                        const float *before)
 {
     size_t g = 0;
     for (; g + 4 <= a->group; g += 4)
-        add_heads(a, s, n, sums, before, g, 4);
+        add_heads(a, s, b, sums, before, g, 4);
     switch (a->group - g) {
     case 3:
-        add_heads(a, s, n, sums, before, g, 3);
+        add_heads(a, s, b, sums, before, g, 3);
         break;
     case 2:
-        add_heads(a, s, n, sums, before, g, 2);
+        add_heads(a, s, b, sums, before, g, 2);
         break;
     case 1:
-        add_heads(a, s, n, sums, before, g, 1);
+        add_heads(a, s, b, sums, before, g, 1);
         break;
     }
 }
@@ -198,14 +219,19 @@ static void work(const struct attention *a, struct state *s, uint64_t unit, uint
         memset(sums[g], 0, (a->value_size + 1) * sizeof(float));
         sums[g][a->value_size + 1] = -__builtin_inff();
     }
-    for (size_t first = (size_t)u[1]; first < (size_t)u[2]; first += BLOCK) {
-        const size_t n = find(a, s, request, head, first, (size_t)u[2]);
-        score_keys(a, s, n);
+    struct block *now = s->blocks, *next = s->blocks + 1;
+    find(a, now, request, head, (size_t)u[1], (size_t)u[2]);
+    for (size_t first = (size_t)u[1] + BLOCK; now->n; first += BLOCK) {
+        score_keys(a, s, now);
         for (uint64_t g = 0; g < a->group; g++) {
             float *weight = sums[g] + a->value_size;
-            before[g] = weigh(a, s->scores + g * BLOCK, n, weight + 1, weight);
+            before[g] = weigh(a, s->scores + g * BLOCK, now->n, weight + 1, weight);
         }
-        add_values(a, s, n, sums, before);
+        find(a, next, request, head, first, (size_t)u[2]);
+        add_values(a, s, now, sums, before);
+        struct block *done = now;
+        now = next;
+        next = done;
     }
 }
 

@@ -201,6 +201,10 @@ void linear_share(const struct linear *l)
         w8a8_share(l);
         return;
     }
+    if (l->kind == PAIRS) {
+        pairs_share(l);
+        return;
+    }
     const uint64_t num_groups = (l->num_panels + GROUP - 1) / GROUP;
     const uint64_t threads = (uint64_t)l->num_threads;
     const int step = tile_rows(l);

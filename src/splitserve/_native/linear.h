@@ -18,7 +18,7 @@
 /* Rows whose activations are converted at a time. */
 #define CHUNK_ROWS 480
 
-enum kind { BF16 = 0, INT8 = 1, W8A8 = 2 };
+enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3 };
 enum epilogue { PLAIN = 0, SILU_MUL = 1 };
 
 /* ctypes knows this structure too: splitserve/engine/native/library.py. */
@@ -28,7 +28,8 @@ struct linear {
     const float *bias;       /* of each output, padded to whole panels; or NULL */
     const float *scales;     /* INT8, W8A8: of each output, padded to whole panels */
     bf16 *outputs;           /* [num_rows, num_outputs] */
-    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows */
+    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows;
+                                PAIRS: none */
     uint32_t *expanded;      /* INT8: num_threads x 2 x num_inputs x LANES */
     uint64_t input_stride, num_rows, num_inputs;
     uint64_t num_outputs;    /* SILU_MUL: half of the weights' outputs, which alternate vector by vector: gate, up */
@@ -76,7 +77,8 @@ INLINE int alike_rows(const struct linear *l, int most)
 
 /* The share of a thread, by all threads of a team (program.c); l->num_threads of them are used. */
 void linear_share(const struct linear *l);
-/* The same for W8A8. */
+/* The same for W8A8, and for PAIRS. */
 void w8a8_share(const struct linear *l);
+void pairs_share(const struct linear *l);
 
 #endif

@@ -243,7 +243,7 @@ def _build_share(
         raise ConfigError(
             f"quantization {config.quantization} is for models on one rank: leave it out, or use one rank."
         )
-    if config.kernels == "auto" and ranks.device.type == "cpu" and dtype_name == "bfloat16":
+    if ranks.rank.is_driver and config.kernels == "auto" and (ranks.device.type, dtype_name) == ("cpu", "bfloat16"):
         logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
         dtype = getattr(torch, dtype_name)

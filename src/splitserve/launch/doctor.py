@@ -74,12 +74,13 @@ def _devices() -> tuple[str, bool]:
 
 def _kernels() -> str:
     """Whose compute a bfloat16 model on the CPU."""
-    from splitserve.engine.native.library import find_library, has_fast_bfloat16
+    from splitserve.engine.native.library import find_library
 
     library = find_library()
     if library is None:
         return "torch's: ours were not built, install splitserve again with a C compiler present"
-    return f"ours for {library.name}" + (", torch's for more than 12 rows" if has_fast_bfloat16() else "")
+    most = library.max_bfloat16_rows
+    return f"ours for {library.name}" + (f", torch's for more than {most} rows" if most else "")
 
 
 def _gpu_attention() -> str:

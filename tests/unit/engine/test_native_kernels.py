@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_library() is None, reason="installed withou
 
 SOURCES = [
     Path(splitserve._native.__file__).parent / f"{name}.c"
-    for name in ("linear", "w8a8", "elementwise", "attention", "program")
+    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program")
 ]
 # The narrowest build, the one for this CPU, and one with the widest vectors, made of several where they are too wide.
 BUILDS = ("any", "this", "wide")
@@ -60,7 +60,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def product(kind: Kind, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x W^T in float32, with what the kind makes of both."""
-    if kind is Kind.BF16:
+    if kind in (Kind.BF16, Kind.PAIRS):
         return x.float() @ weight.float().T
     integers, scales = quantize(weight)
     if kind is Kind.INT8:

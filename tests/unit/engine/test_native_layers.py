@@ -148,10 +148,14 @@ def test_a_kernel_that_computes_something_else_is_not_used(caplog: pytest.LogCap
 
 
 def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.engine.native.weights.has_fast_bfloat16", lambda: True)
+    class Matrices(Library):
+        def __init__(self) -> None:
+            self.__dict__.update(library().__dict__)
+            self.max_bfloat16_rows = 12
+
     model = model_of(CONFIGS["qwen2"])
     exact, plain = logprobs(copy.deepcopy(model).float()), logprobs(model)
-    use_kernels(model, probe(model, "qwen2"), library())
+    use_kernels(model, probe(model, "qwen2"), Matrices())
     calls: list[int] = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: calls.append(len(x)) or linear(x, *rest))

@@ -1,6 +1,7 @@
 """Paged attention with the kernel of `_native/attention.c` for requests with few new tokens; CPUs, bfloat16.
 
-Requests with many new tokens go the way of `torch_sdpa.py`.
+Requests with many new tokens go the way of `torch_sdpa.py`; on CPUs that multiply pairs of bfloat16, that of
+`_native/prompts.c`.
 
 Each token's visible keys are cut into parts of the same length for all, so its result depends on nothing but itself: a
 token that was guessed gets what it would have got in a step of its own.
@@ -17,7 +18,14 @@ import torch
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, first_visible
-from splitserve.engine.native.library import MAX_GROUP, MAX_HEAD_SIZE, AttentionArgs, Library, StoreArgs
+from splitserve.engine.native.library import (
+    MAX_GROUP,
+    MAX_HEAD_SIZE,
+    AttentionArgs,
+    Library,
+    PromptAttentionArgs,
+    StoreArgs,
+)
 
 # Keys in one unit of work: long enough that joining the parts costs nothing.
 _PART_KEYS = 512
@@ -93,6 +101,11 @@ class NativeStep(TorchSdpaStep):
         )
 
     @property
+    def _prompts(self) -> list[int]:
+        """Requests with many new tokens, by their place in the step."""
+        return np.flatnonzero(self._batch.lengths > self.longest_single).tolist()
+
+    @property
     def has_only_singles(self) -> bool:
         """Whether each request has one new token."""
         return bool((self._batch.lengths == 1).all())
@@ -126,6 +139,38 @@ class NativeStep(TorchSdpaStep):
     def _groups(self, singles: IntArray, window: int | None) -> tuple[()]:
         self._singles[window] = _Singles.of(self._batch, singles, window)
         return ()
+
+    def _attend_prompts(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
+    ) -> None:
+        # What the kernel has no word for, and builds in which torch's is faster.
+        if params.softcap is not None or not self._library.multiplies_pairs:
+            super()._attend_prompts(query, keys, values, params, out)
+            return
+        batch, (num_kv_heads, group, head_size) = self._batch, query.shape[1:]
+        if query.stride()[1:] != (group * head_size, head_size, 1):
+            query = query.contiguous()
+        for request in self._prompts:
+            rows = slice(int(batch.offsets[request]), int(batch.offsets[request + 1]))
+            args = PromptAttentionArgs(
+                queries=query[rows].data_ptr(),
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+                outputs=out[rows].data_ptr(),
+                pages=batch.pages[request].ctypes.data,
+                query_stride=query.stride(0),
+                num_tokens=rows.stop - rows.start,
+                start=int(batch.starts[request]),
+                window=params.window or 0,
+                num_kv_heads=num_kv_heads,
+                group=group,
+                head_size=head_size,
+                value_size=out.shape[-1],
+                page_size=batch.page_size,
+                scale=params.scaling,
+                num_threads=torch.get_num_threads(),
+            )
+            self._library.prompt_attention(ctypes.byref(args))
 
     def _attend_singles(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor

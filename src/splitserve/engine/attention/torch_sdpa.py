@@ -123,18 +123,26 @@ class TorchSdpaStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         keys, values = self._store_new(layer, key, value, params)
-        work = self._work.get(params.window) or self._plan(params.window)
+        if params.window not in self._work:
+            self._plan(params.window)
         num_kv_heads = key.shape[1]
         # [T, num_kv_heads, query heads a KV head, k_dim]
         query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
         out = query.new_empty(*query.shape[:3], values.shape[-1])
         self._attend_singles(query, keys, values, params, out)
+        self._attend_prompts(query, keys, values, params, out)
+        return out.flatten(1, 2)[..., : value.shape[-1]]
+
+    def _attend_prompts(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
+    ) -> None:
+        """Fill the rows of requests with several new tokens."""
+        work = self._work[params.window]
         for segment in work.segments:
             k = _gather(keys, segment.pages).transpose(0, 1).to(self._dtype)
             v = k if values is keys else _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
             for block in segment.blocks:
                 self._attend_block(block, query, k, v, work, params, out)
-        return out.flatten(1, 2)[..., : value.shape[-1]]
 
     def _store_new(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -189,17 +197,18 @@ class TorchSdpaStep:
         if self._tails is not None:
             flat.index_fill_(0, self._tails, 0.0)
 
-    def _plan(self, window: int | None) -> _Work:
+    def _plan(self, window: int | None) -> None:
         batch = self._batch
         is_single = batch.lengths <= self.longest_single
         groups = self._groups(np.flatnonzero(is_single), window)
-        offsets = batch.offsets
-        segments = tuple(self._segment(r, int(offsets[r]), window) for r in np.flatnonzero(~is_single).tolist())
+        segments = self._segments(np.flatnonzero(~is_single), window)
         longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
         mask = self._backend.causal_mask(window, longest) if segments else None
-        work = _Work(groups, segments, mask)
-        self._work[window] = work
-        return work
+        self._work[window] = _Work(groups, segments, mask)
+
+    def _segments(self, members: IntArray, window: int | None) -> tuple[_Segment, ...]:
+        offsets = self._batch.offsets
+        return tuple(self._segment(r, int(offsets[r]), window) for r in members.tolist())
 
     def _groups(self, singles: IntArray, window: int | None) -> tuple[_Group, ...]:
         return tuple(self._group(members, window) for members in _by_length(self._batch, singles, window))

@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 # By what torch calls the CPU's capability, best first. With VNNI products of whole numbers are added up at once.
 _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
-_VNNI_BUILD = "avx512vnni"
-# Limits of attention.c.
+# The same with what some of those CPUs have beyond it, the most first: name and flag of the CPU.
+_AVX512_BUILDS = (("avx512bf16", "avx512_bf16"), ("avx512vnni", "avx512_vnni"))
+# Limits of attention.c and prompts.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
 # Rows whose activations linear.c and w8a8.c convert at a time: what its scratch memory must hold.
@@ -83,6 +84,18 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class PromptAttentionArgs(ctypes.Structure):
+    """struct prompt_attention of prompts.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("queries", "keys", "values", "outputs", "pages")),
+        *((name, _SIZE) for name in ("query_stride", "num_tokens", "start", "window")),
+        *((name, _SIZE) for name in ("num_kv_heads", "group", "head_size", "value_size", "page_size")),
+        ("scale", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 class CallArgs(ctypes.Structure):
     """struct call of program.c."""
 
@@ -95,10 +108,13 @@ class ProgramArgs(ctypes.Structure):
     _fields_ = (("calls", _POINTER), ("num_calls", _SIZE), ("num_threads", ctypes.c_int32))
 
 
-@functools.cache
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
-    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(_cpu_flags())
+    return _has_matrices() or "avx512_bf16" in _cpu_flags()
+
+
+def _has_matrices() -> bool:
+    return "amx_bf16" in _cpu_flags()
 
 
 @functools.cache
@@ -117,11 +133,17 @@ class Library:
         functions.lanes.restype = _SIZE
         # Floats in a vector: the packing of weights follows it.
         self.lanes = int(functions.lanes())
+        functions.multiplies_pairs.restype = _SIZE
+        # Whether bfloat16 weights are for pairs.c, and prompts for prompts.c.
+        self.multiplies_pairs = bool(functions.multiplies_pairs())
+        # Rows up to which linear layers in bfloat16 are faster here than torch's; None: however many.
+        self.max_bfloat16_rows = self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
         self.rotate = _function(functions.rotate, RotateArgs)
         self.store_tokens = _function(functions.store_tokens_share, StoreArgs)
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
+        self.prompt_attention = _function(functions.prompt_attention, PromptAttentionArgs)
         self.run_program = _function(functions.run_program, ProgramArgs)
         # Where the function begins that a program calls with such arguments.
         self.shares: dict[type[ctypes.Structure], int] = {
@@ -131,6 +153,12 @@ class Library:
             StoreArgs: _address(functions.store_tokens_share),
             AttentionArgs: _address(functions.decode_attention_share),
         }
+
+    def _max_bfloat16_rows(self) -> int | None:
+        """Few rows wait for memory. Many are torch's where it has instructions that this build has not."""
+        if _has_matrices():
+            return 32 if self.multiplies_pairs else 12
+        return 12 if has_fast_bfloat16() and not self.multiplies_pairs else None
 
 
 def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
@@ -160,7 +188,9 @@ def find_library() -> Library | None:
 def _builds() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     builds = _BUILDS.get(capability, ("any",))
-    return (_VNNI_BUILD, *builds) if capability == "AVX512" and "avx512_vnni" in _cpu_flags() else builds
+    if capability == "AVX512":
+        return (*(name for name, flag in _AVX512_BUILDS if flag in _cpu_flags()), *builds)
+    return builds
 
 
 def _offer_openmp() -> None:

@@ -12,10 +12,7 @@ import enum
 
 import torch
 
-from splitserve.engine.native.library import CHUNK_ROWS, Library, LinearArgs, has_fast_bfloat16
-
-# Rows up to which these kernels, which wait for memory, are faster than torch's with matrix instructions.
-_MAX_ROWS = 12
+from splitserve.engine.native.library import CHUNK_ROWS, Library, LinearArgs
 
 
 class Kind(enum.IntEnum):
@@ -24,11 +21,17 @@ class Kind(enum.IntEnum):
     BF16 = 0
     INT8 = 1
     W8A8 = 2
+    # BF16 on CPUs with an instruction for pairs of them (pairs.c).
+    PAIRS = 3
 
     @property
     def vectors(self) -> int:
         """Vectors of outputs in a panel."""
         return 4 if self is Kind.INT8 else 2
+
+
+# Inputs of one output in a 32-bit word, where a word holds those.
+_INPUTS_A_WORD = {Kind.W8A8: 4, Kind.PAIRS: 2}
 
 
 class Scratch:
@@ -58,13 +61,17 @@ class PackedLinear(torch.nn.Module):
         self._library = library
         self._scratch = scratch
         self.out_features, self.in_features = weight.shape
-        # For many rows, where torch has instructions that we do not use.
-        self._plain = weight if kind is Kind.BF16 and has_fast_bfloat16() else None
+        # Rows up to which these kernels compute; None: any number.
+        self.max_rows = library.max_bfloat16_rows if kind is Kind.BF16 else None
+        self._plain = None if self.max_rows is None else weight
+        if kind is Kind.BF16 and library.multiplies_pairs:
+            kind = Kind.PAIRS
         self._plain_bias = bias
         scales = None
-        if kind is not Kind.BF16:
+        if kind in (Kind.INT8, Kind.W8A8):
             weight, scales = quantize(weight)
-        self._panels = _pack_inputs(weight, library.lanes) if kind is Kind.W8A8 else _pack(weight, kind, library.lanes)
+        pack = _pack_inputs if kind in _INPUTS_A_WORD else _pack
+        self._panels = pack(weight, kind, library.lanes)
         padded = self._panels.shape[0] * kind.vectors * library.lanes
         self._bias = _pad(bias, padded)
         self._scales = _pad(scales, padded)
@@ -87,7 +94,7 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self._plain is not None and len(rows) > _MAX_ROWS:
+        if self._plain is not None and self.max_rows is not None and len(rows) > self.max_rows:
             return self._by_torch(rows, self._plain).view(*x.shape[:-1], self.out_features)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
@@ -95,11 +102,6 @@ class PackedLinear(torch.nn.Module):
         self._fill(self._args, rows, out, self._scratch)
         self._library.linear(ctypes.byref(self._args))
         return out.view(*x.shape[:-1], self.out_features)
-
-    @property
-    def max_rows(self) -> int | None:
-        """Rows up to which these kernels compute; None: any number."""
-        return None if self._plain is None else _MAX_ROWS
 
     def scratch_floats(self, num_rows: int) -> int:
         """What a call needs."""
@@ -120,6 +122,8 @@ class PackedLinear(torch.nn.Module):
 
     def _rows_floats(self, num_rows: int) -> int:
         """What struct linear says of `scratch`."""
+        if self._args.kind == Kind.PAIRS:
+            return 0
         num_rows = min(num_rows, CHUNK_ROWS)
         if self._args.kind == Kind.W8A8:
             return CHUNK_ROWS + num_rows * 2 * -(-self.in_features // 4)
@@ -171,21 +175,24 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
     """For BF16 and INT8: [panels, num_inputs, lanes, vectors] of what a 32-bit word holds from its lowest bits on."""
     num_outputs, num_inputs = weight.shape
-    dtype = torch.int8 if kind is Kind.INT8 else torch.bfloat16
     panels = -(-num_outputs // (kind.vectors * lanes))
-    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=dtype)
+    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind))
     padded[:num_outputs] = weight
     return padded.view(panels, kind.vectors, lanes, num_inputs).permute(0, 3, 2, 1).contiguous()
 
 
-def _pack_inputs(weight: torch.Tensor, lanes: int) -> torch.Tensor:
-    """For W8A8: [panels, words, vectors, lanes, inputs of a word], int8."""
+def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
+    """For W8A8 and PAIRS: [panels, words, vectors, lanes, inputs of a word]."""
     num_outputs, num_inputs = weight.shape
-    vectors = Kind.W8A8.vectors
-    panels, words = -(-num_outputs // (vectors * lanes)), -(-num_inputs // 4)
-    padded = torch.zeros(panels * vectors * lanes, words * 4, dtype=torch.int8)
+    a_word, vectors = _INPUTS_A_WORD[kind], kind.vectors
+    panels, words = -(-num_outputs // (vectors * lanes)), -(-num_inputs // a_word)
+    padded = torch.zeros(panels * vectors * lanes, words * a_word, dtype=_dtype(kind))
     padded[:num_outputs, :num_inputs] = weight
-    return padded.view(panels, vectors, lanes, words, 4).permute(0, 3, 1, 2, 4).contiguous()
+    return padded.view(panels, vectors, lanes, words, a_word).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def _dtype(kind: Kind) -> torch.dtype:
+    return torch.bfloat16 if kind in (Kind.BF16, Kind.PAIRS) else torch.int8
 
 
 def _pad(values: torch.Tensor | None, size: int) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from splitserve.errors import EngineError
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
-    """One forward pass. Arrays are the bytes of int64 numbers of this host's byte order."""
+    """One forward pass. Arrays are the bytes of int64 numbers, `pages` of int32, in this host's byte order."""
 
     # Counts from 0: an order that is lost or doubled shows.
     number: int
@@ -37,7 +37,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=Fal
         if len(starts) != len(lengths) or len(array(self.token_ids)) != lengths.sum():
             raise EngineError(f"order {self.number} of the driver contradicts itself")
         ends = np.cumsum(-(-(starts + lengths) // page_size))
-        pages = array(self.pages)
+        pages = np.frombuffer(self.pages, dtype=np.int32).astype(np.int64)
         if len(pages) != ends[-1]:
             raise EngineError(f"order {self.number} of the driver has {len(pages)} pages where {ends[-1]} are needed")
         return PagedBatch(starts, lengths, tuple(np.split(pages, ends[:-1])), page_size)
@@ -72,7 +72,7 @@ def step_order(
         token_ids=token_ids.tobytes(),
         starts=batch.starts.tobytes(),
         lengths=batch.lengths.tobytes(),
-        pages=np.concatenate(batch.pages).tobytes(),
+        pages=np.concatenate(batch.pages).astype(np.int32).tobytes(),
         head_rows=tuple(np.array(rows, dtype=np.int64).tobytes() for rows in head_rows),
     )
 

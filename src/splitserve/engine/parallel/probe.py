@@ -52,7 +52,7 @@ def _run(share: Share, model: Any, recorder: Recorder) -> None:
     with torch.inference_mode():
         given = torch.zeros_like(positions) if stage.entry is None else sent
         hidden = stage.run(model, given, positions, recorder)
-        if hidden.shape != sent.shape:
+        if (hidden.shape, hidden.dtype) != (sent.shape, sent.dtype):
             raise EngineError("its layers hand on something else than hidden states")
         if stage.entry is not None:
             ahead = [_noise(share, model, seed) for seed in (1, 2)]

@@ -1,0 +1,149 @@
+/* Linear layers over bfloat16 weights for CPUs that multiply pairs of bfloat16 and add both products in one instruction.
+ *
+ * A panel holds the weights of two vectors of outputs in 32-bit words: a word has two inputs of one output, the first in
+ * its low half, zero past the last. Activations are read where they lie: a row's next two inputs are one such word.
+ *
+ * Sums are float32, over the pairs of inputs in one order, whatever the number of rows and threads: what a row gives
+ * depends on nothing but that row. Subnormal numbers count as zero, as the instruction has it.
+ */
+#include "linear.h"
+
+#include "pairs.h"
+
+/* Vectors of outputs in a panel. */
+#define VECTORS 2
+/* Rows whose sums fit the registers. */
+#define TILE_ROWS (SUMS / VECTORS)
+/* Rows for each thread from which on rows are shared out, and not panels: the sums keep a core busy, not the memory. */
+#define MANY_ROWS (2 * TILE_ROWS)
+
+INLINE uint64_t num_pairs(const struct linear *l)
+{
+    return (l->num_inputs + 1) / 2;
+}
+
+/* `rows` rows against `panels` panels side by side; both numbers known to the compiler. */
+INLINE void tile(const struct linear *l, int rows, int panels, uint64_t row, uint64_t panel)
+{
+    const uint64_t words = num_pairs(l), whole = l->num_inputs / 2;
+    const uint32_t *w = l->panels + panel * words * VECTORS * LANES;
+    const bf16 *inputs = l->inputs + row * l->input_stride;
+    vfloat sums[SUMS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * panels * VECTORS; i++)
+        sums[i] = (vfloat){0};
+    for (uint64_t k = 0; k < whole; k++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            vuint weights[VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++)
+                memcpy(&weights[v], w + ((p * words + k) * VECTORS + v) * LANES, sizeof weights[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                const vuint activation = splat_pair(inputs + r * l->input_stride + 2 * k);
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; v++)
+                    sums[(p * rows + r) * VECTORS + v] =
+                        add_products(sums[(p * rows + r) * VECTORS + v], weights[v], activation);
+            }
+        }
+    }
+    if (whole < words) {
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                vuint weight;
+                memcpy(&weight, w + ((p * words + whole) * VECTORS + v) * LANES, sizeof weight);
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++)
+                    sums[(p * rows + r) * VECTORS + v] =
+                        add_products(sums[(p * rows + r) * VECTORS + v], weight,
+                                     splat_word(inputs[r * l->input_stride + 2 * whole]));
+            }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+            finish(l, VECTORS, row + r, panel + p, sums + (p * rows + r) * VECTORS);
+}
+
+#define TILE(rows) \
+    case rows: \
+        tile(l, rows, 1, row, panel); \
+        break
+
+static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t panel)
+{
+    switch (rows) {
+        TILE(1);
+        TILE(2);
+        TILE(3);
+        TILE(4);
+        TILE(5);
+        TILE(6);
+#if TILE_ROWS > 6
+        TILE(7);
+        TILE(8);
+        TILE(9);
+        TILE(10);
+        TILE(11);
+        TILE(12);
+#endif
+    }
+}
+
+/* Few rows leave registers free for several panels at once, without which each sum would wait for the last. Returns the
+ * panels done; 0 where one at a time is as good.
+ */
+static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, uint64_t panel, uint64_t end)
+{
+    if (rows == 1 && panel + 4 <= end) {
+        tile(l, 1, 4, row, panel);
+        return 4;
+    }
+    if (rows == 2 && panel + 2 <= end) {
+        tile(l, 2, 2, row, panel);
+        return 2;
+    }
+    return 0;
+}
+
+/* Rows [top, bottom) against panels [begin, end), in blocks of rows that stay in the cache while panels pass by. */
+static void multiply(const struct linear *l, uint64_t top, uint64_t bottom, uint64_t begin, uint64_t end, uint64_t step)
+{
+    const uint64_t block = MAX(step, BLOCK_WORDS / num_pairs(l) / step * step);
+    for (uint64_t first = top; first < bottom; first += block) {
+        const uint64_t last = MIN(bottom, first + block);
+        for (uint64_t panel = begin; panel < end;) {
+            const uint64_t done = wide_tile(l, last - first, first, panel, end);
+            if (!done)
+                for (uint64_t row = first; row < last; row += step)
+                    tile_of(l, (int)MIN(step, last - row), row, panel);
+            panel += done ? done : 1;
+        }
+    }
+}
+
+void pairs_share(const struct linear *l)
+{
+    const uint64_t threads = (uint64_t)l->num_threads, step = (uint64_t)alike_rows(l, TILE_ROWS);
+    const uint64_t tiles = (l->num_rows + step - 1) / step;
+    const int by_rows = l->num_rows >= MANY_ROWS * threads;
+#pragma omp for schedule(static)
+    for (uint64_t t = 0; t < threads; t++) {
+        if (by_rows)
+            multiply(l, t * tiles / threads * step, MIN(l->num_rows, (t + 1) * tiles / threads * step), 0,
+                     l->num_panels, step);
+        else
+            multiply(l, 0, l->num_rows, t * l->num_panels / threads, (t + 1) * l->num_panels / threads, step);
+    }
+}
+
+/* Whether this build has the instruction: without it linear.c is faster. */
+uint64_t multiplies_pairs(void)
+{
+    return HAS_PAIRS;
+}

@@ -1,0 +1,278 @@
+/* Attention of a prompt's tokens, or of a chunk of them, over paged keys and values: bounded by arithmetic.
+ *
+ * 1. A unit of work is some tokens in a row under one KV head, for all query heads that share it: a row each, ROWS at most.
+ * 2. Rows lie in the lanes of vectors, TILE of them at a time, so that keys are read where they are: a key's next two
+ *    numbers are multiplied with those of all rows at once, and what softmax needs of a row never leaves its lane.
+ * 3. Keys go by in blocks: scores, the running maximum, weights as bfloat16, weighted values (pairs.h).
+ *
+ * A row's keys and blocks depend on its own position and those of its unit, which begin at multiples from the request's
+ * first new token on: not on other requests, nor on the number of threads.
+ */
+#include "pairs.h"
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+/* Keys of a block, rows of a unit and of a tile. */
+#define BLOCK 64
+#define ROWS 96
+#define VECTORS 2
+#define TILE (VECTORS * LANES)
+#define TILES ((ROWS + TILE - 1) / TILE)
+/* Keys, and numbers of a value, whose sums fit the registers. */
+#define WIDE 8
+/* splitserve/engine/native/library.py refuses larger ones. */
+#define MAX_HEAD_SIZE 256
+
+/* ctypes knows this structure too: splitserve/engine/native/library.py. */
+struct prompt_attention {
+    const bf16 *queries;  /* [num_tokens, num_kv_heads x group, head_size], tokens `query_stride` apart */
+    const bf16 *keys;     /* [pages, page_size, num_kv_heads, head_size] */
+    const bf16 *values;   /* [pages, page_size, num_kv_heads, value_size] */
+    bf16 *outputs;        /* [num_tokens, num_kv_heads x group, value_size] */
+    const int64_t *pages; /* of this request */
+    uint64_t query_stride, num_tokens;
+    uint64_t start;       /* position of the first token */
+    uint64_t window;      /* 0: none */
+    uint64_t num_kv_heads, group, head_size, value_size, page_size;
+    float scale;
+    int32_t num_threads;
+};
+
+struct tile {
+    /* [head_size / 2, VECTORS, LANES]: two numbers of each row. */
+    uint32_t queries[MAX_HEAD_SIZE / 2 * TILE];
+    /* [value_size, VECTORS, LANES] */
+    float sums[MAX_HEAD_SIZE * TILE];
+    float most[TILE], weight[TILE];
+    int32_t positions[TILE];
+};
+
+struct state {
+    struct tile tiles[TILES];
+    const bf16 *keys[BLOCK], *values[BLOCK];
+    /* [BLOCK, VECTORS, LANES] */
+    float scores[BLOCK * TILE];
+    /* [BLOCK / 2, VECTORS, LANES]: of two keys in a row. */
+    uint32_t weights[BLOCK / 2 * TILE];
+    /* [BLOCK / 2, value_size]: the same of their values. */
+    uint32_t pairs[BLOCK / 2 * MAX_HEAD_SIZE];
+};
+
+struct unit {
+    uint64_t head, token, num_rows;
+};
+
+/* Row `row` of a unit is token row / group under query head row % group. */
+static void begin_tile(const struct prompt_attention *a, const struct unit *u, struct tile *t, uint64_t first)
+{
+    for (uint64_t lane = 0; lane < TILE; lane++) {
+        /* Beyond the last row: the last once more, whose result nobody takes. */
+        const uint64_t row = MIN(first + lane, u->num_rows - 1), token = u->token + row / a->group;
+        const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
+        for (uint64_t d = 0; d < a->head_size / 2; d++)
+            memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(uint32_t));
+        t->most[lane] = -__builtin_inff();
+        t->weight[lane] = 0.0f;
+        t->positions[lane] = (int32_t)(a->start + token);
+    }
+    memset(t->sums, 0, a->value_size * TILE * sizeof(float));
+}
+
+static void find(const struct prompt_attention *a, struct state *s, uint64_t head, uint64_t first, uint64_t n)
+{
+    const int64_t *page = a->pages + first / a->page_size;
+    uint64_t place = first % a->page_size;
+    for (uint64_t i = 0; i < n; i++) {
+        const uint64_t row = ((uint64_t)*page * a->page_size + place) * a->num_kv_heads + head;
+        s->keys[i] = a->keys + row * a->head_size;
+        s->values[i] = a->values + row * a->value_size;
+        if (++place == a->page_size) {
+            place = 0;
+            page++;
+        }
+    }
+}
+
+/* Values two by two; zeros where the second of two is missing. */
+static void pair_values(const struct prompt_attention *a, struct state *s, uint64_t n)
+{
+    for (uint64_t i = 0; i < n; i += 2)
+        for (uint64_t d = 0; d < a->value_size; d += LANES) {
+            vhalf first, second = {0};
+            memcpy(&first, s->values[i] + d, sizeof first);
+            if (i + 1 < n)
+                memcpy(&second, s->values[i + 1] + d, sizeof second);
+            const vuint both =
+                __builtin_convertvector(first, vuint) | __builtin_convertvector(second, vuint) << 16;
+            memcpy(s->pairs + i / 2 * a->value_size + d, &both, sizeof both);
+        }
+}
+
+/* WIDE keys against a tile of rows. */
+INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, const bf16 *const *keys, float *scores)
+{
+    vfloat sums[WIDE * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDE * VECTORS; i++)
+        sums[i] = (vfloat){0};
+    for (uint64_t d = 0; d < a->head_size / 2; d++) {
+        vuint q[VECTORS];
+        memcpy(q, t->queries + d * TILE, sizeof q);
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDE; i++) {
+            const vuint key = splat_pair(keys[i] + 2 * d);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++)
+                sums[i * VECTORS + v] = add_products(sums[i * VECTORS + v], q[v], key);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDE * VECTORS; i++)
+        store(scores + i * LANES, sums[i] * a->scale);
+}
+
+/* Scores of keys that a row does not see become -inf. */
+static void hide(const struct prompt_attention *a, const struct tile *t, float *scores, uint64_t first, uint64_t n)
+{
+    for (int v = 0; v < VECTORS; v++) {
+        vint positions;
+        memcpy(&positions, t->positions + v * LANES, sizeof positions);
+        for (uint64_t i = 0; i < n; i++) {
+            const int32_t key = (int32_t)(first + i);
+            vuint hidden = (vuint)(positions < key);
+            if (a->window)
+                hidden |= (vuint)(positions - (int32_t)a->window >= key);
+            float *at = scores + i * TILE + v * LANES;
+            const vfloat score = load(at), none = splat(-__builtin_inff());
+            store(at, (vfloat)(((vuint)score & ~hidden) | ((vuint)none & hidden)));
+        }
+    }
+}
+
+/* Scores to weights e^(score - maximum), as pairs of bfloat16; `before`: what earlier sums weigh under the new maximum. */
+static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
+{
+    for (int v = 0; v < VECTORS; v++) {
+        const float *scores = s->scores + v * LANES;
+        const vfloat old = load(t->most + v * LANES);
+        vfloat most = old;
+        for (uint64_t i = 0; i < n; i++)
+            most = larger(most, load(scores + i * TILE));
+        store(t->most + v * LANES, most);
+        /* Of a row that has seen no key yet: all its scores are -inf, and whatever is taken from them they stay so. */
+        const vuint is_none = (vuint)(most == splat(-__builtin_inff()));
+        most = (vfloat)((vuint)most & ~is_none);
+        before[v] = exp_of(old - most);
+        vfloat sum = load(t->weight + v * LANES) * before[v];
+        for (uint64_t i = 0; i < n; i += 2) {
+            const vfloat first = exp_of(load(scores + i * TILE) - most);
+            vuint both = rounded(first);
+            sum += first;
+            if (i + 1 < n) {
+                const vfloat second = exp_of(load(scores + (i + 1) * TILE) - most);
+                both |= rounded(second) << 16;
+                sum += second;
+            }
+            memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);
+        }
+        store(t->weight + v * LANES, sum);
+    }
+}
+
+/* Weighted values onto WIDE numbers of each row's sum. */
+INLINE void add_values(const struct prompt_attention *a, const struct state *s, float *at, uint64_t d, uint64_t n,
+                       const vfloat *before)
+{
+    vfloat sums[WIDE * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDE * VECTORS; i++)
+        sums[i] = load(at + i * LANES) * before[i % VECTORS];
+    for (uint64_t i = 0; i < n; i += 2) {
+        vuint weights[VECTORS];
+        memcpy(weights, s->weights + i / 2 * TILE, sizeof weights);
+        const uint32_t *values = s->pairs + i / 2 * a->value_size + d;
+#pragma GCC unroll 8
+        for (int j = 0; j < WIDE; j++) {
+            const vuint value = splat_word(values[j]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++)
+                sums[j * VECTORS + v] = add_products(sums[j * VECTORS + v], weights[v], value);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDE * VECTORS; i++)
+        store(at + i * LANES, sums[i]);
+}
+
+/* A block of n keys against a tile. */
+static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
+{
+    uint64_t i = 0;
+    for (; i + WIDE <= n; i += WIDE)
+        score_keys(a, t, s->keys + i, s->scores + i * TILE);
+    if (i < n) {
+        /* The last once more in the place of those that are missing: their scores are never read. */
+        const bf16 *keys[WIDE];
+        for (uint64_t j = 0; j < WIDE; j++)
+            keys[j] = s->keys[MIN(i + j, n - 1)];
+        score_keys(a, t, keys, s->scores + i * TILE);
+    }
+    const uint64_t last = (uint64_t)t->positions[TILE - 1];
+    if (first + n - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
+        hide(a, t, s->scores, first, n);
+    vfloat before[VECTORS];
+    weigh(t, s, n, before);
+    for (uint64_t d = 0; d < a->value_size; d += WIDE)
+        add_values(a, s, t->sums + d * TILE, d, n, before);
+}
+
+static void end_tile(const struct prompt_attention *a, const struct unit *u, const struct tile *t, uint64_t first)
+{
+    for (uint64_t lane = 0; lane < TILE && first + lane < u->num_rows; lane++) {
+        const uint64_t row = first + lane, token = u->token + row / a->group;
+        bf16 *out = a->outputs + ((token * a->num_kv_heads + u->head) * a->group + row % a->group) * a->value_size;
+        const float factor = 1.0f / t->weight[lane];
+        for (uint64_t d = 0; d < a->value_size; d += LANES) {
+            float sums[LANES];
+            for (uint64_t i = 0; i < LANES; i++)
+                sums[i] = t->sums[(d + i) * TILE + lane];
+            store_bf16(out + d, load(sums) * factor);
+        }
+    }
+}
+
+static void work(const struct prompt_attention *a, struct state *s, const struct unit *u)
+{
+    const uint64_t last = a->start + u->token + (u->num_rows - 1) / a->group, position = a->start + u->token;
+    const uint64_t seen = a->window && position >= a->window ? position - a->window + 1 : 0;
+    const uint64_t tiles = (u->num_rows + TILE - 1) / TILE;
+    for (uint64_t t = 0; t < tiles; t++)
+        begin_tile(a, u, s->tiles + t, t * TILE);
+    for (uint64_t first = seen / BLOCK * BLOCK; first <= last; first += BLOCK) {
+        const uint64_t n = MIN((uint64_t)BLOCK, last + 1 - first);
+        find(a, s, u->head, first, n);
+        pair_values(a, s, n);
+        for (uint64_t t = 0; t < tiles; t++)
+            work_tile(a, s, s->tiles + t, first, n);
+    }
+    for (uint64_t t = 0; t < tiles; t++)
+        end_tile(a, u, s->tiles + t, t * TILE);
+}
+
+void prompt_attention(const struct prompt_attention *a)
+{
+    const uint64_t tokens = MAX(1, ROWS / a->group), num_blocks = (a->num_tokens + tokens - 1) / tokens;
+#pragma omp parallel num_threads(a->num_threads)
+    {
+        struct state s;
+        /* Later tokens see more keys, and begin first. */
+#pragma omp for collapse(2) schedule(dynamic)
+        for (uint64_t i = 0; i < num_blocks; i++)
+            for (uint64_t head = 0; head < a->num_kv_heads; head++) {
+                const uint64_t token = (num_blocks - 1 - i) * tokens;
+                const struct unit u = {head, token, MIN(tokens, a->num_tokens - token) * a->group};
+                work(a, &s, &u);
+            }
+    }
+}
