@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,7 +12,8 @@ from splitserve.engine.parallel.ranks import Ranks, open_ranks
 from splitserve.launch.rank_channel import DriverChannel, RankEndpoints
 
 # Where torch.distributed's sockets listen while all ranks are on one host: they ask nobody who he is.
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class DriverPlace(RankPlace):
 def meet(endpoints: RankEndpoints, rank: ParallelRank, device: str) -> Ranks:
     """Open the group of processes. Each rank calls this, and waits for all. Raises ConfigError."""
     if endpoints.init_method.startswith("file:"):
-        for name, value in _LOOPBACK.items():
-            os.environ.setdefault(name, value)
+        for name in _INTERFACE_VARIABLES:
+            os.environ.setdefault(name, _LOOPBACK)
     # Where there are GPUs, each rank was given one by name.
     return open_ranks(rank, endpoints.init_method, "cpu" if device == "auto" else device)

@@ -377,9 +377,10 @@ def test_a_request_that_never_comes_ends_the_room_on_all_ranks():
 
 def test_a_rank_of_decode_that_never_announces_runs_into_the_deadline():
     world = GroupWorld(shape(), shape(tp=2))
-    sender, receiver = world.sender(), world.receiver()
-    world.tick()
+    sender = world.sender()
     world.pass_time(5)
+    receiver = world.receiver()
+    world.tick()
     receiver.local.init([5], 0, num_tokens=4)
     world.pass_time(CONFIG.bootstrap_timeout + 2)
     assert "waiting for all ranks of a decode worker to announce their pages" in sender.failure().message

@@ -8,6 +8,7 @@ whole worker is replaced.
 import pytest
 
 from splitserve.core.layout import KVComponent, KVLayout
+from splitserve.disaggregation.state import KVPoll
 from splitserve.testing.kv_groups import GroupWorld, Shape
 from splitserve.testing.kv_world import NUM_PAGES, PAGE_SIZE
 
