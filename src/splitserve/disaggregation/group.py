@@ -223,6 +223,8 @@ class _GroupRoom(Generic[End]):
 
         A rank that is gone cannot say so: its rooms keep their pages for as long as this worker has still to live.
         """
+        # One that failed on some rank is still to be given up on the others, which begins here where nobody has asked.
+        self.poll()
         said = all(r.is_quiescent and r.num_orders == self._num_orders for r in self._reports)
         return said and self.local.quiescent() and self._group.first_gone() is None
 

@@ -67,6 +67,8 @@ class _Closed:
     attempt: int | None
     verdict: TransferStatus
     expires_at: float
+    # Decode ranks' instances that the verdict is no proof for, and the sessions with them that ended meanwhile.
+    lost: dict[int, str]
 
 
 class PrefillSide:
@@ -134,7 +136,7 @@ class PrefillSide:
             return
         verdict = self._verdict(sender, sender.attempt or 0)
         expires_at = self._context.clock.now() + self._context.config.bootstrap_timeout
-        self._closed[sender.key] = _Closed(sender.attempt, verdict, expires_at)
+        self._closed[sender.key] = _Closed(sender.attempt, verdict, expires_at, sender.lost)
         if len(self._closed) > self._context.limits.max_closed:
             self._closed.popitem(last=False)
 
@@ -202,13 +204,21 @@ class PrefillSide:
             sender.attempt = abort.attempt
             self.fail(sender, abort.cause.to_error(key))
             if sender.settled:
-                self._context.mailbox.reply(mail, self._verdict(sender, abort.attempt))
+                self._answer(mail, self._verdict(sender, abort.attempt), sender.lost)
         elif sender is None and closed is not None and closed.attempt == abort.attempt:
-            self._context.mailbox.reply(mail, closed.verdict)
+            self._answer(mail, closed.verdict, closed.lost)
         else:
             if sender is None and not (closed is not None and closed.attempt is None):
                 self._keep_abort(abort)
             self._context.mailbox.reply(mail, answer)
+
+    def _answer(self, mail: Mail, verdict: TransferStatus, lost: dict[int, str]) -> None:
+        """Say what became of a room; where the session was lost, only that: bytes of it may still be on their way."""
+        session_id = lost.get(mail.epoch)
+        if session_id is None:
+            self._context.mailbox.reply(mail, verdict)
+        else:
+            self._context.mailbox.reply(mail, Unregistered(session_id=session_id, why="the session has ended"))
 
     def _keep_abort(self, abort: AbortRoom) -> None:
         """Until the request comes. Ranks that have announced the room already hear of it now."""
@@ -331,7 +341,7 @@ class PrefillSide:
         if self._peers.pop(session_id, None) is None:
             return
         for sender in [s for s in self._rooms.values() if s.is_announced_by(peer)]:
-            sender.leave_untold(peer)
+            sender.lose(peer)
             self.fail(sender, PeerLostError(sender.key.room, f"the session with decode ended: {why}"))
         self._context.transport.drain(session_id)
         for key, early in list(self._early.items()):

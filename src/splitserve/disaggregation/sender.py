@@ -87,6 +87,8 @@ class KVSender(Room):
         self.paired_at = 0.0
         # To each of these decode ranks the last word on this room is still to be said.
         self.untold: list[Part] = []
+        # Instances of decode ranks whose session ended before it could be said, and these sessions.
+        self.lost: dict[int, str] = {}
         # One for each decode rank that has announced the room.
         self._parts: list[Part] = []
         # All pages sent so far: those of the room from token 0 on.
@@ -173,9 +175,10 @@ class KVSender(Room):
             self.advance(KVEvent.PAIRED)
         return None
 
-    def leave_untold(self, peer: DecodePeer) -> None:
-        """There is nobody there any more to tell."""
+    def lose(self, peer: DecodePeer) -> None:
+        """The session has ended: there is nobody there any more to tell, and nothing that could be vouched for."""
         self.untold = [part for part in self.untold if part.peer is not peer]
+        self.lost[peer.epoch] = peer.session.session_id
 
     def drop_unsent(self) -> None:
         self._chunks.clear()

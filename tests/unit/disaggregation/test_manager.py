@@ -785,6 +785,31 @@ def test_a_connection_that_breaks_half_way_fences_the_session_and_the_next_room_
     world.paired(room=2)
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_prefill_does_not_vouch_for_a_room_of_which_a_write_was_lost(is_closed):
+    """Decode that asks before it knows of the lost session hears of that, and not a last word on the room."""
+    world = World(step=True, late_fences=True)
+    sender, receiver = world.paired(1, (5, 6))
+    world.set_row(1)
+    sender.send([1, 2], is_last=True, metadata_index=0)
+    world.tick(1)
+    (session,) = world.network.busy_sessions()
+    world.network.run_one(session)
+    world.network.break_session(session)
+    world.prefill.manager.tick()
+    assert sender.quiescent()
+    if is_closed:
+        sender.clear()
+    world.wires.deliver(("prefill", "decode"), drop=True)
+    receiver.abort("gave up")
+    world.tick()
+    assert not receiver.quiescent()
+    world.land()
+    world.tick()
+    assert receiver.quiescent()
+    receiver.clear()
+
+
 def test_a_room_announced_through_a_lost_session_ends_on_both_sides_at_once():
     world = World(step=True)
     sender, _ = world.paired(1, (5, 6, 7))
