@@ -51,6 +51,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     # "auto": on a GPU FlashInfer's where it is installed and knows the model's heads, else torch's.
     attention_backend: str = "auto"
+    # Over several tensor parallel ranks: each has some of a layer's experts, whole; else a part of every expert.
+    expert_parallel: bool = False
+    # Each of several ranks serves requests of its own, and they meet for the experts.
+    dp_attention: bool = False
     # GPU: replay decode steps of up to so many requests as CUDA graphs; 0: none.
     cuda_graph_max_batch: int = 256
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -42,6 +42,7 @@ class Backend:
     tolerance: float = 1e-5
     # Whether values may be of another size than keys.
     unequal_sizes: bool = True
+    has_latents: bool = True
 
 
 def native(pool: KVPool) -> AttentionBackend:
@@ -85,8 +86,8 @@ BACKENDS = {
     "torch_sdpa_widened": Backend(partial(TorchSdpaBackend, widen=True), "bfloat16", 1, 0.02),
 }
 if find_library() is not None:
-    BACKENDS["native"] = Backend(native, "bfloat16", 16, 0.02)
-    BACKENDS["native_pairs"] = Backend(native_pairs, "bfloat16", 16, 0.02)
+    BACKENDS["native"] = Backend(native, "bfloat16", 16, 0.02, has_latents=False)
+    BACKENDS["native_pairs"] = Backend(native_pairs, "bfloat16", 16, 0.02, has_latents=False)
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -130,6 +131,15 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@st.composite
+def latent_cases(draw: st.DrawFn) -> Case:
+    """One KV head whose values are the first elements of its keys."""
+    case, k_dim = draw(cases()), draw(st.integers(5, 9))
+    params = AttentionParams(case.params.scaling, is_latent=True)
+    sizes = {"num_kv_heads": 1, "group": draw(st.integers(1, 9)), "k_dim": k_dim, "v_dim": draw(st.integers(1, k_dim))}
+    return replace(case, params=params, **sizes)
+
+
 def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int, params: AttentionParams) -> np.ndarray:
     """q [n, heads, k_dim] at positions from `start`; k, v [start + n, kv_heads, dim]. One query and head at a time."""
     group = q.shape[1] // k.shape[1]
@@ -155,12 +165,15 @@ class World:
         totals = [sum(step[r] for step in case.steps) for r in range(len(case.steps[0]))]
         counts = [-(-total // case.page_size) for total in totals]
         self.kind = BACKENDS[backend]
-        v_dim = case.v_dim if self.kind.unequal_sizes else case.k_dim
+        v_dim = case.v_dim if self.kind.unequal_sizes or case.params.is_latent else case.k_dim
         self.k_dim, self.v_dim = (d * self.kind.head_size_unit for d in (case.k_dim, v_dim))
-        shape = LayerShape(0, case.num_kv_heads, self.k_dim, self.v_dim, case.params.window)
+        params = case.params
+        shape = LayerShape(0, case.num_kv_heads, self.k_dim, self.v_dim, params.window, params.is_latent)
         layout = layout_for([shape], self.kind.dtype, page_size=case.page_size, num_pages=sum(counts) + 3)
         self.pool = KVPool(layout, torch.device("cpu"))
-        for tensor in (self.pool.keys[0], self.pool.values[0]):
+        sides = (self.pool.keys, self.pool.values, self.pool.latents)
+        self.tensors = [tensor for side in sides for tensor in side.values()]
+        for tensor in self.tensors:
             tensor.fill_(torch.nan)
         # Half of the worlds have their pages in a row, the others scattered.
         numbers = np.arange(layout.num_pages) if case.seed % 2 else self.rng.permutation(layout.num_pages)
@@ -175,7 +188,7 @@ class World:
     def forget(self, start: int, pages: np.ndarray) -> None:
         """What has left the window is not there any more: in its place in `pages` stands the first page still seen."""
         gone = first_token_read(self.case.params.window, start) // self.case.page_size
-        for tensor in (self.pool.keys[0], self.pool.values[0]):
+        for tensor in self.tensors:
             tensor[pages[:gone]] = torch.nan
         pages[:gone] = pages[gone]
 
@@ -192,6 +205,8 @@ class World:
             self.normal(sum(new), case.num_kv_heads, self.k_dim),
             self.normal(sum(new), case.num_kv_heads, self.v_dim),
         )
+        if case.params.is_latent:
+            v = k[..., : self.v_dim]
         used = [-(-(s + n) // case.page_size) for s, n in zip(starts, new, strict=True)]
         pages = tuple(self.pages[r][:n].astype(np.int64) for r, n in zip(active, used, strict=True))
         for start, numbers in zip(starts, pages, strict=True):
@@ -214,6 +229,16 @@ class World:
 @given(case=cases())
 def test_equals_naive_attention(backend: str, case: Case) -> None:
     world = World(case, backend)
+    for lengths in case.steps:
+        world.step(lengths)
+
+
+@pytest.mark.parametrize("backend", [name for name, backend in BACKENDS.items() if backend.has_latents])
+@settings(max_examples=40, deadline=None)
+@given(case=latent_cases())
+def test_latents_equal_naive_attention(backend: str, case: Case) -> None:
+    world = World(case, backend)
+    assert not world.pool.keys
     for lengths in case.steps:
         world.step(lengths)
 

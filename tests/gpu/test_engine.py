@@ -73,6 +73,33 @@ def test_flashinfer_equals_torch_over_prompts_and_decodes(
         starts += new
 
 
+@needs_flashinfer
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_heads", [4, 16, 128])
+def test_flashinfer_equals_torch_over_latents(dtype: str, num_heads: int) -> None:
+    import flashinfer
+
+    device = torch.device("cuda:0")
+    layout = layout_for([LayerShape(0, 1, 576, 512, None, is_latent=True)], dtype, page_size=16, num_pages=64)
+    backends = (FlashInferBackend(KVPool(layout, device), flashinfer), TorchSdpaBackend(KVPool(layout, device)))
+    fixed = backends[0].fixed_decode(4, 16)
+    pages = np.random.default_rng(0).permutation(64).reshape(4, 16)
+    starts = np.zeros(4, np.int64)
+    params = AttentionParams(192**-0.5, is_latent=True)
+    for lengths in ([100, 1, 17, 33], [1, 60, 1, 2], [1, 1, 1, 1], [1, 1, 1, 1]):
+        new = np.array(lengths)
+        used = tuple(pages[r, : -(-(int(starts[r]) + n) // 16)] for r, n in enumerate(lengths))
+        batch = PagedBatch(starts.copy(), new, used, 16)
+        kind = {"dtype": getattr(torch, dtype), "device": device}
+        q, k = (torch.randn(int(new.sum()), heads, 576, **kind) for heads in (num_heads, 1))
+        found, expected = (b.plan(batch).forward(0, q, k, k[..., :512], params) for b in backends)
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+        if (new == 1).all():
+            fixed.fill(batch)
+            torch.testing.assert_close(fixed.forward(0, q, k, k[..., :512], params), found)
+        starts += new
+
+
 def engine_with(dtype: torch.dtype, attention: str, graphs: int) -> BuiltEngine:
     torch.manual_seed(0)
     # On the CPU first, so that all have the same weights.

@@ -63,6 +63,7 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["serve", "--tp-size", "0"], "--tp-size must be at least 1"),
         (["serve", "--pp-size", "0"], "--pp-size must be at least 1"),
         (["serve", "--pp-size", "2", "--pp-layers", "3"], "--pp-layers names the layers of 1 pipeline stages"),
+        (["serve", "--enable-expert-parallel"], "--enable-expert-parallel deals experts out to tensor parallel ranks"),
         (["serve", "--pp-size", "2", "--pp-layers", "3,0"], "--pp-layers must give each pipeline stage at least 1"),
         (["serve", "--pp-size", "2", "--pp-layers", "3+3"], "--pp-layers '3+3': give a number of layers"),
         (["serve", "--tp-size", "2", "--quantization", "int8"], "--quantization is for a model on one rank"),

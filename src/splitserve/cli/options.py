@@ -76,6 +76,12 @@ DpSizeOption = Annotated[
 TpSizeOption = Annotated[
     int, typer.Option(help="Tensor parallel ranks: processes that each hold a part of every matrix of the model.")
 ]
+ExpertParallelOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-expert-parallel", help="Tensor parallel ranks each hold some experts whole, not a part of every one."
+    ),
+]
 PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers of the model.")]
 PpLayersOption = Annotated[
     str | None, typer.Option(metavar="N,N,...", help="Layers of each pipeline stage; default: as even as can be.")

@@ -15,6 +15,7 @@ from splitserve.cli.options import (
     DpSizeOption,
     DraftModelOption,
     DtypeOption,
+    ExpertParallelOption,
     GraphBatchOption,
     HostMemoryOption,
     HostOption,
@@ -103,6 +104,7 @@ def serve(
     cuda_graph_max_bs: GraphBatchOption = 256,
     context_length: Annotated[int | None, typer.Option(help="Tokens a request may have; default: the model's.")] = None,
     tp_size: TpSizeOption = 1,
+    enable_expert_parallel: ExpertParallelOption = False,
     pp_size: PpSizeOption = 1,
     pp_layers: PpLayersOption = None,
     dp_size: DpSizeOption = 1,
@@ -176,6 +178,7 @@ def serve(
             kernels=kernels,
             quantization=quantization,
             attention_backend=attention_backend,
+            expert_parallel=enable_expert_parallel,
             cuda_graph_max_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
         ),
         cache=CacheConfig(

@@ -8,10 +8,12 @@ head: [page_size, num_heads] of them where the axes are NHD, [num_heads, page_si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 # Components of a draft model's layers are called "draft_k", "draft_v" and so on.
 DRAFT_PREFIX = "draft_"
+# The component of a layer with multi-head latent attention: one row a token, the source of every head's key and value.
+LATENT = "latent"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
@@ -70,6 +72,18 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         return self.bytes_per_page // self.page_size
+
+
+class HasComponents(Protocol):
+    """A layout, or a pool."""
+
+    @property
+    def components(self) -> tuple[KVComponent, ...]: ...
+
+
+def is_mla_backend(pool: HasComponents) -> bool:
+    """Whether its layers keep latents: every tensor parallel rank holds all of a token, and one source sends it."""
+    return any(c.name.removeprefix(DRAFT_PREFIX) == LATENT for c in pool.components)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from splitserve.engine.inputs import PageTable
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.follower import FollowerRunner
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.shared import SharedRunner
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.errors import ConfigError, EngineError
@@ -83,8 +84,8 @@ class BuiltEngine:
 
     @property
     def ranks(self) -> Ranks | None:
-        """Those that compute the model together; None: it is here as a whole."""
-        return self.loaded.share.ranks if self.loaded.share else None
+        """Those that compute this one's steps together; None: it does so alone, but perhaps for experts."""
+        return self.loaded.share.ranks if self.loaded.share and not self.loaded.share.meeting else None
 
     def follower(self) -> FollowerRunner:
         """What carries out the driver's orders, on each other rank."""
@@ -105,15 +106,22 @@ class BuiltEngine:
         runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table, tell)
         if tell is not None:
             return runner
-        if self.pool.padding_page is not None:
+        if self.pool.padding_page is not None and self.loaded.share is None:
             runner.warm_up(self.pool.padding_page)
         if has_graphs:
             self.add_graphs(runner, page_table)
         return runner
 
+    def shared_runner(self, page_table: PageTable) -> SharedRunner:
+        """The same of data parallel ranks that meet for the experts. On each of them."""
+        share = self.loaded.share
+        if share is None or share.meeting is None:
+            raise EngineError("this rank computes its steps alone: dp_attention is not set")
+        return SharedRunner(self.runner(page_table), self.loaded.model, share.meeting)
+
     def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
         """Record CUDA graphs of its decode steps, unless it has them. Nothing may run beside it."""
-        if runner.graphs is None and self.ranks is None:
+        if runner.graphs is None and self.loaded.share is None:
             runner.graphs = self._graphs(page_table.shape[1])
 
     def _graphs(self, max_pages: int) -> DecodeGraphs | None:
@@ -206,7 +214,7 @@ def engine_over(
             loaded.device,
             shareable=shareable_pool,
             has_padding_page=has_padding_page,
-            is_whole=loaded.share is None,
+            is_whole=loaded.share is None or loaded.share.meeting is not None,
         )
         return _engine(loaded, draft, pool, model)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)

@@ -23,6 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.engine.attention import bridge
+from splitserve.engine.mla import use_latents
+from splitserve.engine.moe import choose_experts
 from splitserve.engine.native.layers import use_kernels
 from splitserve.engine.native.library import Library, find_library
 from splitserve.engine.native.weights import Kind
@@ -92,6 +94,7 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
     else:
         model, share = _build(folder, config.model, dtype_name, device), None
+        _adapt(model, config.model)
         layers = probe(model, config.model)
         num_parameters = sum(p.numel() for p in model.parameters())
         kernels = _use_kernels(model, layers, config, device, dtype_name)
@@ -243,7 +246,19 @@ def _build_share(
     if ranks.rank.is_driver and config.kernels == "auto" and (ranks.device.type, dtype_name) == ("cpu", "bfloat16"):
         logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
-        return load_share(folder, checkpoint, config.model, getattr(torch, dtype_name), ranks, pp_layers)
+        dtype = getattr(torch, dtype_name)
+        model, share = load_share(
+            folder,
+            checkpoint,
+            config.model,
+            dtype,
+            ranks,
+            pp_layers,
+            expert_parallel=config.expert_parallel,
+            dp_attention=config.dp_attention,
+        )
+        _adapt(model, config.model)
+        return model, share
     except SplitserveError:
         raise
     except Exception as error:
@@ -252,6 +267,12 @@ def _build_share(
             f"{type(error).__name__}: {error}. It must be a decoder-only model with safetensors weights and a model "
             "class in transformers; where one rank has the memory for it, use one."
         ) from error
+
+
+def _adapt(model: Any, name: str) -> None:
+    """What is ours in a model of transformers whose weights, or this rank's part of them, are there."""
+    use_latents(model, name)
+    choose_experts(model, name)
 
 
 def _use_kernels(

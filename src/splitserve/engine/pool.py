@@ -3,6 +3,7 @@
 1. `num_pages_for` decides how many pages the device affords, `layout_for` writes that down as plain data.
 2. `KVPool` takes the memory, in one piece, and cuts it into components: the keys of layer 0, its values, and so on.
 3. Attention reads and writes it as tensors [num_pages, page_size, num_kv_heads, head_dim]; transports as raw regions.
+   A layer with latent attention has one such tensor, of one head, instead of two.
 4. `save` copies pages to the host's memory for a request that gives way, `restore` back into other pages.
 
 A draft model's layers are further components of the same pages: whatever moves a page moves its KV too.
@@ -22,7 +23,7 @@ import torch
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.config import CacheConfig
 from splitserve.core.arena import Arena
-from splitserve.core.layout import DRAFT_PREFIX, KVComponent, KVLayout, Region
+from splitserve.core.layout import DRAFT_PREFIX, LATENT, KVComponent, KVLayout, Region
 from splitserve.engine.probe import LayerShape
 from splitserve.errors import ConfigError
 
@@ -46,7 +47,7 @@ def layout_for(
 def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> list[KVComponent]:
     components = []
     for shape in layers:
-        for name, head_dim in (("k", shape.k_dim), ("v", shape.v_dim)):
+        for name, head_dim in _tensors(shape):
             components.append(
                 KVComponent(
                     name=prefix + name,
@@ -60,6 +61,11 @@ def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> l
                 )
             )
     return components
+
+
+def _tensors(shape: LayerShape) -> list[tuple[str, int]]:
+    """Names of what a layer keeps, and elements of a row."""
+    return [(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)]
 
 
 def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) -> int:
@@ -102,17 +108,18 @@ class DraftKV:
     components: tuple[KVComponent, ...]
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
+    latents: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class KVPool:
     """The memory of one rank's KV cache; PagedKV of the model that is served.
 
-    `keys[layer]` and `values[layer]` are [num_pages, page_size, num_kv_heads, head_dim]. Whoever uses `regions()`
-    must be done with them before `close`. `shareable` memory can be mapped by other processes of this host; raises
-    ConfigError where the device has none, and where the system refuses the memory. With `shared` the memory is that of
-    a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one page more, number
-    `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end before it. Not
-    `is_whole`: other ranks have the rest of each page.
+    `keys[layer]` and `values[layer]`, or `latents[layer]`, are [num_pages, page_size, num_kv_heads, head_dim]. Whoever
+    uses `regions()` must be done with them before `close`. `shareable` memory can be mapped by other processes of this
+    host; raises ConfigError where the device has none, and where the system refuses the memory. With `shared` the
+    memory is that of a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one
+    page more, number `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end
+    before it. Not `is_whole`: other ranks have the rest of each page.
     """
 
     def __init__(
@@ -131,6 +138,7 @@ class KVPool:
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.latents: dict[int, torch.Tensor] = {}
         drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
         self.components = layout.components[: len(layout.components) - len(drafts)]
         # Without layers where there is no draft model.
@@ -153,7 +161,8 @@ class KVPool:
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
         shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
         owner = self.draft_token_to_kv_pool if component.name.startswith(DRAFT_PREFIX) else self
-        side = owner.keys if component.name.removeprefix(DRAFT_PREFIX) == "k" else owner.values
+        sides = {"k": owner.keys, "v": owner.values, LATENT: owner.latents}
+        side = sides[component.name.removeprefix(DRAFT_PREFIX)]
         side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
 
     @property
@@ -184,15 +193,16 @@ class KVPool:
         return tuple(self._regions)
 
     def _parts(self) -> list[torch.Tensor]:
+        return [part for side in self._sides() for part in side.values()]
+
+    def _sides(self) -> tuple[dict[int, torch.Tensor], ...]:
         draft = self.draft_token_to_kv_pool
-        return [part for side in (self.keys, self.values, draft.keys, draft.values) for part in side.values()]
+        return (self.keys, self.values, self.latents, draft.keys, draft.values, draft.latents)
 
     def close(self) -> None:
         """Let go of the memory; it returns to the system with the last tensor that looks at it. Idempotent."""
-        self.keys.clear()
-        self.values.clear()
-        self.draft_token_to_kv_pool.keys.clear()
-        self.draft_token_to_kv_pool.values.clear()
+        for side in self._sides():
+            side.clear()
         self._regions.clear()
         self._arena = None
 

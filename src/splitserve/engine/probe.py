@@ -33,6 +33,8 @@ class LayerShape:
     v_dim: int
     # Sliding window in tokens; None: the layer sees everything.
     window: int | None
+    # Keeps keys alone, of one head: the first v_dim of their elements are the values.
+    is_latent: bool = False
     # Where tensor parallel ranks divide the layer's KV heads: the first of those here, and how many there are in all.
     first_kv_head: int = 0
     total_kv_heads: int | None = None
@@ -47,7 +49,8 @@ class Recorder:
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        self.layers.append(LayerShape(layer, key.shape[1], key.shape[2], value.shape[2], params.window))
+        num_kv_heads, k_dim = key.shape[1:]
+        self.layers.append(LayerShape(layer, num_kv_heads, k_dim, value.shape[2], params.window, params.is_latent))
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
 

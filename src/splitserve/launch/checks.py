@@ -120,6 +120,8 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     rule = f"names the layers of {num_stages} pipeline stages, --pp-size of {parallel.pp_size}"
     yield "--pp-layers", num_stages in (0, parallel.pp_size), rule
     yield "--pp-layers", min(parallel.pp_layers, default=1) >= 1, "must give each pipeline stage at least 1 layer"
+    has_ranks = "deals experts out to tensor parallel ranks: give --tp-size 2 or more"
+    yield "--enable-expert-parallel", parallel.tp_size > 1 or not config.model.expert_parallel, has_ranks
     alone = "is for a model on one rank, and --tp-size and --pp-size cut it over several: leave it out"
     yield "--speculative-draft-model", is_whole or config.speculative.draft_model is None, alone
     yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from splitserve.testing import fake_flashinfer_mla as mla
+
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "mla"]
+
 
 class _Planned:
     """What `plan` was told. [R] requests."""

@@ -24,7 +24,8 @@ from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.engine.parallel.ranks import open_ranks
+from splitserve.engine.parallel.ranks import Ranks, open_ranks
+from splitserve.engine.parallel.shared import SharedRunner
 from splitserve.engine.runner import ModelRunner
 from splitserve.errors import SplitserveError
 
@@ -55,7 +56,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     pp_layers: tuple[int, ...] = ()
     dtype: str = "float32"
+    expert_parallel: bool = False
     work: Work
+    # Data parallel attention: each rank's own work, in place of `work`.
+    own_work: tuple[Work, ...] = ()
     # A rank that ends, like one that is killed, in the middle of the work, after so many orders; -1: none does.
     dying_rank: int = -1
     num_orders_before_death: int = 3
@@ -92,12 +96,12 @@ class HandLoop:
     def __init__(self, engine: BuiltEngine, work: Work, tell: Callable[[bytes], None] | None = None) -> None:
         self._work = work
         num_pages = engine.layout.num_pages
-        self._table = np.zeros((len(work.prompts), num_pages), np.int32)
+        self.table = np.zeros((len(work.prompts), num_pages), np.int32)
         free = np.random.default_rng(0).permutation(num_pages).tolist()
-        for row, prompt in zip(self._table, work.prompts, strict=True):
+        for row, prompt in zip(self.table, work.prompts, strict=True):
             needed = -(-(len(prompt) + work.num_new) // PAGE_SIZE)
             row[:needed] = [free.pop() for _ in range(needed)]
-        self.runner: ModelRunner = engine.runner(self._table, tell=tell)
+        self.runner: ModelRunner | _Met = engine.runner(self.table, tell=tell)
         self._computed = [0] * len(work.prompts)
         self.outcome = Outcome(
             tokens=[[] for _ in work.prompts],
@@ -109,7 +113,7 @@ class HandLoop:
         """Every micro-batch is begun again when its step has ended, in turn."""
         under_way: deque[tuple[list[int], StepPlan, Callable[[], StepResult]]] = deque()
         for first in range(self._work.num_micro_batches):
-            under_way.append(self._begin(list(range(first, len(self._table), self._work.num_micro_batches))))
+            under_way.append(self._begin(list(range(first, len(self.table), self._work.num_micro_batches))))
         while under_way:
             rows, plan, compute = under_way.popleft()
             self._commit(rows, plan, compute())
@@ -154,14 +158,21 @@ def on_one_rank(folder: Path, work: Work, dtype: str = "float32") -> Outcome:
 _CACHE = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=_NUM_TOKENS)
 
 
-def _model(folder: str, dtype: str) -> ModelConfig:
-    return ModelConfig(model=folder, device="cpu", threads=1, dtype=dtype)
+def _model(folder: str, dtype: str, *, expert_parallel: bool = False, dp_attention: bool = False) -> ModelConfig:
+    return ModelConfig(
+        model=folder,
+        device="cpu",
+        threads=1,
+        dtype=dtype,
+        expert_parallel=expert_parallel,
+        dp_attention=dp_attention,
+    )
 
 
 def _described(outcome: Outcome, engine: BuiltEngine) -> Outcome:
     outcome.layout = engine.layout
     for component in engine.layout.components:
-        side = engine.pool.keys if component.name == "k" else engine.pool.values
+        side = {"k": engine.pool.keys, "v": engine.pool.values, "latent": engine.pool.latents}[component.name]
         outcome.kv.append(side[component.layer].float().numpy().tobytes())
     outcome.bytes_read = engine.loaded.share.bytes_read if engine.loaded.share else 0
     outcome.num_parameters = sum(p.numel() for p in engine.loaded.model.parameters())
@@ -240,11 +251,14 @@ def _run_case(case: Case, index: int, inbox: Connection, outboxes: Sequence[Conn
     rank = case.rank(index)
     with contextlib.ExitStack() as closing:
         ranks = closing.enter_context(open_ranks(rank, case.init_method, "cpu", timeout=_TIMEOUT))
-        model = _model(case.folder, case.dtype)
+        own = bool(case.own_work)
+        model = _model(case.folder, case.dtype, expert_parallel=case.expert_parallel, dp_attention=own)
         engine = closing.enter_context(
             contextlib.closing(build_engine(model, _CACHE, ranks=ranks, pp_layers=case.pp_layers))
         )
-        if rank.is_driver:
+        if own:
+            outcome = _drive_own(case.own_work[index], engine, ranks)
+        elif rank.is_driver:
             outcome = _drive(case, engine, [outboxes[other.index] for other in rank.group() if other != rank])
         else:
             follower, num_orders = engine.follower(), 0
@@ -271,6 +285,41 @@ def _drive(case: Case, engine: BuiltEngine, followers: Sequence[Connection]) -> 
         # Of one that has died nobody reads.
         with contextlib.suppress(OSError):
             tell(_END)
+
+
+def _drive_own(work: Work, engine: BuiltEngine, ranks: Ranks) -> Outcome:
+    """This rank's requests, and then its part in those of the others."""
+    loop = HandLoop(engine, work)
+    shared = _Met(engine.shared_runner(loop.table), ranks)
+    loop.runner = shared
+    outcome = loop.run()
+    while shared.take_part():
+        pass
+    return outcome
+
+
+class _Met:
+    """A shared runner; before each step the ranks tell each other how many tokens they bring."""
+
+    def __init__(self, runner: SharedRunner, ranks: Ranks) -> None:
+        self._runner = runner
+        self._ranks = ranks
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        run = self._runner.prepare(plan)
+        return lambda: run(self._tell(plan.num_tokens))
+
+    begin = prepare
+
+    def take_part(self) -> bool:
+        """In a step without requests of our own; False where nobody has any."""
+        num_tokens = self._tell(0)
+        if any(num_tokens):
+            self._runner.prepare(StepPlan(()))(num_tokens)
+        return any(num_tokens)
+
+    def _tell(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._ranks.gather(torch.tensor([num_tokens])).tolist())
 
 
 def _messages(connection: Connection) -> Iterator[bytes]:

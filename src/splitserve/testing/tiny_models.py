@@ -7,14 +7,16 @@ output can be compared exactly.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-TinyKind = Literal["llama", "qwen3", "gemma3", "mixtral"]
-TINY_KINDS: tuple[TinyKind, ...] = ("llama", "qwen3", "gemma3", "mixtral")
+TinyKind = Literal["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
+TINY_KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
+# With multi-head latent attention.
+MLA_KINDS: tuple[TinyKind, ...] = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>")
 _PAD_ID, _BOS_ID, _EOS_ID = 256, 257, 258
@@ -42,19 +44,48 @@ _COMMON: dict[str, Any] = {
 # Gemma-3: full attention only in the third of four layers, and a window that tests outgrow.
 _GEMMA_LAYERS = ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention")
 _GEMMA_WINDOW = 32
+# A dense layer, then mixtures of eight experts in four groups, and one that all tokens go to.
+_DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_key_value_heads": _COMMON["num_attention_heads"],
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+# Positions stretched, and scores scaled for it.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
 
 
 def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
     """Save a random model of this kind (float32) into `folder`, which is made, and return it. Same seed, same weights.
 
     llama: grouped-query attention. qwen3: norms on queries and keys. gemma3: sliding windows on most layers.
-    mixtral: two of four experts a token.
+    mixtral: two of four experts a token. qwen3_moe: the same with norms. deepseek_v2, deepseek_v3: latent attention,
+    experts chosen by groups; deepseek_v2_lite: queries that are not compressed, experts chosen from all.
     """
     config = _config(kind)
     # Initialisation draws from torch's global generator: lend it a seed, and give it back as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _draw_biases(model)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=_BOS_ID, eos_token_id=_EOS_ID, pad_token_id=_PAD_ID
     )
@@ -64,6 +95,13 @@ def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def _draw_biases(model: Any) -> None:
+    """What a training run moves away from zero, and initialisation leaves there: DeepSeek-V3's choice of experts."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.5, 0.5)
+
+
 def _config(kind: TinyKind) -> Any:
     if kind == "llama":
         return transformers.LlamaConfig(**_COMMON)
@@ -71,8 +109,24 @@ def _config(kind: TinyKind) -> Any:
         return transformers.Qwen3Config(**_COMMON)
     if kind == "mixtral":
         return transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        return transformers.Qwen3MoeConfig(**_COMMON, **experts)
+    if kind.startswith("deepseek"):
+        return _deepseek(kind)
     own = {"num_hidden_layers": len(_GEMMA_LAYERS), "layer_types": list(_GEMMA_LAYERS), "query_pre_attn_scalar": 16}
     return transformers.Gemma3TextConfig(**{**_COMMON, **own, "sliding_window": _GEMMA_WINDOW})
+
+
+def _deepseek(kind: TinyKind) -> Any:
+    common = {name: value for name, value in _COMMON.items() if name != "head_dim"} | _DEEPSEEK
+    if kind == "deepseek_v3":
+        return transformers.DeepseekV3Config(**common, q_lora_rank=24, num_nextn_predict_layers=0)
+    if kind == "deepseek_v2":
+        return transformers.DeepseekV2Config(
+            **common, q_lora_rank=24, topk_method="group_limited_greedy", rope_parameters=_YARN
+        )
+    return transformers.DeepseekV2Config(**common, q_lora_rank=None, topk_method="greedy")
 
 
 def _tokenizer() -> Any:

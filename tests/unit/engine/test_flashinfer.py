@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from splitserve.engine.attention import choose
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
-from splitserve.engine.attention.flashinfer import FlashInferBackend, page_lists, problem_with
+from splitserve.engine.attention.flashinfer import FlashInferBackend, problem_with
+from splitserve.engine.attention.flashinfer_pages import page_lists
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
@@ -26,6 +27,10 @@ CPU = torch.device("cpu")
 
 def pool_of(dtype: str = "bfloat16", k_dim: int = 64, v_dim: int = 64) -> KVPool:
     return KVPool(layout_for([LayerShape(0, 2, k_dim, v_dim, None)], dtype, page_size=4, num_pages=8), CPU)
+
+
+def latents_of(dtype: str = "bfloat16", row: int = 576, window: int | None = None) -> KVPool:
+    return KVPool(layout_for([LayerShape(0, 1, row, 512, window, True)], dtype, page_size=4, num_pages=8), CPU)
 
 
 @st.composite
@@ -66,6 +71,10 @@ def test_page_lists_lead_to_every_token_that_is_seen(batch: PagedBatch, window: 
         (pool_of("float32"), "float32"),
         (pool_of(k_dim=80, v_dim=80), "heads of 64, 128, 256, and the model's have 80"),
         (pool_of(k_dim=128, v_dim=64), "of one size"),
+        (latents_of(), None),
+        (latents_of("float32"), "float32"),
+        (latents_of(row=320), "rows of 576, and the model's have 320"),
+        (latents_of(window=64), "no windows"),
     ],
 )
 def test_a_pool_that_the_kernels_cannot_serve_is_named(pool: KVPool, says: str | None) -> None:

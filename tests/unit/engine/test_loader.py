@@ -27,6 +27,16 @@ SMALL: dict[str, Any] = {
 }
 
 
+LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_experts_per_tok": 1,
+}
+
+
 def saved(config: Any, folder: Path) -> str:
     """A random model of this config, in a folder."""
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -111,9 +121,13 @@ def test_rope_that_depends_on_the_longest_sequence_is_refused_beyond_its_start(t
         ),
         (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "0 of its 2 layers"),
         (transformers.Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True), "both directions"),
+        (
+            transformers.DeepseekV32Config(**SMALL, **LATENTS, n_routed_experts=2, n_group=1, topk_group=1),
+            "does not go through transformers' attention interface",
+        ),
         (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "Choose a decoder-only"),
     ],
-    ids=["sinks", "alibi", "bidirectional", "no-attention"],
+    ids=["sinks", "alibi", "bidirectional", "sparse-latents", "no-attention"],
 )
 def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: str, tmp_path: Path) -> None:
     folder = saved(config, tmp_path)

@@ -29,6 +29,8 @@ class PagedKV(Protocol):
     # By layer: [num_pages, page_size, num_kv_heads, head_dim].
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
+    # Layers with latent attention have these instead, of one head: keys whose first elements are the values.
+    latents: dict[int, torch.Tensor]
     components: tuple[KVComponent, ...]
 
 
@@ -66,6 +68,8 @@ class AttentionParams:
     window: int | None = None
     # Scores s become softcap x tanh(s / softcap); None: they stay.
     softcap: float | None = None
+    # One KV head whose value is the first v_dim elements of its key, so that the key alone is stored (`engine/mla.py`).
+    is_latent: bool = False
 
 
 class StepAttention(Protocol):

@@ -3,7 +3,8 @@
 1. `register()` names the function `splitserve_paged`; a model loaded with that name calls it in every layer. A name
    with no mask function of its own makes the model skip building attention masks: causality is the backend's part.
 2. The runner passes the planned step as the keyword `step_attention`; models hand unknown keywords down to it.
-3. The function takes off the batch dimension (always 1), and says to the step which layer is asking for what.
+3. The function takes off the batch dimension (always 1), and says to the step which layer is asking for what. A layer
+   with latent attention (`engine/mla.py`) has its queries taken to the latents, and what it reads there back to heads.
 
 There is no state between calls. `probe.py` proves at load time that a model plays along.
 """
@@ -16,6 +17,7 @@ import torch
 from transformers import AttentionInterface
 
 from splitserve.engine.attention.base import AttentionParams, StepAttention
+from splitserve.engine.mla import up_projection
 from splitserve.errors import EngineError
 
 ATTENTION_NAME = "splitserve_paged"
@@ -60,16 +62,17 @@ def paged_attention(
     Raises EngineError where the layer asks for attention that is not plain causal.
     """
     _refuse_unknown(module, attention_mask, rest)
+    up = up_projection(module)
     params = AttentionParams(
         scaling=scaling if scaling is not None else float(query.shape[-1] ** -0.5),
         window=sliding_window,
         softcap=softcap,
+        is_latent=up is not None,
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = step_attention.forward(
-        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), params
-    )
-    return out.unsqueeze(0), None
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    out = step_attention.forward(layer, q if up is None else up.absorb(q), k, v, params)
+    return (out if up is None else up.expand(out)).unsqueeze(0), None
 
 
 def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None, rest: dict[str, Any]) -> None:

@@ -4,26 +4,32 @@
    request's begin, and how full its last page is. For layers with a window they begin where the first new token looks.
 2. A step of one new token a request goes to the library's decode kernels, any other to its prefill kernels, which take
    both kinds at once.
+   Layers with latents have one wrapper for both (`flashinfer_latent.py`).
 3. Layers that ask for the same share a wrapper of the library, planned when a step reaches the first of them.
 4. `FlashInferFixedDecode` keeps one set of arrays for good, so that a CUDA graph finds the next step's there.
 
 Nothing is read past a request's last token, so nothing has to be zeroed there, nor before the page of the first one
-that is seen, so that may be anybody's. The library compiles its kernels on
-first use, which takes minutes unless its package of compiled ones is installed. Multi-head latent attention: not here.
+that is seen, so that may be anybody's. The library compiles its kernels on first use, which takes minutes unless its
+package of compiled ones is installed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, PagedBatch, PagedKV
-from splitserve.engine.attention.torch_sdpa import first_visible, new_slots
+from splitserve.engine.attention.flashinfer_latent import (
+    LatentPlanner,
+    LatentSizes,
+    kernel_for,
+    problem_with_latent,
+)
+from splitserve.engine.attention.flashinfer_pages import PageLists, page_lists
+from splitserve.engine.attention.torch_sdpa import dtype_of, new_slots
 from splitserve.engine.upload import to_device
 
 # What the library recommends for the partial results of long contexts. All wrappers share it: they run in turn.
@@ -37,41 +43,16 @@ _TENSOR_CORE_GROUP = 3
 # Parts of it have no types.
 _cuda: Any = torch.cuda
 
-Int32Array = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class PageLists:
-    """A step as the library's page table. R requests."""
-
-    # Request r's new tokens are [query_begins[r], query_begins[r + 1]) of the step. [R + 1]
-    query_begins: Int32Array
-    # Its pages are pages[page_begins[r]:page_begins[r + 1]]. [R + 1]
-    page_begins: Int32Array
-    pages: Int32Array
-    # Tokens in each request's last page, in [1, page_size]. [R]
-    last_page_tokens: Int32Array
-
-
-def page_lists(batch: PagedBatch, window: int | None = None) -> PageLists:
-    """For layers of that window. The library counts positions from the end, so pages can be left out before it."""
-    firsts = (first_visible(batch.starts, window) // batch.page_size).tolist()
-    seen = [pages[first:] for pages, first in zip(batch.pages, firsts, strict=True)]
-    counts = np.array([len(pages) for pages in seen], np.int64)
-    return PageLists(
-        query_begins=batch.offsets.astype(np.int32),
-        page_begins=np.concatenate((np.zeros(1, np.int64), np.cumsum(counts))).astype(np.int32),
-        pages=np.concatenate(seen).astype(np.int32),
-        last_page_tokens=((batch.starts + batch.lengths - 1) % batch.page_size + 1).astype(np.int32),
-    )
-
 
 def problem_with(pool: PagedKV) -> str | None:
     """Why the kernels cannot serve such a pool; None where they can."""
     for component in pool.components:
         if component.dtype not in _DTYPES:
             return f"its kernels are for {' and '.join(sorted(_DTYPES))}, and the KV pool is {component.dtype}"
-        if component.head_dim not in _HEAD_SIZES:
+        if component.layer in pool.latents:
+            if (problem := problem_with_latent(component)) is not None:
+                return problem
+        elif component.head_dim not in _HEAD_SIZES:
             sizes = ", ".join(map(str, sorted(_HEAD_SIZES)))
             return f"its kernels are for heads of {sizes}, and the model's have {component.head_dim}"
     if any(pool.keys[layer].shape != pool.values[layer].shape for layer in pool.keys):
@@ -108,16 +89,32 @@ class _Kind:
         }
 
 
+class Planner(Protocol):
+    """A wrapper of the library, planned again for each step."""
+
+    @property
+    def window(self) -> int | None: ...
+
+    def plan(self, lists: PageLists, pages: torch.Tensor, page_size: int) -> None:
+        """`pages`: those of `lists`, on the device. The short arrays are read by the host, too."""
+        ...
+
+    def run(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of one layer, whose new keys and values are stored."""
+        ...
+
+
 class FlashInferBackend:
     """ReplayableBackend over one pool. `library` is the module. Not for two threads at a time."""
 
     def __init__(self, pool: PagedKV, library: Any) -> None:
         self.pool = pool
         self.library = library
-        self.dtype = next(iter(pool.keys.values())).dtype
+        self.dtype = dtype_of(pool)
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._decoding: dict[_Kind, _Planner] = {}
-        self._prefilling: dict[_Kind, _Planner] = {}
+        self._decoding: dict[_Kind, Planner] = {}
+        self._prefilling: dict[_Kind, Planner] = {}
+        self._latent: dict[LatentSizes, Planner] = {}
 
     def plan(self, batch: PagedBatch) -> FlashInferStep:
         return FlashInferStep(self, batch)
@@ -125,13 +122,13 @@ class FlashInferBackend:
     def fixed_decode(self, num_requests: int, max_pages: int) -> FlashInferFixedDecode:
         return FlashInferFixedDecode(self, num_requests, max_pages)
 
-    def prefill_planner(self, kind: _Kind) -> _Planner:
+    def prefill_planner(self, kind: _Kind) -> Planner:
         if kind not in self._prefilling:
             wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
             self._prefilling[kind] = _Planner(self, wrapper, kind, is_decode=False)
         return self._prefilling[kind]
 
-    def decode_planner(self, kind: _Kind) -> _Planner:
+    def decode_planner(self, kind: _Kind) -> Planner:
         if kind not in self._decoding:
             wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
                 self.workspace, "NHD", use_tensor_cores=kind.wants_tensor_cores
@@ -139,16 +136,27 @@ class FlashInferBackend:
             self._decoding[kind] = _Planner(self, wrapper, kind, is_decode=True)
         return self._decoding[kind]
 
+    def latent_planner(self, sizes: LatentSizes) -> Planner:
+        if sizes not in self._latent:
+            kernel = kernel_for(self.pool.device)
+            wrapper = self.library.mla.BatchMLAPagedAttentionWrapper(self.workspace, backend=kernel)
+            self._latent[sizes] = LatentPlanner(self.pool, wrapper, sizes)
+        return self._latent[sizes]
+
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if layer in self.pool.latents:
+            self.pool.latents[layer].flatten(0, 1).index_copy_(0, slots, key)
+            return
         self.pool.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
         self.pool.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
 
 class _Planner:
-    """One wrapper of the library, planned again for each step."""
+    """Planner of layers with keys and values."""
 
     def __init__(self, backend: FlashInferBackend, wrapper: Any, kind: _Kind, *, is_decode: bool) -> None:
         self.wrapper = wrapper
+        self._pool = backend.pool
         self._kind = kind
         self._is_decode = is_decode
         self._options = kind.options(backend.dtype)
@@ -161,7 +169,6 @@ class _Planner:
         return self._kind.params.window
 
     def plan(self, lists: PageLists, pages: torch.Tensor, page_size: int) -> None:
-        """`pages`: those of `lists`, on the device. The short arrays are read by the host, too."""
         if self._copied is not None:
             self._copied.synchronize()
         kind, options = self._kind, self._options
@@ -175,8 +182,8 @@ class _Planner:
         if self._copied is not None:
             self._copied.record()
 
-    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.wrapper.run(query.contiguous(), (keys, values))
+    def run(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        out: torch.Tensor = self.wrapper.run(query.contiguous(), (self._pool.keys[layer], self._pool.values[layer]))
         return out
 
 
@@ -188,7 +195,7 @@ class _StepLists:
         self._device = device
         self._made: dict[int | None, tuple[PageLists, torch.Tensor]] = {}
 
-    def plan(self, planner: _Planner) -> None:
+    def plan(self, planner: Planner) -> None:
         if planner.window not in self._made:
             lists = page_lists(self._batch, planner.window)
             self._made[planner.window] = lists, to_device(lists.pages, self._device)
@@ -201,21 +208,21 @@ class _Attending(ABC):
     def __init__(self, backend: FlashInferBackend, slots: torch.Tensor) -> None:
         self._backend = backend
         self._slots = slots
-        self._planners: dict[_Kind, _Planner] = {}
+        self._planners: dict[_Kind | LatentSizes, Planner] = {}
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         backend = self._backend
         backend.store(layer, self._slots, key, value)
-        kind = _Kind.of(query, key, params)
+        kind = LatentSizes.of(query, value, params) if params.is_latent else _Kind.of(query, key, params)
         planner = self._planners.get(kind)
         if planner is None:
             planner = self._planners[kind] = self._new_planner(kind)
-        return planner.run(query, backend.pool.keys[layer], backend.pool.values[layer])
+        return planner.run(query, layer)
 
     @abstractmethod
-    def _new_planner(self, kind: _Kind) -> _Planner:
+    def _new_planner(self, kind: _Kind | LatentSizes) -> Planner:
         """Planned for this step."""
 
 
@@ -227,8 +234,11 @@ class FlashInferStep(_Attending):
         self._lists = _StepLists(batch, backend.pool.device)
         self._is_decode = bool((batch.lengths == 1).all())
 
-    def _new_planner(self, kind: _Kind) -> _Planner:
-        planner = self._backend.decode_planner(kind) if self._is_decode else self._backend.prefill_planner(kind)
+    def _new_planner(self, kind: _Kind | LatentSizes) -> Planner:
+        if isinstance(kind, LatentSizes):
+            planner = self._backend.latent_planner(kind)
+        else:
+            planner = self._backend.decode_planner(kind) if self._is_decode else self._backend.prefill_planner(kind)
         self._lists.plan(planner)
         return planner
 
@@ -251,8 +261,13 @@ class FlashInferFixedDecode(_Attending):
         for planner in self._planners.values():
             self._lists.plan(planner)
 
-    def _new_planner(self, kind: _Kind) -> _Planner:
+    def _new_planner(self, kind: _Kind | LatentSizes) -> Planner:
         assert self._lists is not None
+        planner = self._latent_planner(kind) if isinstance(kind, LatentSizes) else self._plain_planner(kind)
+        self._lists.plan(planner)
+        return planner
+
+    def _plain_planner(self, kind: _Kind) -> Planner:
         backend = self._backend
         wrapper = backend.library.BatchDecodeWithPagedKVCacheWrapper(
             backend.workspace,
@@ -261,9 +276,21 @@ class FlashInferFixedDecode(_Attending):
             use_tensor_cores=kind.wants_tensor_cores,
             **self._buffers_of(kind.params.window),
         )
-        planner = _Planner(backend, wrapper, kind, is_decode=True)
-        self._lists.plan(planner)
-        return planner
+        return _Planner(backend, wrapper, kind, is_decode=True)
+
+    def _latent_planner(self, sizes: LatentSizes) -> Planner:
+        buffers = self._buffers_of(None)
+        begins, last = buffers["paged_kv_indptr_buffer"], buffers["paged_kv_last_page_len_buffer"]
+        wrapper = self._backend.library.mla.BatchMLAPagedAttentionWrapper(
+            self._backend.workspace,
+            use_cuda_graph=True,
+            qo_indptr=torch.zeros_like(begins),
+            kv_indptr=begins,
+            kv_indices=buffers["paged_kv_indices_buffer"],
+            kv_len_arr=torch.zeros_like(last),
+            backend=kernel_for(self._backend.pool.device),
+        )
+        return LatentPlanner(self._backend.pool, wrapper, sizes)
 
     def _buffers_of(self, window: int | None) -> dict[str, torch.Tensor]:
         if window not in self._buffers:

@@ -216,7 +216,7 @@ class NativeStep(TorchSdpaStep):
 
 def is_supported(pool: PagedKV, num_heads: int, library: Library) -> bool:
     """Whether the kernel knows heads like those of this pool, `num_heads` of them in a query."""
-    if pool.device.type != "cpu":
+    if pool.device.type != "cpu" or pool.latents:
         return False
     return all(
         c.dtype == "bfloat16"

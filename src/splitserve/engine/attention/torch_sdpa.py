@@ -8,6 +8,9 @@ A step's requests are of two kinds, and both may be in one step.
 - Several new tokens (a prompt or a chunk of one): one by one, in blocks of query rows, each against the keys it sees.
   KV heads lie on the batch dimension and the query heads that share one on the head dimension, by stride 0.
 
+Latents (`engine/mla.py`) are keys and values in one: a row is gathered once, and weighted as a whole, because the fused
+kernel wants keys and values of one size; what was weighted too much is cut off.
+
 Sliding windows narrow what is gathered, to the pages that hold a visible key. Padding repeats pages of the same
 request, and the unwritten end of a request's last page is zeroed when the page is begun: nothing that a page's former
 owner left behind, not even a NaN, reaches another request.
@@ -77,7 +80,7 @@ class TorchSdpaBackend:
     def __init__(self, pool: PagedKV, *, widen: bool = False) -> None:
         """`widen`: compute in float32 whatever the pool's dtype, where the device has no speed for that."""
         self.pool = pool
-        self.compute_dtype = torch.float32 if widen else next(iter(pool.keys.values())).dtype
+        self.compute_dtype = torch.float32 if widen else dtype_of(pool)
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def plan(self, batch: PagedBatch) -> TorchSdpaStep:
@@ -119,18 +122,16 @@ class TorchSdpaStep:
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        self._store(keys, key)
-        self._store(values, value)
+        keys, values = self._store_new(layer, key, value, params)
         if params.window not in self._work:
             self._plan(params.window)
         num_kv_heads = key.shape[1]
         # [T, num_kv_heads, query heads a KV head, k_dim]
         query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
-        out = query.new_empty(*query.shape[:3], value.shape[-1])
+        out = query.new_empty(*query.shape[:3], values.shape[-1])
         self._attend_singles(query, keys, values, params, out)
         self._attend_prompts(query, keys, values, params, out)
-        return out.flatten(1, 2)
+        return out.flatten(1, 2)[..., : value.shape[-1]]
 
     def _attend_prompts(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
@@ -139,9 +140,22 @@ class TorchSdpaStep:
         work = self._work[params.window]
         for segment in work.segments:
             k = _gather(keys, segment.pages).transpose(0, 1).to(self._dtype)
-            v = _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
+            v = k if values is keys else _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
             for block in segment.blocks:
                 self._attend_block(block, query, k, v, work, params, out)
+
+    def _store_new(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write them; returns the layer's keys and values in the pool, twice the same where it keeps latents."""
+        if params.is_latent:
+            latents = self._pool.latents[layer]
+            self._store(latents, key)
+            return latents, latents
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        self._store(keys, key)
+        self._store(values, value)
+        return keys, values
 
     def _attend_singles(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
@@ -150,7 +164,10 @@ class TorchSdpaStep:
         for group in self._work[params.window].groups:
             shape = (len(group.rows), -1, query.shape[1])
             k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2).to(self._dtype)
-            v = _gather(values, group.pages).view(*shape, values.shape[-1]).transpose(1, 2).to(self._dtype)
+            if values is keys:
+                v = k
+            else:
+                v = _gather(values, group.pages).view(*shape, values.shape[-1]).transpose(1, 2).to(self._dtype)
             q = query.index_select(0, group.rows).to(self._dtype)
             out.index_copy_(0, group.rows, _attend(q, k, v, group.mask, params).to(out.dtype))
 
@@ -232,6 +249,12 @@ class TorchSdpaStep:
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return to_device(array, self._pool.device)
+
+
+def dtype_of(pool: PagedKV) -> torch.dtype:
+    """All its layers have one."""
+    dtype: torch.dtype = getattr(torch, pool.components[0].dtype)
+    return dtype
 
 
 def new_slots(batch: PagedBatch) -> IntArray:

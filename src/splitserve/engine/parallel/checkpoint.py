@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
@@ -153,14 +154,24 @@ class WeightLoader:
 
     def _merged(self, name: str, parts: list[tuple[str, str]], rule: Any) -> Iterator[tuple[str, torch.Tensor]]:
         only_joins = len(rule.target_patterns) == 1 and all(isinstance(op, _JOINING) for op in rule.operations)
+        held = self._held_of_stack(name, rule) if only_joins else None
+        numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
         for source, pattern in parts:
-            cut = self._cut_of_source(name, source, pattern, rule) if only_joins else None
+            if held is not None and next(numbers[pattern]) not in held:
+                continue
+            cut = self._cut_of_source(name, source, pattern, rule) if only_joins and held is None else None
             rule.add_tensor(name, source, pattern, functools.partial(self._checkpoint.read, source, cut))
         for target, made in rule.convert(name, model=self._model, config=self._model.config).items():
             tensor = made[0] if isinstance(made, list) else made
             if target in self._wanted:
                 cut = None if only_joins else self._cuts.get(target)
                 yield target, tensor if cut is None else cut.of(tensor, tensor.ndim)
+
+    def _held_of_stack(self, name: str, rule: Any) -> range | None:
+        """Where tensors are stacked (one for each expert) and whole ones of the stack are held: which; else None."""
+        cut = self._cuts.get(name)
+        stacks = any(isinstance(op, MergeModulelist) for op in rule.operations)
+        return cut.parts[0] if cut is not None and stacks and cut.dim == -self._wanted[name].ndim else None
 
     def _cut_of_source(self, name: str, source: str, pattern: str, rule: Any) -> Cut | None:
         cut = self._cuts.get(name)

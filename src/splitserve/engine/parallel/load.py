@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.attention import bridge
-from splitserve.engine.parallel.body import Stage, StageBody
+from splitserve.engine.parallel.body import Stage, StageBody, WholeBody
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
-from splitserve.engine.parallel.plan import Shards, cut_stage, cut_weights
+from splitserve.engine.parallel.meeting import Meeting
+from splitserve.engine.parallel.plan import Shards, cut_experts, cut_stage, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.errors import ConfigError
 
@@ -41,16 +42,29 @@ class Share:
     num_parameters: int
     # Of the safetensors files.
     bytes_read: int
+    # Where each rank serves requests of its own; None: all ranks serve the driver's.
+    meeting: Meeting | None = None
 
-    def body(self, model: Any, dtype: torch.dtype) -> StageBody:
+    def body(self, model: Any, dtype: torch.dtype) -> StageBody | WholeBody:
+        if self.meeting is not None:
+            return WholeBody(model)
         return StageBody(model, self.stage, self.ranks, dtype)
 
 
 def load_share(
-    folder: Path, config: Any, name: str, dtype: torch.dtype, ranks: Ranks, pp_layers: Sequence[int] = ()
+    folder: Path,
+    config: Any,
+    name: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    pp_layers: Sequence[int] = (),
+    *,
+    expert_parallel: bool = False,
+    dp_attention: bool = False,
 ) -> tuple[Any, Share]:
     """The model, of which only this rank's part has weights, on the ranks' device, and what that part is.
 
+    `expert_parallel`: some of the experts whole, not a part of each; `dp_attention`: that, and of the rest all.
     Raises ConfigError or ModelLoadError.
     """
     if getattr(config, "quantization_config", None) is not None:
@@ -60,12 +74,19 @@ def load_share(
     translation = Translation(model)
     tie = _Tie.of(model)
     stage = cut_stage(model, _layers(config, ranks, pp_layers), ranks.rank, name)
-    shards = cut_weights(model, ranks.rank, name)
+    meeting = _meeting(ranks, name) if dp_attention else None
+    if meeting is not None:
+        shards = cut_experts(model, ranks.rank, name)
+    else:
+        shards = cut_weights(model, ranks.rank, name, expert_parallel=expert_parallel)
     with closing(Checkpoint(folder)) as checkpoint:
         tie.load(WeightLoader(model, checkpoint, shards.cuts, ranks.device), translation, model)
-        share = Share(ranks, stage, shards, num_parameters, checkpoint.bytes_read)
+        share = Share(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
     model.to(ranks.device).requires_grad_(False).eval()
-    shards.connect(model, ranks)
+    if meeting is not None:
+        shards.meet(meeting, ranks)
+    else:
+        shards.connect(model, ranks)
     logger.info(
         "rank %d of %d has layers %d to %d of %s and read %.1f MB of its weights",
         ranks.rank.index,
@@ -76,6 +97,12 @@ def load_share(
         share.bytes_read / 1e6,
     )
     return model, share
+
+
+def _meeting(ranks: Ranks, name: str) -> Meeting:
+    if ranks.rank.pp_size > 1:
+        raise ConfigError(f"Model {name} is to have pipeline stages and data parallel attention: choose one of them.")
+    return Meeting(ranks)
 
 
 def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:

@@ -21,8 +21,10 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.body import Absent, Entry, Exit, Place, Stage
 from splitserve.engine.parallel.cut import Cut, cannot_cut
 from splitserve.engine.parallel.heads import Heads
+from splitserve.engine.parallel.latents import latent_words
+from splitserve.engine.parallel.meeting import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.styles import STYLES, Held, Style, connect, cut_of
+from splitserve.engine.parallel.styles import STYLES, Before, Held, Style, connect, cut_of
 from splitserve.engine.parallel.vocabulary import connect_embedding, connect_head
 from splitserve.errors import ConfigError
 
@@ -46,6 +48,12 @@ class Shards:
     # Modules that exchange something, with their whole inputs and outputs.
     connected: list[tuple[torch.nn.Module, Style, tuple[int, int]]] = field(default_factory=list)
     vocab_size: int = 0
+
+    def meet(self, meeting: Meeting, ranks: Ranks) -> None:
+        """Instead of `connect`, for data parallel attention."""
+        for module, style, _ in self.connected:
+            if style.before is Before.DEAL:
+                meet(module, meeting, ranks)
 
     def connect(self, model: Any, ranks: Ranks) -> None:
         for module, style, sizes in self.connected:
@@ -103,12 +111,14 @@ def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
     return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))
 
 
-def cut_weights(model: Any, rank: ParallelRank, name: str) -> Shards:
-    """Shrink the weights to this rank's part. Raises ConfigError."""
+def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False) -> Shards:
+    """Shrink the weights to this rank's part. Raises ConfigError. `expert_parallel`: a rank has some experts, whole,
+    instead of a part of each."""
     shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
     if rank.tp_size == 1:
         return shards
-    cutter = _Cutter(model, rank, name, shards)
+    latents = latent_words(dict(model.named_modules()), rank.tp_size, name)
+    cutter = _Cutter(model, rank, name, shards, _plan_of(model, name, expert_parallel), latents)
     cutter.cut_vocabulary()
     styles = dict(cutter.styles())
     for path in styles:
@@ -118,17 +128,47 @@ def cut_weights(model: Any, rank: ParallelRank, name: str) -> Shards:
     return shards
 
 
+def cut_experts(model: Any, rank: ParallelRank, name: str) -> Shards:
+    """Shrink the experts to this rank's, and nothing else. Raises ConfigError."""
+    shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
+    plan = {path: word for path, word in _plan_of(model, name, expert_parallel=True).items() if path in model.ep_plan}
+    cutter = _Cutter(model, rank, name, shards, plan, latent_words={})
+    for path, style in dict(cutter.styles()).items():
+        cutter.cut(path, style)
+    return shards
+
+
+def _plan_of(model: Any, name: str, expert_parallel: bool) -> dict[str, str]:
+    """transformers' words, by name with "*" for numbers."""
+    plan = dict(model.tp_plan or {})
+    if expert_parallel:
+        if not model.ep_plan:
+            why = "transformers has no ep_plan that deals out its experts"
+            raise cannot_cut(name, why, "Leave expert parallelism out, then each rank has a part of every expert")
+        plan |= model.ep_plan
+    return plan
+
+
 class _Cutter:
-    def __init__(self, model: Any, rank: ParallelRank, name: str, shards: Shards) -> None:
+    def __init__(
+        self,
+        model: Any,
+        rank: ParallelRank,
+        name: str,
+        shards: Shards,
+        plan: dict[str, str],
+        latent_words: dict[str, str],
+    ) -> None:
         self._rank = rank
         self._name = name
         self._shards = shards
-        self._plan = dict(model.tp_plan or {})
+        self._plan = plan
         self._model = model
         # Placeholders have no weights.
         self._modules: dict[str, Any] = {
             path: module for path, module in model.named_modules() if not isinstance(module, Absent | Place)
         }
+        self._latent_words = latent_words
         self._paths = {module: path for path, module in self._modules.items()}
         self._parameters = dict(model.named_parameters())
         self._vocabulary = {
@@ -139,7 +179,7 @@ class _Cutter:
         """What the plan says, by module or parameter. The vocabulary has rules of its own."""
         found = False
         for path in (*self._modules, *self._parameters):
-            word = self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", path))
+            word = self._latent_words.get(path) or self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", path))
             if word is None or path in self._vocabulary:
                 continue
             if word not in STYLES:
@@ -152,7 +192,7 @@ class _Cutter:
     def cut_heads(self, path: str, styles: dict[str, Style]) -> None:
         """Where `path` is the query projection of an attention whose heads are divided: its four projections."""
         parent, _, last = path.rpartition(".")
-        if last != "q_proj" or styles[path] != STYLES["colwise"]:
+        if last != "q_proj" or styles[path] != STYLES["colwise"] or path in self._latent_words:
             return
         attention: Any = self._modules[parent]
         q, k, v, o = (self._modules.get(f"{parent}.{p}") for p in ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -196,7 +236,9 @@ class _Cutter:
             module.out_features, module.in_features = module.weight.shape
 
     def _check_attention(self, path: str, style: Style) -> None:
-        """Raises ConfigError where an attention's heads are divided, and `cut_heads` did not know how."""
+        """Raises ConfigError where an attention's heads are divided, and nobody knows how."""
+        if path in self._latent_words:
+            return
         attention: Any = self._modules[path.rpartition(".")[0]]
         divides = style in (STYLES["colwise"], STYLES["rowwise"]) and hasattr(attention, "is_causal")
         if divides and attention.layer_idx not in self._shards.kv_heads:

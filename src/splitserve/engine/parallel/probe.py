@@ -42,6 +42,8 @@ def _with_heads(shape: LayerShape, share: Share, name: str) -> LayerShape:
 
 def _run(share: Share, model: Any, recorder: Recorder) -> None:
     stage = share.stage
+    if share.meeting is not None:
+        share.meeting.begin_alike(PROBE_TOKENS)
     if stage.entry is None and stage.exit is None:
         run_whole(model, recorder)
         return

@@ -57,6 +57,18 @@ class Ranks:
             return part
         return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
 
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks of this stage, one rank's behind the other's; each gives as many."""
+        found = rows.new_empty(self.rank.tp_size * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(found, rows.contiguous(), group=self._stage)
+        return found
+
+    def sum_share(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of the sum over the ranks of this stage this one's share of the rows, which all have as many of."""
+        found = rows.new_empty(len(rows) // self.rank.tp_size, *rows.shape[1:])
+        dist.reduce_scatter_single(found, rows.contiguous(), group=self._stage)
+        return found
+
     def send(self, hidden: torch.Tensor) -> None:
         """To the next stage. Returns before they have arrived, but waits where that stage is as many steps behind as
         there are stages."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from splitserve.engine.parallel.cut import Cut, even_range, even_sizes
+from splitserve.engine.parallel.experts import deal
 from splitserve.engine.parallel.ranks import Ranks
 
 
@@ -27,6 +28,8 @@ class Held(enum.Enum):
     PACKED_OUTPUTS = enum.auto()
     # Some inputs. The bias is rank 0's, so that the sum has it once.
     INPUTS = enum.auto()
+    # Some experts, whole.
+    EXPERTS = enum.auto()
 
 
 class Before(enum.Enum):
@@ -35,6 +38,8 @@ class Before(enum.Enum):
     NOTHING = enum.auto()
     # Each rank takes the part that its weights are for.
     SPLIT = enum.auto()
+    # Each rank computes its own experts for all tokens (`experts.py`).
+    DEAL = enum.auto()
 
 
 class After(enum.Enum):
@@ -60,6 +65,9 @@ STYLES = {
     "packed_colwise": Style(Held.PACKED_OUTPUTS),
     # Of a module whose weights have entries of their own.
     "moe_tp_experts": Style(after=After.SUM),
+    # The same of experts of which each rank has some.
+    "grouped_gemm": Style(Held.EXPERTS),
+    "ep_dispatch_experts": Style(before=Before.DEAL, after=After.SUM),
     # The gradient is for training.
     "replicated_with_grad_allreduce": Style(),
     "replicate": Style(),
@@ -70,6 +78,8 @@ def cut_of(style: Style, parameter: torch.Tensor, rank: int, num_ranks: int) -> 
     """What this rank holds of a weight or bias; None: all of it."""
     if style.held is Held.ALL or (style.held is Held.INPUTS and parameter.ndim == 1):
         return None
+    if style.held is Held.EXPERTS:
+        return Cut(-parameter.ndim, (even_range(parameter.shape[0], rank, num_ranks),))
     dim = -1 if style.held is Held.INPUTS or parameter.ndim == 1 else -2
     size = parameter.shape[dim]
     if style.held is not Held.PACKED_OUTPUTS:
@@ -84,6 +94,8 @@ def connect(module: torch.nn.Module, style: Style, sizes: tuple[int, int], ranks
     tp_rank, tp_size = ranks.rank.tp_rank, ranks.rank.tp_size
     if style.before is Before.SPLIT:
         module.register_forward_pre_hook(_split(even_range(num_inputs, tp_rank, tp_size)))
+    elif style.before is Before.DEAL:
+        deal(module, tp_rank, tp_size)
     if style.after is After.SUM:
         module.register_forward_hook(lambda _module, _args, out: ranks.sum(out))
     elif style.after is After.JOIN:

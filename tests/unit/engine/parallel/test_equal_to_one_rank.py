@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -33,6 +34,22 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TIED = {**COMMON, "tie_word_embeddings": True}
+# Latent attention, a dense layer and then mixtures of experts.
+DEEPSEEK: dict[str, Any] = {
+    **COMMON,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     # With a bias wherever there can be one.
     "llama": lambda: transformers.LlamaConfig(**COMMON, head_dim=16, attention_bias=True, mlp_bias=True),
@@ -50,6 +67,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20
+    ),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=20, topk_method="group_limited_greedy", attention_bias=True
+    ),
+    "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=None),
+    # Without a word on attention in its plan.
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=20, num_nextn_predict_layers=0),
     # Scales its embeddings in its own forward.
     "granite": lambda: transformers.GraniteConfig(**COMMON, embedding_multiplier=3.0, logits_scaling=2.0),
     # One matrix for queries, keys and values, so that every rank has all heads.
@@ -70,6 +96,11 @@ SHAPES = [
     ("gemma3", 2, 2, (1, 3)),
     ("gemma3", 1, 4, ()),
     ("mixtral", 2, 2, ()),
+    ("qwen3-moe", 2, 1, ()),
+    ("deepseek-v2", 2, 2, (1, 3)),
+    ("deepseek-v2-lite", 2, 1, ()),
+    ("deepseek-v3", 2, 1, ()),
+    ("deepseek-v3", 4, 1, ()),
     ("granite", 1, 2, ()),
     ("phi3", 2, 1, ()),
     ("olmo2", 2, 1, ()),
@@ -144,9 +175,83 @@ def test_ranks_compute_what_one_rank_computes(
     case = Case(
         folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, pp_layers=pp_layers, work=in_micro_batches(pp_size)
     )
+    check_equal(processes.run(case, tmp_path / "ranks"), alone(name), case)
+
+
+# Six experts over four ranks: some have one more than others.
+@pytest.mark.parametrize(
+    ("name", "tp_size", "pp_size"),
+    [("mixtral", 2, 1), ("qwen3-moe", 4, 1), ("deepseek-v2", 2, 1), ("deepseek-v3", 2, 2)],
+)
+def test_ranks_with_whole_experts_compute_what_one_rank_computes(
+    name: str,
+    tp_size: int,
+    pp_size: int,
+    processes: RankProcesses,
+    folder: Callable[[str], Path],
+    alone: Callable[[str], Outcome],
+    tmp_path: Path,
+) -> None:
+    case = Case(
+        folder=str(folder(name)),
+        tp_size=tp_size,
+        pp_size=pp_size,
+        expert_parallel=True,
+        work=in_micro_batches(pp_size),
+    )
     outcomes = processes.run(case, tmp_path / "ranks")
+    check_equal(outcomes, alone(name), case)
+    cut = processes.run(msgspec.structs.replace(case, expert_parallel=False), tmp_path / "others")
+    # Nothing is on two ranks that was on one before, and nothing is read that is not held.
+    assert sum(o.num_parameters for o in outcomes) == sum(o.num_parameters for o in cut)
+    assert sum(o.bytes_read for o in outcomes) == sum(o.bytes_read for o in cut)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
+def test_ranks_that_meet_for_the_experts_alone_each_compute_their_own_requests(
+    name: str,
+    processes: RankProcesses,
+    folder: Callable[[str], Path],
+    alone: Callable[[str], Outcome],
+    tmp_path: Path,
+) -> None:
+    # Of five prompts one rank has three, one none, and they take different numbers of steps.
+    shares = ([0, 3, 4], [], [1], [2])
+    works = tuple(msgspec.structs.replace(WORK, prompts=tuple(WORK.prompts[i] for i in share)) for share in shares)
+    case = Case(folder=str(folder(name)), tp_size=4, work=WORK, own_work=works)
+    outcomes, expected = processes.run(case, tmp_path / "ranks"), alone(name)
+    assert [o.error for o in outcomes] == [""] * 4
+    for outcome, share in zip(outcomes, shares, strict=True):
+        assert outcome.tokens == [expected.tokens[i] for i in share]
+        for ours, i in zip(outcome.logprobs, share, strict=True):
+            np.testing.assert_allclose(ours, expected.logprobs[i], rtol=1e-4, atol=2e-4)
+        # All that a token leaves is where its request is served, and nothing of any other's.
+        assert outcome.layout == expected.layout
+        assert any(np.frombuffer(kv, np.float32).any() for kv in outcome.kv) == bool(share)
+    # Experts are nowhere twice.
+    experts = sum(o.num_parameters for o in outcomes) - 4 * (expected.num_parameters - num_in_experts(name))
+    assert experts == num_in_experts(name)
+
+
+def num_in_experts(name: str) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    return sum(p.numel() for path, p in model.named_parameters() if ".experts." in path and "shared" not in path)
+
+
+def test_experts_that_no_plan_deals_out_are_refused(
+    processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case = Case(folder=str(folder("llama")), tp_size=2, expert_parallel=True, work=WORK)
+    for outcome in processes.run(case, tmp_path / "ranks"):
+        assert "no ep_plan that deals out its experts" in outcome.error
+
+
+def check_equal(outcomes: Sequence[Outcome], expected: Outcome, case: Case) -> None:
+    """Tokens, logprobs, and each rank's KV."""
+    tp_size, pp_size, pp_layers = case.tp_size, case.pp_size, case.pp_layers
     assert [o.error for o in outcomes] == [""] * case.num_ranks
-    expected, driver = alone(name), outcomes[(pp_size - 1) * tp_size]
+    driver = outcomes[(pp_size - 1) * tp_size]
     assert driver.tokens == expected.tokens
     for found, wanted in ((driver.logprobs, expected.logprobs), (driver.input_logprobs, expected.input_logprobs)):
         for ours, theirs in zip(found, wanted, strict=True):

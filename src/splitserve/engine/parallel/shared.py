@@ -1,0 +1,47 @@
+"""The engine of one of several data parallel ranks that compute their steps together (`meeting.py`).
+
+Who has no request in a step has a token that is nobody's go through the model, which other ranks never see: it brings
+none to the experts, and stores nothing. So the ranks' collectives are the same whatever anybody has to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from splitserve.core.batch import StepPlan, StepResult
+from splitserve.engine.parallel.meeting import Meeting, NoAttention
+from splitserve.engine.runner import ModelRunner
+from splitserve.errors import EngineError
+
+
+class SharedRunner:
+    """A runner whose steps are those of all ranks: SharedEngine of the scheduler."""
+
+    def __init__(self, runner: ModelRunner, model: Any, meeting: Meeting) -> None:
+        self._runner = runner
+        self._model = model.base_model
+        self._device = model.device
+        self._meeting = meeting
+
+    def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
+        """Read the page table. What is returned runs the step, given how many tokens each rank brings; every rank calls
+        its own, with the same numbers. Both raise EngineError: the second one leaves the ranks out of step."""
+        run = self._runner.prepare(plan) if plan.requests else self._take_part
+        return functools.partial(self._step, run)
+
+    def _step(self, run: Callable[[], StepResult], num_tokens: tuple[int, ...]) -> StepResult:
+        self._meeting.begin(num_tokens)
+        return run()
+
+    def _take_part(self) -> StepResult:
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        try:
+            with torch.inference_mode():
+                self._model(input_ids=nothing, position_ids=nothing, use_cache=False, step_attention=NoAttention())
+        except Exception as error:
+            raise EngineError(f"A step of other ranks failed on this one: {type(error).__name__}: {error}") from error
+        return StepResult()
