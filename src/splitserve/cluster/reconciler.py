@@ -113,7 +113,8 @@ class Reconciler:
     @property
     def is_settled(self) -> bool:
         """Everything that is wanted serves, and nothing else is there."""
-        return all(slot.is_wanted and slot.state is SlotState.READY for slot in self._slots.values())
+        is_there = all(slot.is_wanted and slot.state is SlotState.READY for slot in self._slots.values())
+        return is_there and not self._is_ending
 
     @property
     def is_over(self) -> bool:
