@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption
+from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
 from splitserve.cluster.config import load_config
 from splitserve.errors import ConfigError, DeadlineExceededError
+from splitserve.router.api_keys import first_key
+from splitserve.router.args import parse_url
 
 cluster_app = typer.Typer(
     name="cluster", help="Many machines, as one file describes them: docs/cluster.md.", no_args_is_help=True
@@ -23,6 +25,10 @@ NameOption = Annotated[str, typer.Option(help="Of the cluster, as its file has i
 WaitOption = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Wait so long until everything is as it shall be.")
 ]
+SEVERAL_NODES = (
+    "pools with nodes above 1 have their ranks in several pods (--nnodes, --node-rank, --dist-init-addr); "
+    "`splitserve serve` of this release has all ranks of a worker on one host and refuses these options"
+)
 # Seconds between two questions.
 _POLL_INTERVAL = 0.3
 
@@ -97,12 +103,33 @@ def down(
         time.sleep(_POLL_INTERVAL)
 
 
+@cluster_app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER_URL", help="As GET /workers has it.")],
+    router: Annotated[str, typer.Option(metavar="URL", help="Of the router that shall let go of it.")],
+    migrate: Annotated[bool, typer.Option("--migrate", help="What runs there moves to other workers now.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For what runs there.")] = 120.0,
+    router_key_file: RouterKeyOption = None,
+) -> None:
+    """Give a worker nothing new, and wait until nothing runs there: before its machine is taken away."""
+    import asyncio
+
+    from splitserve.cluster.drain import drain_worker
+
+    key = None if router_key_file is None else first_key(router_key_file, "--router-key-file")
+    order = drain_worker(parse_url(router), parse_url(worker), migrate=migrate, timeout=timeout, operator_key=key)
+    asyncio.run(order)
+
+
 @render_app.command()
 def k8s(config: ConfigArgument) -> None:
     """Print Kubernetes manifests for it."""
     from splitserve.cluster.kubernetes import render
 
-    typer.echo(render(load_config(config)), nl=False)
+    loaded = load_config(config)
+    if any(pool.nodes > 1 for pool in loaded.pools.by_name().values()):
+        typer.echo("warning: " + SEVERAL_NODES, err=True)
+    typer.echo(render(loaded), nl=False)
 
 
 def _counts(words: list[str]) -> dict[str, int]:

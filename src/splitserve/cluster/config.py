@@ -142,13 +142,15 @@ class KubernetesConfig(_Section):
 
     image: str = ""
     namespace: str = "default"
-    # Secret with the key `cluster-token`, and with `clients`, `operators`, `workers` where `keys` has them.
+    # Secret with the key `cluster-token`, with `clients`, `operators`, `workers` where `keys` has them, and beside
+    # `operators` with `router-key`, the first of these, which workers show.
     secret: str = ""
     # A claim that all pods mount read-only at `model_path`; None: the model is in the image, or fetched.
     model_claim: str | None = None
     model_path: str = "/models"
+    # Of the workers' pods.
     node_selector: dict[str, str] = {}
-    # Objects of the Prometheus operator.
+    # An object of the Prometheus operator.
     service_monitor: bool = True
 
 

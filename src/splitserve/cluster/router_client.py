@@ -47,9 +47,13 @@ class RouterClient:
         """URLs of those whose path is proven."""
         return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
 
-    async def drain(self, router_url: str, worker_url: str) -> None:
-        """The worker gets nothing new, and what runs there moves to others."""
-        await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": True})
+    async def num_running(self, router_url: str, worker_url: str) -> int:
+        """Requests of this router on that worker."""
+        return sum(worker["num_running"] for worker in await self.workers(router_url) if worker["url"] == worker_url)
+
+    async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
+        """The worker gets nothing new. `migrate`: what runs there moves to others now."""
+        await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
         """As the worker would do it. Never raises: it is done again."""

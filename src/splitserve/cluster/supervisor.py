@@ -48,6 +48,7 @@ class Supervisor:
         num_cores: int | None,
         on_event: Callable[[str], None] = logger.info,
         clock: Clock | None = None,
+        router: RouterClient | None = None,
     ) -> None:
         self._config = config
         self._credentials = credentials
@@ -58,7 +59,7 @@ class Supervisor:
         self._clock = clock or SystemClock()
         replicas = {name: pool.replicas for name, pool in config.pools.by_name().items()}
         self._reconciler = Reconciler(replicas, config.supervision, self._clock.now())
-        self._router = RouterClient(credentials.operator_key)
+        self._router = router or RouterClient(credentials.operator_key)
         self._seen: Mapping[str, Observation] = {}
         # Which router each worker was started with.
         self._told: dict[str, str] = {}
@@ -161,7 +162,7 @@ class Supervisor:
         moves = self._config.supervision.scale_down is ScaleDown.MIGRATE and not self._is_ending
         if moves and found is not None and found.ready is not None and router_url is not None:
             try:
-                await self._router.drain(router_url, found.ready.url)
+                await self._router.drain(router_url, found.ready.url, migrate=True)
             except WorkerUnavailableError as error:
                 self._on_event(f"{name}: its requests end there: {error.message}")
         await asyncio.to_thread(self._placer.terminate, name)
