@@ -46,9 +46,7 @@ def up(
     """Start a cluster and keep it as the file says. Ctrl-C drains."""
     from splitserve.cluster.up import run_cluster_up
 
-    raise typer.Exit(
-        run_cluster_up(load_config(config), ray, ready_file=ready_file, exit_with_parent=exit_with_parent)
-    )
+    raise typer.Exit(run_cluster_up(load_config(config), ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
 
 
 @cluster_app.command()

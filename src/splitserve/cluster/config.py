@@ -54,11 +54,7 @@ _OWN_ROUTER_OPTIONS = {
 }
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class PoolConfig(_Section):
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers of one kind, all alike."""
 
     replicas: int = 1
@@ -68,7 +64,8 @@ class PoolConfig(_Section):
     dp_size: int = 1
     # Kubernetes: pods that one worker is spread over, each with as many whole pipeline stages.
     nodes: int = 1
-    # Of each rank: its threads, and what Ray and Kubernetes set aside for it. None: of this machine a fair share, else 1.
+    # Of each rank: its threads, and what Ray and Kubernetes set aside for it. None: a fair share of this machine, else
+    # 1.
     cpus: int | None = None
     # Of each rank, on Ray and Kubernetes. 0: it computes on the CPU.
     gpus: int = 0
@@ -84,7 +81,7 @@ class PoolConfig(_Section):
         return self.tp_size * self.pp_size * self.dp_size
 
 
-class PoolsConfig(_Section):
+class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prefill and decode, or colocated, or all three. A kind that is not there cannot be scaled up later."""
 
     prefill: PoolConfig | None = None
@@ -95,7 +92,7 @@ class PoolsConfig(_Section):
         return {name: pool for name, pool in msgspec.structs.asdict(self).items() if pool is not None}
 
 
-class RouterConfig(_Section):
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Address to listen on. None: loopback on this machine, the node's address on Ray.
     host: str | None = None
     # 0: any free one.
@@ -104,7 +101,7 @@ class RouterConfig(_Section):
     args: tuple[str, ...] = ()
 
 
-class KeysConfig(_Section):
+class KeysConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files with API keys, relative to CONFIG.yaml; see docs/routing.md."""
 
     # Who may ask the router.
@@ -122,7 +119,7 @@ class ScaleDown(StrEnum):
     MIGRATE = "migrate"
 
 
-class SupervisionConfig(_Section):
+class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All in seconds."""
 
     # For loading a model.
@@ -137,7 +134,7 @@ class SupervisionConfig(_Section):
     forgive_after: float = 60.0
 
 
-class KubernetesConfig(_Section):
+class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """For `splitserve cluster render k8s` alone."""
 
     image: str = ""
@@ -154,7 +151,7 @@ class KubernetesConfig(_Section):
     service_monitor: bool = True
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "splitserve"
     model: str = "smollm2"
     # What lets workers join. None: one is made, which nobody else gets to know.

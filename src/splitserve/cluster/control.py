@@ -5,7 +5,8 @@ Its folder lets nobody else in, so there is no key to keep and no port to take. 
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import http.client
 import os
 import socket
 import tempfile
@@ -14,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import msgspec
 from aiohttp import web
 
@@ -82,37 +82,31 @@ def socket_path(name: str) -> Path:
 async def control_server(name: str, controlled: Controlled) -> AsyncIterator[None]:
     """Answers while the context is open. Raises ConfigError where a cluster of that name is up."""
     path = socket_path(name)
-    sock = _listen(path, name)
-    runner = web.AppRunner(_app(controlled), access_log=None, handle_signals=False)
-    try:
-        await runner.setup()
-        await web.SockSite(runner, sock, shutdown_timeout=1.0).start()
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        await runner.cleanup()
-        sock.close()
-
-
-def _listen(path: Path, name: str) -> socket.socket:
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+    with path.with_suffix(".lock").open("w") as lock:
         try:
-            probe.connect(str(path))
-        except FileNotFoundError:
-            pass
-        except ConnectionRefusedError:
-            # Its supervisor was killed.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"a cluster {name!r} is up: splitserve cluster down --name {name}, or choose another name"
+            ) from None
+        # Of one whose supervisor was killed.
+        path.unlink(missing_ok=True)
+        runner = web.AppRunner(_app(controlled), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            await _listen(runner, path)
+            yield
+        finally:
             path.unlink(missing_ok=True)
-        else:
-            raise ConfigError(f"a cluster {name!r} is up: splitserve cluster down --name {name}, or choose another name")
-    sock = socket.socket(socket.AF_UNIX)
+            await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, path: Path) -> None:
+    """Raises ConfigError, such as where the path is too long for a socket."""
     try:
-        sock.bind(str(path))
-        sock.listen(16)
+        await web.UnixSite(runner, str(path)).start()
     except OSError as error:
-        sock.close()
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    return sock
+        raise ConfigError(f"{path}: {error.strerror or error}; name another folder with {FOLDER_VARIABLE}") from None
 
 
 def _app(controlled: Controlled) -> web.Application:
@@ -165,15 +159,38 @@ class ControlClient:
     def is_up(self) -> bool:
         return self._path.exists()
 
-    def _ask(self, method: str, path: str, content: bytes = b"") -> ClusterStatus:
-        transport = httpx.HTTPTransport(uds=str(self._path))
+    def _ask(self, method: str, path: str, body: bytes = b"") -> ClusterStatus:
+        connection = _UnixConnection(self._path)
         try:
-            with httpx.Client(transport=transport, base_url="http://cluster", timeout=_ANSWER_SECONDS) as client:
-                answer = client.request(method, path, content=content)
-        except httpx.HTTPError as error:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException) as error:
             raise WorkerUnavailableError(
-                f"no cluster {self._name!r} is up here ({error}): splitserve cluster up, as this user, or name it by --name"
+                f"no cluster {self._name!r} is up here ({error}): splitserve cluster up, as this user, or name it by "
+                "--name"
             ) from None
-        if answer.status_code != 200:
-            raise ConfigError(answer.json()["error"] if answer.status_code == 400 else answer.text)
-        return msgspec.json.decode(answer.content, type=ClusterStatus)
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ConfigError(_problem(content))
+        return msgspec.json.decode(content, type=ClusterStatus)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("cluster", timeout=_ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(_ANSWER_SECONDS)
+        # Where that fails, `close` closes it.
+        self.sock.connect(str(self._path))
+
+
+def _problem(content: bytes) -> str:
+    try:
+        return msgspec.json.decode(content, type=dict[str, str])["error"]
+    except (msgspec.MsgspecError, KeyError):
+        return content.decode(errors="replace")

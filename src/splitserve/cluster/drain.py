@@ -21,7 +21,7 @@ async def drain_worker(
         try:
             async with asyncio.timeout(timeout):
                 await router.drain(router_url, worker_url, migrate=migrate)
-                while await router.num_running(router_url, worker_url):
+                while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
                     await asyncio.sleep(_PAUSE)
         except TimeoutError:
             raise DeadlineExceededError(

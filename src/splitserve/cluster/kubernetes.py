@@ -1,7 +1,7 @@
 """CONFIG.yaml as Kubernetes manifests: what supervises there is Kubernetes.
 
-A router (Deployment) behind a Service for clients, and behind one for workers, which must reach it before it is ready: it
-is ready when it has proven a way through them. Workers are Deployments, or LeaderWorkerSets where one is spread over
+A router (Deployment) behind a Service for clients, and behind one for workers, which must reach it before it is ready:
+it is ready when it has proven a way through them. Workers are Deployments, or LeaderWorkerSets where one is spread over
 several pods. Each pool has a headless Service, for metrics, and a PodDisruptionBudget.
 """
 
@@ -26,7 +26,9 @@ def render(config: ClusterConfig) -> str:
         if not getattr(config.kubernetes, field):
             raise ConfigError(f"kubernetes.{field} is missing: docs/cluster.md says what it is")
     text: str = yaml.safe_dump_all(manifests(config), sort_keys=False, width=120)
-    return f"# Made by `splitserve cluster render k8s` for the cluster {config.name}: change its file, not this.\n{text}"
+    return (
+        f"# Made by `splitserve cluster render k8s` for the cluster {config.name}: change its file, not this.\n{text}"
+    )
 
 
 def manifests(config: ClusterConfig) -> list[Manifest]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,11 +142,9 @@ class RayPlacer:
         if entry is None:
             return
         if entry.is_placed and entry.seen.phase is not Phase.LOST:
-            try:
+            # If that fails, its child ends with it.
+            with suppress(RayError, GetTimeoutError):
                 ray.get(entry.actor.close.remote(), timeout=_CLOSE_SECONDS)
-            except (RayError, GetTimeoutError):
-                # Its child ends with it.
-                pass
         ray.kill(entry.actor)
         if entry.group is not None:
             remove_placement_group(entry.group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 
@@ -54,6 +54,13 @@ class RouterClient:
     async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
         """The worker gets nothing new. `migrate`: what runs there moves to others now."""
         await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
+
+    async def forget(self, router_url: str, worker_url: str) -> None:
+        """It is gone. Never raises: the router finds that out, too, and forgets it in a minute."""
+        try:
+            await self._ask("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
+        except WorkerUnavailableError as error:
+            logger.info("could not remove %s: %s", worker_url, error)
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
         """As the worker would do it. Never raises: it is done again."""

@@ -1,7 +1,7 @@
 """Keeps a cluster as its file says: looks, lets the reconciler decide, has the placer do it, and again.
 
-It also stands between workers and a router that comes back somewhere else: who was started with the old address is
-announced to the new one from here.
+It also stands between workers and the router: who died is taken out of it at once, and where the router comes back
+somewhere else, who was started with its old address is announced to it from here.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Supervisor:
         self._seen: Mapping[str, Observation] = {}
         # Which router each worker was started with.
         self._told: dict[str, str] = {}
+        # Where each worker was last seen to serve.
+        self._urls: dict[str, str] = {}
         self._router_port = config.router.port
         self._announced_at = float("-inf")
         self._is_ending = False
@@ -144,6 +146,9 @@ class Supervisor:
                 again = f"again in {pause:.0f} s" if pause else "again at once"
                 tail = f"; the end of its log:\n{log_tail}" if log_tail else ""
                 self._on_event(f"{name}: {why}, {again}{tail}")
+                url, router_url = self._urls.pop(name, None), self.router_url
+                if url is not None and router_url is not None:
+                    self._spawn(self._router.forget(router_url, url))
 
     async def _start(self, name: str, pool: str) -> None:
         config, credentials = self._config, self._credentials
@@ -173,7 +178,9 @@ class Supervisor:
         strangers = [
             (MODES[slot.pool], ready)
             for slot in self._reconciler.slots
-            if slot.state is SlotState.READY and slot.pool != ROUTER and self._told.get(slot.name) != router_url
+            if slot.state is SlotState.READY
+            and slot.pool != ROUTER
+            and self._told.get(slot.name) != router_url
             and (ready := self._ready_info(slot.name)) is not None
         ]
         if router_url is None or not strangers or now - self._announced_at < _ANNOUNCE_INTERVAL:
@@ -211,10 +218,13 @@ class Supervisor:
                 if slot.pool == ROUTER:
                     # Whoever knows its address finds it there again.
                     self._router_port = ready.port
+                else:
+                    self._urls[slot.name] = ready.url
             elif slot.state is SlotState.DRAINING:
                 self._on_event(f"{slot.name}: draining")
         for name in before.keys() - self._states().keys():
             self._told.pop(name, None)
+            self._urls.pop(name, None)
             self._on_event(f"{name}: gone")
 
     def _describe(self, slot: Slot) -> ProcessStatus:

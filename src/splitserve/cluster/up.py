@@ -91,12 +91,14 @@ async def _end_when_told(supervisor: Supervisor, lifecycle: Lifecycle) -> None:
 
 async def _tell_ready(supervisor: Supervisor, ready_file: Path | None) -> None:
     """Once, when everything serves."""
-    while not (status := await supervisor.status()).is_ready:
+    while not (status := await supervisor.status()).is_ready:  # noqa: ASYNC110
         await asyncio.sleep(_READY_INTERVAL)
     assert status.router_url is not None
     console = Console(highlight=False)
     console.print(f"ready at {status.router_url} (OpenAI API at {status.router_url}/v1)", soft_wrap=True)
-    console.print("Ctrl-C drains and stops; splitserve cluster status, scale and down work from elsewhere", soft_wrap=True)
+    console.print(
+        "Ctrl-C drains and stops; splitserve cluster status, scale and down work from elsewhere", soft_wrap=True
+    )
     sys.stdout.flush()
     if ready_file is not None:
         port = int(status.router_url.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""`splitserve serve --join ROUTER_URL`: where a worker listens and how it is reached, found by the way to its router."""
+"""`splitserve serve --join ROUTER_URL`: where a worker listens and is reached follows from the way to its router."""
 
 from __future__ import annotations
 

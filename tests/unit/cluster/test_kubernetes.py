@@ -1,4 +1,4 @@
-"""Manifests against Kubernetes' own schemas, which a package carries, and ours of the two kinds that are no part of it."""
+"""Manifests against Kubernetes' own schemas, which a package carries, and ours of two kinds that are no part of it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,11 @@ def test_a_worker_in_several_pods_is_a_set_whose_leader_answers():
 
 def test_selectors_find_the_pods_they_are_for():
     all_manifests = manifests(load_config(EXAMPLE))
-    pods = {m["metadata"]["name"]: m["spec"]["template"]["metadata"]["labels"] for m in all_manifests if "template" in m["spec"]}
+    pods = {
+        m["metadata"]["name"]: m["spec"]["template"]["metadata"]["labels"]
+        for m in all_manifests
+        if "template" in m["spec"]
+    }
     meant = {"chat": "chat-router"}
     for manifest in (m for m in all_manifests if m["kind"] in ("Service", "PodDisruptionBudget")):
         name, selector = manifest["metadata"]["name"], manifest["spec"]["selector"]
@@ -121,7 +125,9 @@ def test_selectors_find_the_pods_they_are_for():
 
 def test_workers_reach_a_router_that_waits_for_them():
     """Its readiness is a proven way through workers, so what they use must not wait for that."""
-    registry = next(m for m in manifests(load_config(EXAMPLE)) if m["metadata"]["name"] == "chat-router" and m["kind"] == "Service")
+    registry = next(
+        m for m in manifests(load_config(EXAMPLE)) if m["metadata"]["name"] == "chat-router" and m["kind"] == "Service"
+    )
     assert registry["spec"]["publishNotReadyAddresses"] is True
     prefill = next(m for m in manifests(load_config(EXAMPLE)) if m["metadata"]["name"] == "chat-prefill")
     args = container(prefill["spec"]["template"])["args"]
@@ -129,7 +135,9 @@ def test_workers_reach_a_router_that_waits_for_them():
 
 
 def test_a_pod_that_ends_drains_and_has_the_time_for_it():
-    pod = next(m for m in manifests(load_config(EXAMPLE)) if m["metadata"]["name"] == "chat-decode")["spec"]["template"]["spec"]
+    pod = next(m for m in manifests(load_config(EXAMPLE)) if m["metadata"]["name"] == "chat-decode")["spec"][
+        "template"
+    ]["spec"]
     hook = container({"spec": pod})["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["sh", "-c"]
     assert hook[2].startswith("splitserve cluster drain --router http://chat-router:8000 --timeout 300.0 --migrate ")
@@ -142,7 +150,10 @@ def test_secrets_are_named_and_never_written():
     assert "secretName: chat" in text
     # Keys of the secret, as files; a worker gets one key for the router and not the list of them.
     pods = [m["spec"]["template"]["spec"] for m in manifests(load_config(EXAMPLE)) if m["kind"] == "Deployment"]
-    keys = {p["containers"][0]["name"]: {i["key"] for v in p["volumes"] if "secret" in v for i in v["secret"]["items"]} for p in pods}
+    keys = {
+        p["containers"][0]["name"]: {i["key"] for v in p["volumes"] if "secret" in v for i in v["secret"]["items"]}
+        for p in pods
+    }
     assert keys == {"router": {"clients", "operators", "workers"}, "worker": {"cluster-token", "router-key", "workers"}}
 
 
