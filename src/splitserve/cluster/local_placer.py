@@ -37,7 +37,8 @@ class LocalPlacer:
 
     def observe(self) -> Mapping[str, Observation]:
         with self._lock:
-            seen = self._failed | {name: process.observe() for name, process in self._processes.items()}
+            failed, processes = dict(self._failed), dict(self._processes)
+        seen = failed | {name: process.observe() for name, process in processes.items()}
         self._has_failed = self._has_failed or any(_is_failure(found) for found in seen.values())
         return seen
 
