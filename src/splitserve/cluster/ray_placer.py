@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ _LOOK_SECONDS = 0.3
 _SILENT_SECONDS = 60.0
 # Seconds that an actor gets to end its child.
 _CLOSE_SECONDS = 40.0
+_CONNECT_SECONDS = 5.0
 
 
 class NodeActor:
@@ -73,8 +75,9 @@ class RayPlacer:
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
         try:
+            _reach(address)
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(
                 f"--ray {address}: {error}; start Ray here (ray start --head, or --address HOST:PORT) and give its "
                 "address, or auto"
@@ -155,6 +158,13 @@ class RayPlacer:
         for name in list(self._entries):
             self.remove(name)
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raises OSError where nobody listens there: Ray itself tries for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in address:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def _lost(why: str) -> Observation:

@@ -7,7 +7,10 @@ import pytest
 from splitserve.cluster.commands import Credentials, check_startable, router_spec, threads_of, worker_spec
 from splitserve.cluster.config import check_replicas, load_config, parse_config
 from splitserve.cluster.placer import NODE_ADDRESS
+from splitserve.cluster.up import run_cluster_up
 from splitserve.errors import ConfigError
+from splitserve.launch.http_server import bind, port_of
+from splitserve.testing import ray_nodes
 
 CREDENTIALS = Credentials(b"t" * 32, clients=b"c", operators=b"o", workers=b"w", operator_key="op-key-0123456789")
 
@@ -127,3 +130,17 @@ def test_the_examples_are_good():
     assert len(examples) >= 3
     for path in examples:
         load_config(path)
+
+
+def test_ray_that_is_not_installed_is_an_error_with_a_hint(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'splitserve\[ray\]'"):
+        run_cluster_up(parse_config(b""), "auto")
+
+
+@pytest.mark.skipif(ray_nodes.missing() is not None, reason=str(ray_nodes.missing()))
+def test_ray_that_does_not_listen_is_an_error_at_once():
+    with bind("127.0.0.1", 0) as sock:
+        address = f"127.0.0.1:{port_of(sock)}"
+    with pytest.raises(ConfigError, match=rf"--ray {address}: .*Connection refused.*ray start --head"):
+        run_cluster_up(parse_config(b""), address)
