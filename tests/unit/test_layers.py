@@ -38,6 +38,7 @@ LAYERS = {
     "bench": 6,
     "offline": 6,
     "chaos": 6,
+    "cluster": 6,
     "chaos.faulty": 7,
     "chaos.faulty_scheduler": 7,
     "testing": 6,

@@ -16,6 +16,7 @@ import typer
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
 from splitserve.cli.chaos import chaos
+from splitserve.cli.cluster import cluster_app
 from splitserve.cli.options import (
     ApiKeysOption,
     DeviceOption,
@@ -53,6 +54,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench_app)
+app.add_typer(cluster_app)
 
 
 @app.command()

@@ -18,7 +18,6 @@ from splitserve.cli.options import (
     ExpertParallelOption,
     GraphBatchOption,
     HostMemoryOption,
-    HostOption,
     KernelsOption,
     KVEventsOption,
     LogLevelOption,
@@ -57,7 +56,8 @@ from splitserve.config import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker, named_values, num_bytes, router_urls, stage_sizes
+from splitserve.launch.checks import check_worker, named_values, num_bytes, stage_sizes
+from splitserve.launch.join import WILDCARDS, settle_place
 
 
 def serve(
@@ -65,10 +65,16 @@ def serve(
     disaggregation_mode: Annotated[DisaggregationMode, typer.Option(help="null: both phases here.")] = (
         DisaggregationMode.NULL
     ),
-    host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free one.")] = 30000,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; default: 127.0.0.1, with --join that towards the router.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0: any free one, default with --join; else: 30000.")] = None,
     router: Annotated[
         list[str] | None, typer.Option(metavar="URL[,URL]", help="Router to register with; repeatable.")
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The same, and be reached there by the address that leads to it."),
     ] = None,
     router_key_file: RouterKeyOption = None,
     api_key_file: WorkerKeysOption = None,
@@ -76,11 +82,12 @@ def serve(
         str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
     ] = None,
     disaggregation_bootstrap_port: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Prefill: port of its bootstrap server, 0: any free one. Decode: used where a request names none."
+            help="Prefill: port of its bootstrap server, 0: any free one, default with --join; else: 8998. Decode: "
+            "used where a request names none."
         ),
-    ] = 8998,
+    ] = None,
     disaggregation_transfer_backend: Annotated[
         str,
         typer.Option("--disaggregation-transfer-backend", "--transfer-backend", help="How the KV cache travels."),
@@ -158,10 +165,13 @@ def serve(
     from splitserve.launch.cluster_token import read_token_file
 
     defaults = DisaggregationConfig()
-    is_wildcard = host in ("0.0.0.0", "::", "")
-    if is_wildcard and disaggregation_host is None and (router or disaggregation_mode is not DisaggregationMode.NULL):
+    place = settle_place(host, port, disaggregation_bootstrap_port, router or (), join)
+    disaggregation_host = disaggregation_host or place.peer_host
+    is_wildcard = place.host in WILDCARDS
+    needs_address = place.router_urls or disaggregation_mode is not DisaggregationMode.NULL
+    if is_wildcard and disaggregation_host is None and needs_address:
         raise ConfigError(f"--host {host!r} is no address that others can reach: give that as --disaggregation-host")
-    peer_host = defaults.host if is_wildcard else host
+    peer_host = defaults.host if is_wildcard else place.host
     token = defaults.cluster_token
     # A colocated worker needs none until it becomes one of a pair.
     needs_token = disaggregation_mode is not DisaggregationMode.NULL
@@ -217,15 +227,15 @@ def serve(
             transfer_options=named_values(transfer_option or (), "--transfer-option"),
             host=disaggregation_host or peer_host,
             cluster_token=token,
-            bootstrap_port=disaggregation_bootstrap_port,
+            bootstrap_port=place.bootstrap_port,
             bootstrap_timeout=bootstrap_timeout,
             transfer_timeout=transfer_timeout,
         ),
         server=ServerConfig(
-            host=host,
-            port=port,
+            host=place.host,
+            port=place.port,
             served_model_name=served_model_name,
-            router_urls=router_urls(router or ()),
+            router_urls=place.router_urls,
             router_key_file=None if router_key_file is None else str(router_key_file),
             api_key_file=None if api_key_file is None else str(api_key_file),
             log_level=log_level,

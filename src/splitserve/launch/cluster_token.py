@@ -42,11 +42,21 @@ def read_token_file(path: Path) -> ClusterToken:
     return ClusterToken(secret)
 
 
+def new_token() -> bytes:
+    """A random one."""
+    return secrets.token_hex(32).encode()
+
+
 def write_token_file(path: Path) -> None:
     """A new random token, in a new file that this user alone can read."""
+    write_secret_file(path, new_token() + b"\n")
+
+
+def write_secret_file(path: Path, content: bytes) -> None:
+    """A new file that this user alone can read. Raises FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
 
 
 def settle_host(config: DisaggregationConfig) -> DisaggregationConfig:

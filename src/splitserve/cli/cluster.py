@@ -1,0 +1,141 @@
+"""`splitserve cluster`: many machines, as one file describes them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
+from splitserve.cluster.config import load_config
+from splitserve.errors import ConfigError, DeadlineExceededError
+from splitserve.router.api_keys import first_key
+from splitserve.router.args import parse_url
+
+cluster_app = typer.Typer(
+    name="cluster", help="Many machines, as one file describes them: docs/cluster.md.", no_args_is_help=True
+)
+render_app = typer.Typer(name="render", help="Write the file in the words of others.", no_args_is_help=True)
+cluster_app.add_typer(render_app)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="See docs/cluster.md.")]
+NameOption = Annotated[str, typer.Option(help="Of the cluster, as its file has it.")]
+WaitOption = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Wait so long until everything is as it shall be.")
+]
+SEVERAL_NODES = (
+    "pools with nodes above 1 have their ranks in several pods (--nnodes, --node-rank, --dist-init-addr); "
+    "`splitserve serve` of this release has all ranks of a worker on one host and refuses these options"
+)
+# Seconds between two questions.
+_POLL_INTERVAL = 0.3
+
+
+@cluster_app.command()
+def up(
+    config: ConfigArgument,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Place on this Ray cluster (HOST:PORT, or auto); default: here."),
+    ] = None,
+    ready_file: ReadyFileOption = None,
+    exit_with_parent: ParentOption = False,
+) -> None:
+    """Start a cluster and keep it as the file says. Ctrl-C drains."""
+    from splitserve.cluster.up import run_cluster_up
+
+    raise typer.Exit(run_cluster_up(load_config(config), ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
+
+
+@cluster_app.command()
+def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: JsonOption = False) -> None:
+    """Show every process of a cluster. Exit code 1: not all is as it shall be."""
+    from splitserve.cluster.control import ControlClient
+    from splitserve.cluster.show import show_status
+
+    client = ControlClient(name)
+    found = client.status()
+    deadline = time.monotonic() + (wait or 0.0)
+    while not found.is_ready and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL)
+        found = client.status()
+    show_status(found, as_json=as_json)
+    raise typer.Exit(0 if found.is_ready else 1)
+
+
+@cluster_app.command()
+def scale(
+    pools: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="Workers of each, e.g. decode=4.")],
+    name: NameOption = "splitserve",
+    wait: WaitOption = None,
+) -> None:
+    """Have more or fewer workers of a pool. Those that go let their requests end, or move them."""
+    from splitserve.cluster.control import ControlClient
+
+    client = ControlClient(name)
+    client.scale(_counts(pools))
+    deadline = time.monotonic() + (wait or 0.0)
+    while wait is not None and not client.status().is_ready:
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(f"not so after {wait:g} s: splitserve cluster status --name {name} says why")
+        time.sleep(_POLL_INTERVAL)
+
+
+@cluster_app.command()
+def down(
+    name: NameOption = "splitserve",
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for running requests.")] = False,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For everything to end.")] = 300.0,
+) -> None:
+    """End a cluster: running requests end first."""
+    from splitserve.cluster.control import ControlClient
+
+    client = ControlClient(name)
+    client.down(now=now)
+    deadline = time.monotonic() + wait
+    while client.is_up():
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(f"still up after {wait:g} s: splitserve cluster down --name {name} --now")
+        time.sleep(_POLL_INTERVAL)
+
+
+@cluster_app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER_URL", help="As GET /workers has it.")],
+    router: Annotated[str, typer.Option(metavar="URL", help="Of the router that shall let go of it.")],
+    migrate: Annotated[bool, typer.Option("--migrate", help="What runs there moves to other workers now.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For what runs there.")] = 120.0,
+    router_key_file: RouterKeyOption = None,
+) -> None:
+    """Give a worker nothing new, and wait until nothing runs there: before its machine is taken away."""
+    import asyncio
+
+    from splitserve.cluster.drain import drain_worker
+
+    key = None if router_key_file is None else first_key(router_key_file, "--router-key-file")
+    order = drain_worker(parse_url(router), parse_url(worker), migrate=migrate, timeout=timeout, operator_key=key)
+    asyncio.run(order)
+
+
+@render_app.command()
+def k8s(config: ConfigArgument) -> None:
+    """Print Kubernetes manifests for it."""
+    from splitserve.cluster.kubernetes import render
+
+    loaded = load_config(config)
+    if any(pool.nodes > 1 for pool in loaded.pools.by_name().values()):
+        typer.echo("warning: " + SEVERAL_NODES, err=True)
+    typer.echo(render(loaded), nl=False)
+
+
+def _counts(words: list[str]) -> dict[str, int]:
+    """Raises ConfigError."""
+    counts = {}
+    for word in words:
+        pool, equals, number = word.partition("=")
+        if not (equals and number.isdecimal()):
+            raise ConfigError(f"{word!r}: write POOL=N, e.g. decode=4")
+        counts[pool] = int(number)
+    return counts

@@ -1,0 +1,260 @@
+"""CONFIG.yaml: what a cluster is made of, the same for this machine, for Ray and for Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ConfigError
+
+MAX_REPLICAS = 1024
+ROUTER = "router"
+# The name of a pool in the file, which is no word of YAML's own.
+MODES = {
+    "prefill": DisaggregationMode.PREFILL,
+    "decode": DisaggregationMode.DECODE,
+    "colocated": DisaggregationMode.NULL,
+}
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
+# Options that follow from the rest of the file, by who they are options of; and where to say it instead.
+_OWN_WORKER_OPTIONS = {
+    "--disaggregation-mode": "pools.NAME",
+    "--host": "nothing: it is the node's address",
+    "--port": "nothing: workers take free ports",
+    "--disaggregation-host": "nothing: it is the node's address",
+    "--disaggregation-bootstrap-port": "nothing: workers take free ports",
+    "--router": "nothing: workers register with this cluster's router",
+    "--join": "nothing: workers register with this cluster's router",
+    "--tp-size": "pools.NAME.tp_size",
+    "--pp-size": "pools.NAME.pp_size",
+    "--dp-size": "pools.NAME.dp_size",
+    "--threads": "pools.NAME.cpus",
+    "--cluster-token-file": "cluster_token_file",
+    "--router-key-file": "keys.operators",
+    "--api-key-file": "keys.workers",
+    "--drain-timeout": "supervision.drain_timeout",
+    "--load-timeout": "supervision.load_timeout",
+    "--ready-file": "nothing: the supervisor has its own",
+    "--exit-with-parent": "nothing: it is so",
+}
+_OWN_ROUTER_OPTIONS = {
+    "--host": "router.host",
+    "--port": "router.port",
+    "--api-key-file": "keys.clients",
+    "--operator-key-file": "keys.operators",
+    "--worker-key-file": "keys.workers",
+    "--drain-timeout": "supervision.drain_timeout",
+    "--ready-file": "nothing: the supervisor has its own",
+    "--exit-with-parent": "nothing: it is so",
+}
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers of one kind, all alike."""
+
+    replicas: int = 1
+    # How a worker's model is cut over ranks. Tensor parallel ranks of a stage are on one node.
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    # Kubernetes: pods that one worker is spread over, each with as many whole pipeline stages.
+    nodes: int = 1
+    # Of each rank: its threads, and what Ray and Kubernetes set aside for it. None: a fair share of this machine, else
+    # 1.
+    cpus: int | None = None
+    # Of each rank, on Ray and Kubernetes. 0: it computes on the CPU.
+    gpus: int = 0
+    # Of a pod, in Kubernetes, e.g. 64Gi.
+    memory: str | None = None
+    # Options of `splitserve serve`, after those of `worker_args`.
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one worker."""
+        return self.tp_size * self.pp_size * self.dp_size
+
+
+class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefill and decode, or colocated, or all three. A kind that is not there cannot be scaled up later."""
+
+    prefill: PoolConfig | None = None
+    decode: PoolConfig | None = None
+    colocated: PoolConfig | None = None
+
+    def by_name(self) -> dict[str, PoolConfig]:
+        return {name: pool for name, pool in msgspec.structs.asdict(self).items() if pool is not None}
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Address to listen on. None: loopback on this machine, the node's address on Ray.
+    host: str | None = None
+    # 0: any free one.
+    port: int = 8000
+    # Options of `splitserve router`.
+    args: tuple[str, ...] = ()
+
+
+class KeysConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files with API keys, relative to CONFIG.yaml; see docs/routing.md."""
+
+    # Who may ask the router.
+    clients: str | None = None
+    # Who may change what the router serves. The workers and the supervisor show its first key.
+    operators: str | None = None
+    # Who may call the workers. The router shows its first key.
+    workers: str | None = None
+
+
+class ScaleDown(StrEnum):
+    # What runs on a worker that is to go ends there, as far as it does in time.
+    COMPLETE = "complete"
+    # It goes on elsewhere at once.
+    MIGRATE = "migrate"
+
+
+class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All in seconds."""
+
+    # For loading a model.
+    load_timeout: float = 900.0
+    # For running requests of a process that is to end; what is left then moves.
+    drain_timeout: float = 120.0
+    scale_down: ScaleDown = ScaleDown.COMPLETE
+    # From a failure to the next start: the first time, and at most; it doubles.
+    backoff: float = 1.0
+    max_backoff: float = 60.0
+    # A process that has served so long has no failures behind it.
+    forgive_after: float = 60.0
+
+
+class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """For `splitserve cluster render k8s` alone."""
+
+    image: str = ""
+    namespace: str = "default"
+    # Secret with the key `cluster-token`, with `clients`, `operators`, `workers` where `keys` has them, and beside
+    # `operators` with `router-key`, the first of these, which workers show.
+    secret: str = ""
+    # A claim that all pods mount read-only at `model_path`; None: the model is in the image, or fetched.
+    model_claim: str | None = None
+    model_path: str = "/models"
+    # Of the workers' pods.
+    node_selector: dict[str, str] = {}
+    # An object of the Prometheus operator.
+    service_monitor: bool = True
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "splitserve"
+    model: str = "smollm2"
+    # What lets workers join. None: one is made, which nobody else gets to know.
+    cluster_token_file: str | None = None
+    pools: PoolsConfig = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig())
+    # Options of `splitserve serve` for every worker.
+    worker_args: tuple[str, ...] = ()
+    router: RouterConfig = RouterConfig()
+    keys: KeysConfig = KeysConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    log_level: str = "info"
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(pool.replicas * pool.num_ranks for pool in self.pools.by_name().values())
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Raises ConfigError, which says where in the file and what to write instead."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; docs/cluster.md describes the file") from None
+    config = parse_config(raw, str(path))
+    keys = msgspec.structs.asdict(config.keys).items()
+    return msgspec.structs.replace(
+        config,
+        cluster_token_file=_beside(path, config.cluster_token_file),
+        keys=KeysConfig(**{name: _beside(path, file) for name, file in keys}),
+    )
+
+
+def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
+    """Paths stay as they stand there. Raises ConfigError."""
+    try:
+        # An empty file is all defaults.
+        config = msgspec.yaml.decode(raw if raw.strip() else b"{}", type=ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_readable(str(error))}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source}: it is no YAML: {' '.join(str(error).split())}") from None
+    for where, ok, rule in _rules(config):
+        if not ok:
+            raise ConfigError(f"{source}: {where}: {rule}")
+    return config
+
+
+def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
+    """Each as where, whether it is kept, what it is."""
+    pools, supervision = config.pools.by_name(), config.supervision
+    is_paired = ("prefill" in pools) == ("decode" in pools)
+    rules = [
+        ("name", bool(_NAME.fullmatch(config.name)), "small letters, digits and -, a letter first, 32 at most"),
+        ("pools", bool(pools), "name one at least: prefill and decode, or colocated"),
+        ("pools", is_paired, "prefill and decode need each other"),
+        ("pools", any(pool.replicas for pool in pools.values()), "one worker at least: replicas of 1 or more"),
+        ("router.port", 0 <= config.router.port < 65536, "must be in [0, 65535]"),
+    ]
+    rules += _option_rules("router.args", config.router.args, _OWN_ROUTER_OPTIONS)
+    rules += _option_rules("worker_args", config.worker_args, _OWN_WORKER_OPTIONS)
+    for field in ("load_timeout", "drain_timeout", "backoff", "max_backoff", "forgive_after"):
+        rules.append((f"supervision.{field}", getattr(supervision, field) > 0, "must be above 0 seconds"))
+    for name, pool in pools.items():
+        rules += _pool_rules(name, pool)
+    return rules
+
+
+def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
+    where = f"pools.{name}"
+    rules = [
+        (f"{where}.replicas", 0 <= pool.replicas <= MAX_REPLICAS, f"must be in [0, {MAX_REPLICAS}]"),
+        (f"{where}.cpus", pool.cpus is None or pool.cpus >= 1, "must be at least 1"),
+        (f"{where}.gpus", pool.gpus >= 0, "must be 0 or more"),
+    ]
+    for field in ("tp_size", "pp_size", "dp_size", "nodes"):
+        rules.append((f"{where}.{field}", getattr(pool, field) >= 1, "must be at least 1"))
+    divides = pool.nodes < 1 or pool.pp_size % pool.nodes == 0
+    rules.append((f"{where}.nodes", divides, f"must divide pp_size, {pool.pp_size}: a stage's ranks are on one node"))
+    return rules + _option_rules(f"{where}.args", pool.args, _OWN_WORKER_OPTIONS)
+
+
+def _option_rules(where: str, args: tuple[str, ...], own: dict[str, str]) -> list[tuple[str, bool, str]]:
+    names = (word.partition("=")[0] for word in args)
+    return [(where, False, f"{name} is not for here; say {own[name]}") for name in names if name in own]
+
+
+def _readable(problem: str) -> str:
+    """msgspec ends with " - at `$.pools[...].tp_size`"; who reads it wants to know that first."""
+    what, _, where = problem.partition(" - at ")
+    return f"{where.replace('`', '').replace('$.', '')}: {what}" if where else what
+
+
+def _beside(config_path: Path, file: str | None) -> str | None:
+    return None if file is None else str(config_path.parent / file)
+
+
+def check_replicas(config: ClusterConfig, replicas: dict[str, Any]) -> dict[str, int]:
+    """What `scale` was told. Raises ConfigError."""
+    pools = config.pools.by_name()
+    for name, count in replicas.items():
+        if name not in pools:
+            raise ConfigError(f"there is no pool {name!r} in this cluster: {', '.join(pools)}")
+        if not isinstance(count, int) or not 0 <= count <= MAX_REPLICAS:
+            raise ConfigError(f"{name}={count}: give a number in [0, {MAX_REPLICAS}]")
+    return replicas

@@ -1,0 +1,84 @@
+"""`splitserve serve --join ROUTER_URL`: where a worker listens and is reached follows from the way to its router."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from splitserve.errors import ConfigError
+from splitserve.launch.checks import router_urls
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::", "")
+DEFAULT_PORT, DEFAULT_BOOTSTRAP_PORT = 30000, 8998
+# Seconds that a name may have no address, or an address no route: networks come up beside their machines.
+_PATIENCE = 60.0
+_PAUSE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one worker. Ports: 0 is any free one."""
+
+    host: str
+    port: int
+    bootstrap_port: int
+    router_urls: tuple[str, ...]
+    # By which others reach it, where that is known; None: by `host`.
+    peer_host: str | None = None
+
+
+def settle_place(
+    host: str | None, port: int | None, bootstrap_port: int | None, router: Sequence[str], join: str | None
+) -> Place:
+    """What was left open (None) follows from `join`, where that is given. Raises ConfigError."""
+    urls = router_urls([*([] if join is None else [join]), *router])
+    if join is None:
+        bootstrap_port = DEFAULT_BOOTSTRAP_PORT if bootstrap_port is None else bootstrap_port
+        return Place(LOOPBACK if host is None else host, DEFAULT_PORT if port is None else port, bootstrap_port, urls)
+    if host not in (None, *WILDCARDS):
+        return Place(host, port or 0, bootstrap_port or 0, urls)
+    address = address_towards(urls[0])
+    return Place(address if host is None else host, port or 0, bootstrap_port or 0, urls, peer_host=address)
+
+
+def address_towards(
+    url: str,
+    *,
+    patience: float = _PATIENCE,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """This machine's address on its way to that URL, by which whoever is there reaches it where nothing translates.
+
+    Raises ConfigError where there is no way for `patience` seconds.
+    """
+    parts = urlsplit(url)
+    deadline = now() + patience
+    is_told = False
+    while True:
+        try:
+            return _source_address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        except OSError as error:
+            if now() >= deadline:
+                raise ConfigError(f"--join {url}: no way there ({error}): check it, or name --host yourself") from None
+            if not is_told:
+                logger.warning("no way to the router %s yet, trying for %g s: %s", url, patience, error)
+            is_told = True
+        sleep(_PAUSE)
+
+
+def _source_address(host: str, port: int) -> str:
+    """Nothing is sent: the kernel looks up the route. Raises OSError."""
+    # A name means IPv4, here as for --host.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from splitserve.cluster.control import (
+    FOLDER_VARIABLE,
+    ClusterStatus,
+    ControlClient,
+    ProcessStatus,
+    control_server,
+    socket_path,
+)
+from splitserve.cluster.show import describe
+from splitserve.errors import ConfigError, WorkerUnavailableError
+
+
+class Controlled:
+    """A supervisor that only remembers."""
+
+    def __init__(self) -> None:
+        self.orders: list[object] = []
+
+    async def status(self) -> ClusterStatus:
+        process = ProcessStatus(
+            name="decode-0",
+            pool="decode",
+            state="ready",
+            node="10.0.0.1",
+            url="http://10.0.0.1:1",
+            pid=7,
+            num_restarts=2,
+            detail="",
+        )
+        return ClusterStatus(
+            name="c",
+            pid=1,
+            router_url=None,
+            is_ready=False,
+            is_ending=False,
+            replicas={"decode": 1},
+            processes=[process],
+        )
+
+    def scale(self, replicas: dict[str, int]) -> None:
+        if "decode" not in replicas:
+            raise ConfigError("there is no such pool")
+        self.orders.append(replicas)
+
+    def down(self, *, now: bool) -> None:
+        self.orders.append(now)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+async def test_orders_arrive_and_are_answered_with_how_things_are():
+    controlled = Controlled()
+    async with control_server("c", controlled):
+        client = ControlClient("c")
+        assert client.is_up()
+        status = await asyncio.to_thread(client.status)
+        assert status == await controlled.status()
+        await asyncio.to_thread(client.scale, {"decode": 4})
+        await asyncio.to_thread(client.down, now=True)
+        await asyncio.to_thread(client.down, now=False)
+        with pytest.raises(ConfigError, match="there is no such pool"):
+            await asyncio.to_thread(client.scale, {"encode": 4})
+        with pytest.raises(ConfigError, match="Expected `int`"):
+            await asyncio.to_thread(client.scale, {"decode": "four"})
+    assert controlled.orders == [{"decode": 4}, True, False]
+    assert not client.is_up()
+
+
+async def test_nobody_else_gets_in(folder):
+    async with control_server("c", Controlled()):
+        assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="open to others"):
+        socket_path("c")
+
+
+async def test_two_clusters_of_one_name_are_refused():
+    async with control_server("c", Controlled()):
+        with pytest.raises(ConfigError, match="a cluster 'c' is up"):
+            async with control_server("c", Controlled()):
+                pass
+        async with control_server("d", Controlled()):
+            pass
+        assert (await asyncio.to_thread(ControlClient("c").status)).name == "c"
+
+
+async def test_a_socket_that_a_killed_supervisor_left_is_replaced():
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path("c")))
+    with pytest.raises(WorkerUnavailableError, match="Connection refused"):
+        ControlClient("c").status()
+    async with control_server("c", Controlled()):
+        assert (await asyncio.to_thread(ControlClient("c").status)).name == "c"
+
+
+def test_where_no_cluster_is_up_the_remedy_is_named():
+    with pytest.raises(WorkerUnavailableError, match=r"no cluster 'c' is up here .* splitserve cluster up"):
+        ControlClient("c").status()
+
+
+async def test_a_status_is_lines_that_nothing_cuts():
+    lines = describe(await Controlled().status()).splitlines()
+    assert lines[0].split() == ["process", "state", "restarts", "pid", "node", "url"]
+    assert lines[1].split() == ["decode-0", "ready", "2", "7", "10.0.0.1", "http://10.0.0.1:1"]
+    assert lines[2] == "c: not ready; wanted: 1 decode; router: not there"

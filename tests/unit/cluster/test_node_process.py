@@ -1,0 +1,74 @@
+"""One process on a node: its secrets, its end, its folder."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from splitserve.cluster.local_placer import LocalPlacer
+from splitserve.cluster.node_process import NodeProcess
+from splitserve.cluster.placer import NODE_ADDRESS, Observation, Phase, ProcessSpec, Secrets
+from splitserve.launch.child import POLL_INTERVAL
+
+pytestmark = pytest.mark.process
+
+# Ends with an error at once, after it has been shown its options.
+SPEC = ProcessSpec(
+    name="router-0",
+    args=("router", "--host", NODE_ADDRESS, "--port", "70000"),
+    secrets=Secrets({"--api-key-file": b"key-of-a-client-0123"}),
+)
+
+
+def ended(observe) -> Observation:
+    deadline = time.monotonic() + 60.0
+    while (found := observe()).phase is not Phase.ENDED:
+        assert time.monotonic() < deadline
+        time.sleep(POLL_INTERVAL)
+    return found
+
+
+def test_it_gets_its_secrets_as_files_and_is_observed_also_when_it_is_gone(tmp_path):
+    process = NodeProcess(SPEC, "127.0.0.1", "here", tmp_path)
+    (folder,) = tmp_path.iterdir()
+    secret = folder / "api-key-file"
+    assert secret.read_bytes() == b"key-of-a-client-0123"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    found = ended(process.observe)
+    assert found.detail == "exited with code 2"
+    assert "127.0.0.1:70000" in found.log_tail
+    process.close(keep_log=tmp_path / "kept.log")
+    process.close(keep_log=tmp_path / "kept.log")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.log"]
+    # Whoever looks while another ends it.
+    assert process.observe() == found
+
+
+def test_on_this_machine_logs_of_failures_stay_and_all_else_goes(tmp_path):
+    placer = LocalPlacer()
+    placer.start(SPEC)
+    ended(lambda: placer.observe()["router-0"])
+    placer.remove("router-0")
+    assert not placer.observe()
+    placer.start(SPEC)
+    placer.close()
+    placer.close()
+    assert [path.name for path in placer.log_folder.iterdir()] == ["router-0.log"]
+    for path in placer.log_folder.iterdir():
+        path.unlink()
+    placer.log_folder.rmdir()
+
+
+def test_a_process_that_cannot_be_started_is_observed_as_ended(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    placer = LocalPlacer()
+    monkeypatch.setattr("splitserve.cluster.local_placer.NodeProcess", fail)
+    placer.start(SPEC)
+    found = placer.observe()["router-0"]
+    assert (found.phase, found.detail) == (Phase.ENDED, "could not be started: Cannot allocate memory")
+    placer.remove("router-0")
+    assert not placer.observe()
+    placer.log_folder.rmdir()
