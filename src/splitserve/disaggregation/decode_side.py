@@ -13,7 +13,6 @@ import logging
 
 from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.disaggregation.backoff import Backoff
-from splitserve.disaggregation.feeds import feeds_of
 from splitserve.disaggregation.peers import (
     BootstrapAddress,
     Directory,
@@ -21,12 +20,12 @@ from splitserve.disaggregation.peers import (
     PeerState,
     PrefillPeer,
     Source,
+    sources_among,
 )
 from splitserve.disaggregation.receiver import KVReceiver, Target
 from splitserve.disaggregation.room import Context
 from splitserve.disaggregation.state import KVEvent, KVPoll
 from splitserve.disaggregation.wire import (
-    PROTOCOL_VERSION,
     AbortRoom,
     Cause,
     KVArgsRegisterInfo,
@@ -38,7 +37,6 @@ from splitserve.disaggregation.wire import (
     TransferStatus,
     Unregistered,
     VersionMismatch,
-    version_difference,
 )
 from splitserve.errors import (
     CapacityError,
@@ -88,20 +86,8 @@ class DecodeSide:
         return receiver
 
     def announce(self, receiver: KVReceiver, target: Target) -> None:
-        is_driver = self._context.args.rank.is_driver
         for source in receiver.peer.sources:
-            info = TransferInfo(
-                session_id=source.session_id,
-                key=receiver.key,
-                attempt=receiver.attempt,
-                rid=receiver.rid,
-                pages=target.pages,
-                metadata_index=target.metadata_index,
-                num_tokens=target.num_tokens,
-                num_held_tokens=target.num_held_tokens,
-                prompt_ids=target.prompt_ids if is_driver and source.info.args.rank.is_driver else [],
-            )
-            self._post(source, info)
+            self._post(source, receiver.announcement_to(source, target))
 
     def fail(self, receiver: KVReceiver, error: SplitserveError) -> None:
         """Fail a room and tell prefill, as soon as we know where it is."""
@@ -272,7 +258,7 @@ class DecodeSide:
 
     def _resolved(self, peer: PrefillPeer, infos: list[PrefillInfo]) -> None:
         try:
-            peer.sources = self._sources_among(infos)
+            peer.sources = sources_among(infos, self._context.args, self._context.group_args)
         except ValueError as error:
             peer.sources = [Source(info) for info in infos]
             self._send_waiting(peer)
@@ -286,20 +272,6 @@ class DecodeSide:
             self._register(source)
         if infos[0].args.rank.dp_size > 1:
             self._look_again(peer)
-
-    def _sources_among(self, infos: list[PrefillInfo]) -> list[Source]:
-        """The ranks of a prefill that this decode rank has to do with. Raises ValueError where the two do not fit."""
-        ours = self._context.args
-        for info in infos:
-            if info.version != PROTOCOL_VERSION:
-                raise ValueError(version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
-            if difference := info.args.difference(ours, ()):
-                raise ValueError(f"prefill and decode differ: {difference}")
-        feeds = feeds_of(ours.rank.index, self._context.group_args, [info.args for info in infos])
-        for feed in feeds:
-            if difference := infos[feed.source].args.difference(ours, feed.pairs):
-                raise ValueError(f"prefill and decode differ: {difference}")
-        return [Source(infos[feed.source], feed.pairs, feed.num_targets) for feed in feeds]
 
     def _send_waiting(self, peer: PrefillPeer) -> None:
         """Aborts that waited for an address, each to the rank of its room."""

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from splitserve.core.request import BootstrapInfo
+from splitserve.disaggregation.feeds import feeds_of
 from splitserve.disaggregation.pairing import Pair
 from splitserve.disaggregation.transports.base import PeerAddress
-from splitserve.disaggregation.wire import AbortRoom, PrefillInfo
+from splitserve.disaggregation.wire import PROTOCOL_VERSION, AbortRoom, KVArgs, PrefillInfo, version_difference
 
 
 class BootstrapAddress(NamedTuple):
@@ -128,3 +130,20 @@ class PrefillPeer:
         """What to call one of its ranks in messages."""
         rank = source.info.args.rank
         return str(self) if rank.group_size == 1 else f"{self}, rank {rank.name}"
+
+
+def sources_among(infos: Sequence[PrefillInfo], ours: KVArgs, group_args: Sequence[KVArgs]) -> list[Source]:
+    """The ranks of a prefill that a decode rank has to do with; `group_args` are those of all ranks of its own worker.
+
+    Raises ValueError where the two do not fit.
+    """
+    for info in infos:
+        if info.version != PROTOCOL_VERSION:
+            raise ValueError(version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
+        if difference := info.args.difference(ours, ()):
+            raise ValueError(f"prefill and decode differ: {difference}")
+    feeds = feeds_of(ours.rank.index, group_args, [info.args for info in infos])
+    for feed in feeds:
+        if difference := infos[feed.source].args.difference(ours, feed.pairs):
+            raise ValueError(f"prefill and decode differ: {difference}")
+    return [Source(infos[feed.source], feed.pairs, feed.num_targets) for feed in feeds]

@@ -19,6 +19,7 @@ from splitserve.disaggregation.checksum import target_slices
 from splitserve.disaggregation.peers import PrefillPeer, Source
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
+from splitserve.disaggregation.wire import TransferInfo
 from splitserve.errors import KVTransferError, SplitserveError
 
 
@@ -87,6 +88,20 @@ class KVReceiver(Room):
             self._target = Target(list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids))
             self._host.announce(self, self._target)
         self.context.wake()
+
+    def announcement_to(self, source: Source, target: Target) -> TransferInfo:
+        is_between_drivers = self.context.args.rank.is_driver and source.info.args.rank.is_driver
+        return TransferInfo(
+            session_id=source.session_id,
+            key=self.key,
+            attempt=self.attempt,
+            rid=self.rid,
+            pages=target.pages,
+            metadata_index=target.metadata_index,
+            num_tokens=target.num_tokens,
+            num_held_tokens=target.num_held_tokens,
+            prompt_ids=target.prompt_ids if is_between_drivers else [],
+        )
 
     def complete(self) -> None:
         """All bytes are in place, and nobody writes any more. For DecodeSide, under the lock."""
