@@ -22,6 +22,19 @@ INLINE vfloat add_products(vfloat sum, vuint a, vuint b)
 #endif
 }
 
+/* Of each lane: both as bfloat16 in one word, the first in its low half. */
+INLINE vuint pair_of(vfloat first, vfloat second)
+{
+#if HAS_PAIRS
+    const vuint order = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
+                         0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (vuint)_mm512_permutexvar_epi16((__m512i)order, (__m512i)both);
+#else
+    return rounded(first) | rounded(second) << 16;
+#endif
+}
+
 INLINE vuint splat_word(uint32_t word)
 {
     return word - (vuint){0};

@@ -167,13 +167,9 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
         vfloat sum = load(t->weight + v * LANES) * before[v];
         for (uint64_t i = 0; i < n; i += 2) {
             const vfloat first = exp_of(load(scores + i * TILE) - most);
-            vuint both = rounded(first);
-            sum += first;
-            if (i + 1 < n) {
-                const vfloat second = exp_of(load(scores + (i + 1) * TILE) - most);
-                both |= rounded(second) << 16;
-                sum += second;
-            }
+            const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - most) : (vfloat){0};
+            const vuint both = pair_of(first, second);
+            sum += first + second;
             memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);
         }
         store(t->weight + v * LANES, sum);

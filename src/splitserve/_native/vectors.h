@@ -21,6 +21,14 @@
 /* Floats in a vector. */
 #define LANES (VECTOR_BYTES / 4)
 
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+#include <immintrin.h>
+/* Operations that GCC does not find for itself. */
+#define HAS_WIDE_WORDS 1
+#else
+#define HAS_WIDE_WORDS 0
+#endif
+
 typedef float vfloat __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vuint __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vint __attribute__((vector_size(VECTOR_BYTES)));
@@ -105,32 +113,54 @@ INLINE float sum_of(vfloat v)
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
+/* The second where one of them is NaN. */
 INLINE vfloat larger(vfloat a, vfloat b)
 {
+#if HAS_WIDE_WORDS
+    return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#else
     vuint first = (vuint)(a > b);
     return (vfloat)(((vuint)a & first) | ((vuint)b & ~first));
+#endif
 }
 
-/* e^x, relative error below 2e-7; 0 below -87, e^88 above 88. Splits x = n ln 2 + r and takes a polynomial in r. */
-INLINE vfloat exp_of(vfloat x)
+/* e^r x 2^n for e^r of small r by a polynomial. 2^n may vanish, but is no infinity. */
+INLINE vfloat exp_near(vfloat r, vfloat n)
 {
-    vuint vanishes = (vuint)(x < splat(-87.0f));
-    x = larger(x, splat(-87.0f));
-    x = -larger(-x, splat(-88.0f));
-    /* Adding 1.5 x 2^23 rounds to a whole number, which then stands in the low bits. */
-    vfloat shifted = x * 1.44269504f + 12582912.0f;
-    vfloat n = shifted - 12582912.0f;
-    vfloat r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
     vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vint exponent = (vint)shifted - 0x4b400000;
-    vfloat scale = (vfloat)((exponent + 127) << 23);
-    return (vfloat)((vuint)(p * scale) & ~vanishes);
+#if HAS_WIDE_WORDS
+    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    /* A whole number in the low bits. */
+    vint exponent = (vint)(n + 12582912.0f) - 0x4b400000;
+    return p * (vfloat)((exponent + 127) << 23);
+#endif
+}
+
+/* e^x, relative error below 2e-7; 0 far below 0, e^88 above 88. Splits x = n ln 2 + r. */
+INLINE vfloat exp_of(vfloat x)
+{
+#if HAS_WIDE_WORDS
+    x = larger(x, splat(-200.0f));
+#else
+    vuint vanishes = (vuint)(x < splat(-87.0f));
+    x = larger(x, splat(-87.0f));
+#endif
+    x = -larger(-x, splat(-88.0f));
+    /* Adding 1.5 x 2^23 rounds to a whole number. */
+    vfloat n = x * 1.44269504f + 12582912.0f - 12582912.0f;
+    vfloat r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+#if HAS_WIDE_WORDS
+    return exp_near(r, n);
+#else
+    return (vfloat)((vuint)exp_near(r, n) & ~vanishes);
+#endif
 }
 
 #endif
