@@ -85,9 +85,10 @@ class ModelRunner:
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         """`prepare`, and tell the other ranks at once: they may compute their share before what is returned is called.
 
-        Several steps may be begun so before the first has been computed, if no two of them have a request in common:
-        LAST_DRAWN only where the step that draws it has ended. What is returned must be called, in the same order, and
-        may be called by another thread. Raises EngineError, as that does; after this one nothing was told.
+        Several steps may be begun so before the first has been computed. A request may be in two of them with chunks of
+        its prompt, in their order; LAST_DRAWN only where the step that draws it has ended. What is returned must be
+        called, in the same order, and may be called by another thread. Both raise EngineError; where `begin` does,
+        nothing was told. Either raises RanksLostError where no step can be computed any more.
         """
         if not plan.requests:
             return StepResult
