@@ -150,14 +150,14 @@ class DecodeSide:
         """A source's last word."""
         self._context.changed = True
         receiver.said[source.session_id] = status.checksum
-        others = receiver.unsettled - {source.session_id}
+        # Before the state: who sees Success, from another thread, finds the room quiescent.
+        receiver.unsettled = receiver.unsettled - {source.session_id}
         if status.failure is not None:
             if receiver.fail(status.failure.to_error(receiver.key)):
                 self._abort_rest(receiver, knows=source)
-        elif not others and receiver.poll() is KVPoll.TRANSFERRING:
+        elif not receiver.unsettled and receiver.poll() is KVPoll.TRANSFERRING:
             receiver.complete()
-        receiver.unsettled = others
-        if not others:
+        if not receiver.unsettled:
             receiver.abort_again_at = None
 
     def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:

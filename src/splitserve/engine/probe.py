@@ -102,13 +102,28 @@ def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
         raise EngineError("its logits are more than a function of the last hidden state")
 
 
+def config_has_windows(config: Any) -> bool:
+    """Whether layers of a model have sliding windows, those that other ranks have included; `config`: the text model's.
+
+    `probe` refuses a model whose layers here are not as this says.
+    """
+    kinds = getattr(config, "layer_types", None)
+    return _configured_window(config) is not None if kinds is None else "sliding_attention" in kinds
+
+
+def _configured_window(config: Any) -> int | None:
+    """Of all layers, in tokens, where the config does not name them one by one."""
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
 def _problem(config: Any, shapes: tuple[LayerShape, ...], layers: range) -> str | None:
     """Why these layers cannot be served; None if they can."""
     if [shape.layer for shape in shapes] != list(layers):
         return f"{len(shapes)} of its {len(layers)} layers use attention that can be paged"
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        configured = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        configured = _configured_window(config)
         if configured is not None and any(shape.window != configured for shape in shapes):
             return f"its config has a sliding window of {configured}, its layers have not"
         return None

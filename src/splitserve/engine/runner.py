@@ -85,9 +85,10 @@ class ModelRunner:
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         """`prepare`, and tell the other ranks at once: they may compute their share before what is returned is called.
 
-        Several steps may be begun so before the first has been computed, if no two of them have a request in common:
-        LAST_DRAWN only where the step that draws it has ended. What is returned must be called, in the same order, and
-        may be called by another thread. Raises EngineError, as that does; after this one nothing was told.
+        Several steps may be begun so before the first has been computed. A request may be in two of them with chunks of
+        its prompt, in their order; LAST_DRAWN only where the step that draws it has ended. What is returned must be
+        called, in the same order, and may be called by another thread. Both raise EngineError; where `begin` does,
+        nothing was told. Either raises RanksLostError where no step can be computed any more.
         """
         if not plan.requests:
             return StepResult
@@ -105,7 +106,8 @@ class ModelRunner:
         """Tell the other ranks of a step; returns how many calls of the model they will make together with this one."""
         if self._tell is None:
             return 0
-        scored = [rows for rows in _rows_to_score(plan, inputs) if rows is not None]
+        specs = ((i, r.input_logprobs) for i, r in enumerate(plan.requests))
+        scored = [_rows_to_score(spec, inputs.offsets[i]) for i, spec in specs if spec is not None]
         head_rows = [rows[part] for rows in (*scored, _rows_to_draw(plan, inputs)) for part in self._parts(rows)]
         order = step_order(self._num_told, plan, inputs.batch, self._drawn_on_host, head_rows)
         self._num_told += 1
@@ -157,9 +159,10 @@ class ModelRunner:
             (step.row, r.token_id) for step, r in zip(plan.requests, results, strict=True) if r.token_id is not None
         ]
         if drawn:
-            rows, tokens = np.array(drawn).T
-            self._drawn_on_host[rows] = tokens
-            self._drawn[to_device(rows, self._drawn.device)] = to_device(tokens, self._drawn.device)
+            on_host = np.array(drawn).T
+            rows, tokens = to_device(on_host, self._drawn.device)
+            self._drawn[rows] = tokens
+            self._drawn_on_host[on_host[0]] = on_host[1]
 
     def _finish(self) -> None:
         """Wait for the device, where nothing else has: who hands the step's KV over reads it outside torch's order."""
@@ -204,9 +207,9 @@ class ModelRunner:
     ) -> dict[int, tuple[TokenLogprob, ...]]:
         """Logprobs of prompt tokens, by request number."""
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
-        for i, (request, rows) in enumerate(zip(plan.requests, _rows_to_score(plan, inputs), strict=True)):
-            if request.input_logprobs is not None and rows is not None:
-                scored[i] = self._score_rows(request.input_logprobs, hidden, rows)
+        for i, request in enumerate(plan.requests):
+            if (spec := request.input_logprobs) is not None:
+                scored[i] = self._score_rows(spec, hidden, _rows_to_score(spec, inputs.offsets[i]))
         return scored
 
     def _score_rows(self, spec: InputLogprobSpec, hidden: torch.Tensor, rows: range) -> tuple[TokenLogprob, ...]:
@@ -226,11 +229,10 @@ class ModelRunner:
         return sampled
 
 
-def _rows_to_score(plan: StepPlan, inputs: StepInputs) -> Iterator[range | None]:
-    """By request: rows of the step whose logits score prompt tokens; None: none do."""
-    for request, offset in zip(plan.requests, inputs.offsets[:-1].tolist(), strict=True):
-        spec = request.input_logprobs
-        yield None if spec is None else range(offset + spec.first, offset + spec.first + len(spec.targets))
+def _rows_to_score(spec: InputLogprobSpec, offset: int) -> range:
+    """Rows of the step whose logits score prompt tokens of a request, whose first row is `offset`."""
+    first = int(offset) + spec.first
+    return range(first, first + len(spec.targets))
 
 
 def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:

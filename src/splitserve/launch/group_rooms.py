@@ -46,7 +46,7 @@ def open_hand_over(
         on_change()
         thread.wake()
 
-    thread = LinkThread(channel.links, tick)
+    thread = LinkThread(channel.links, tick, place.end)
     own = open_rank(config, engine, bootstrap_url, place, local_change, closing)
     group = GroupManager(own.manager, place.rank, channel.links)
     closing.callback(thread.close)
@@ -67,7 +67,7 @@ def follow_rooms(
     def tick() -> None:
         rooms.tick()
 
-    thread = LinkThread([channel.link], tick)
+    thread = LinkThread([channel.link], tick, place.end)
     own = open_rank(config, engine, bootstrap_url, place, thread.wake, closing)
     rooms = FollowerRooms(own.manager, channel.link)
     closing.callback(thread.close)

@@ -11,6 +11,7 @@ order, those of two pipes have none. Neither end knows what the frames say.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.disaggregation.waker import Waker
 from splitserve.errors import EngineError, WorkerUnavailableError
 
+logger = logging.getLogger(__name__)
+
 # Orders that a follower has not taken yet. A loop has a few steps under way; a follower that lets more pile up is lost.
 MAX_ORDERS = 256
 # The same of frames about rooms.
@@ -31,6 +34,8 @@ EXCHANGE_TIMEOUT = 120.0
 # Frames taken at a time, and how long a closed pipe still tries to deliver.
 _FRAMES_A_TURN = 1000
 _LINGER_MS = 1000
+# Links are looked at this often when nothing else happens: one may have ended on our own side.
+_TICK_MS = 500
 _LAST_ORDER = b""
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -78,6 +83,7 @@ class RankLink:
                 try:
                     self._push.send(frame, zmq.NOBLOCK)
                 except zmq.Again:
+                    # LinkThread finds it.
                     self.is_open = False
 
     def collect(self) -> list[bytes]:
@@ -102,11 +108,16 @@ class RankLink:
 
 
 class LinkThread:
-    """Calls `tick` whenever a link has frames, or `wake` was called. `close` it before the links."""
+    """Calls `tick` whenever a link has frames, or `wake` was called, and now and then. `close` it before the links.
 
-    def __init__(self, links: Sequence[RankLink], tick: Callable[[], None]) -> None:
+    `on_lost` hears, once and last, why there are no more ticks: one failed, or a link has ended. The ranks do not know
+    the same of their rooms then, and pages would be held for ever: the process has to end.
+    """
+
+    def __init__(self, links: Sequence[RankLink], tick: Callable[[], None], on_lost: Callable[[str], None]) -> None:
         self._links = links
         self._tick = tick
+        self._on_lost = on_lost
         self._waker = Waker()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="rank-links", daemon=True)
@@ -132,9 +143,19 @@ class LinkThread:
             poller.register(link.pull_socket, zmq.POLLIN)
         poller.register(self._waker.fileno(), zmq.POLLIN)
         while not self._is_closing:
-            poller.poll()
+            poller.poll(_TICK_MS)
             self._waker.clear()
-            self._tick()
+            try:
+                self._tick()
+            except Exception as error:
+                logger.exception("word of rooms could not be taken in")
+                self._on_lost(
+                    f"word of rooms could not be taken in: {error!r}: see the log, and start the worker again"
+                )
+                return
+            if not all(link.is_open for link in self._links):
+                self._on_lost("another rank of this worker takes no word of rooms any more: start the worker again")
+                return
 
 
 class DriverChannel:

@@ -16,6 +16,10 @@ _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+def _nobody_to_lose(why: str) -> None:
+    """Of a rank that has the model alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     rank: ParallelRank = field(default_factory=ParallelRank)
@@ -23,6 +27,8 @@ class RankPlace:
     instance: int = 0
     # What each rank says of itself, by `ParallelRank.index`, for what this one says; None: it has the model alone.
     exchange: Callable[[bytes], list[bytes]] | None = None
+    # Ends this rank's process, from any thread, where the ranks do not know the same of their rooms any more.
+    end: Callable[[str], None] = _nobody_to_lose
 
 
 @dataclass(frozen=True, slots=True)

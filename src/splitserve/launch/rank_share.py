@@ -13,7 +13,7 @@ from splitserve.launch.scheduler_link import SchedulerStart
 
 
 def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
-    """Raises ConfigError where a model is to be cut over more ranks than there are GPUs."""
+    """Raises ConfigError where a model is to be cut over more ranks than there are GPUs, or than were named."""
     config, rank = start.config, start.rank
     model = msgspec.structs.replace(config.model, model=start.model_folder)
     num_ranks = rank.dp_size * rank.group_size
@@ -21,6 +21,11 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
         return model, config.cache
     cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
     device, num_sharers = model.device, num_ranks
+    if device.startswith("cuda:") and rank.group_size > 1:
+        raise ConfigError(
+            f"--device {device} is one GPU, and --tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for "
+            f"{rank.group_size}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
+        )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if rank.group_size > num_gpus:

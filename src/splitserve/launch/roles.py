@@ -23,6 +23,7 @@ from splitserve.core.request import DisaggregationMode, Request
 from splitserve.disaggregation.kit import HandOverKit
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
+from splitserve.engine.probe import config_has_windows
 from splitserve.engine.runner import ModelRunner
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.group_rooms import open_hand_over
@@ -129,8 +130,7 @@ class RoleAssembly:
         if mode is not DECODE:
             return True
         # Of a sliding-window layer prefill sends what this request will read; a shorter one would miss some of it.
-        has_windows = any(component.window is not None for component in engine.layout.components)
-        return config.enable_decode_prefix_cache and not has_windows
+        return config.enable_decode_prefix_cache and not has_windows(engine)
 
 
 class AssembledRole:
@@ -156,6 +156,12 @@ def _role(mode: DisaggregationMode, shared: Shared, kit: HandOverKit | None) -> 
         return ColocatedRole(shared.running, shared.cache, shared.outbox, shared.clock)
     make = PrefillRole if mode is PREFILL else DecodeRole
     return make(shared.running, shared.cache, shared.outbox, shared.clock, kit)
+
+
+def has_windows(engine: BuiltEngine) -> bool:
+    """Whether some layer has a sliding window, be it on this rank or on another stage's."""
+    is_here = any(component.window is not None for component in engine.layout.components)
+    return is_here or config_has_windows(engine.loaded.model.config.get_text_config())
 
 
 def _prompt_only(request: Request) -> int:

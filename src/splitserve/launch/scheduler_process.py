@@ -26,7 +26,7 @@ from splitserve.launch.assembly import assemble_scheduler
 from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
-from splitserve.launch.rank_end import end_with_input, let_others_speak
+from splitserve.launch.rank_end import end_rank, end_with_input, let_others_speak
 from splitserve.launch.rank_group import DriverPlace, meet
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
@@ -97,7 +97,8 @@ def _take_place(start: SchedulerStart, device: str, closing: ExitStack) -> tuple
     closing.callback(channel.close)
     ranks = closing.enter_context(meet(start.endpoints, start.rank, device))
     exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
-    return DriverPlace(start.rank, start.instance, exchange, channel), ranks
+    end = functools.partial(end_rank, start.rank, start.from_scheduler)
+    return DriverPlace(start.rank, start.instance, exchange, end, channel), ranks
 
 
 def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:

@@ -12,7 +12,8 @@ from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataRow
 from splitserve.disaggregation.peers import LookupFailure
-from splitserve.disaggregation.room import Limits
+from splitserve.disaggregation.receiver import KVReceiver
+from splitserve.disaggregation.room import Limits, Room
 from splitserve.disaggregation.seal import control_key, seal, unseal
 from splitserve.disaggregation.state import IllegalTransition, KVPoll
 from splitserve.disaggregation.transports.memory import Memory
@@ -88,6 +89,23 @@ def test_a_decode_that_holds_more_than_there_is_fails_its_room(num_held):
     world.tick()
     assert sender.poll() is receiver.poll() is KVPoll.FAILED
     assert f"holds {num_held} of 12" in sender.failure().message
+
+
+def test_who_sees_success_from_another_thread_finds_the_room_quiescent(monkeypatch):
+    """The scheduler clears it then, and a follower reports both to its driver."""
+    seen = []
+
+    def advance(room, event):
+        Room.advance(room, event)
+        seen.append((room.poll(), room.quiescent()))
+
+    world = World()
+    sender, _ = world.paired(room=1, target=(5,))
+    monkeypatch.setattr(KVReceiver, "advance", advance)
+    world.set_row(1)
+    sender.send([1], is_last=True, metadata_index=0)
+    world.tick()
+    assert seen == [(KVPoll.SUCCESS, True)]
 
 
 def test_the_last_chunk_may_carry_no_pages():

@@ -7,6 +7,7 @@ import pytest
 from splitserve.engine.pool import layout_for
 from splitserve.engine.probe import LayerShape
 from splitserve.launch.assembly import window_of
+from splitserve.launch.roles import has_windows
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,23 @@ def test_pages_are_forgotten_only_where_all_layers_have_windows_those_of_other_s
     loaded = SimpleNamespace(layers=layers, model=SimpleNamespace(config=config))
     engine = SimpleNamespace(loaded=loaded, layout=layout_for(layers, "float32", page_size=4, num_pages=2))
     assert window_of(engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "config", "expected"),
+    [
+        (None, {"layer_types": ["full_attention", "full_attention"]}, False),
+        (None, {"layer_types": ["sliding_attention", "full_attention"]}, True),
+        (None, {}, False),
+        (None, {"sliding_window": 16}, True),
+        (None, {"sliding_window": 16, "use_sliding_window": False}, False),
+        (16, {}, True),
+    ],
+)
+def test_windows_of_other_stages_count_where_prefill_sends_less_than_a_prefix_needs(here, config, expected):
+    """The last stage, which has the scheduler, may have none of them."""
+    loaded = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config)))
+    )
+    layout = layout_for([LayerShape(1, 1, 8, 8, here)], "float32", page_size=4, num_pages=2)
+    assert has_windows(SimpleNamespace(loaded=loaded, layout=layout)) == expected

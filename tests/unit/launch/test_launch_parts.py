@@ -139,6 +139,8 @@ def test_ranks_of_one_model_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> N
     assert {cache.num_sharers for _, cache in shares} == {2}
     with pytest.raises(ConfigError, match="are for 8 GPUs, and this machine has 4"):
         share_of_rank(start_of(1, rank=ParallelRank(tp_size=8)))
+    with pytest.raises(ConfigError, match="--device cuda:1 is one GPU"):
+        share_of_rank(start_of(1, rank=ParallelRank(tp_size=2), device="cuda:1"))
 
 
 def test_an_unknown_log_level_is_refused() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from splitserve.core.parallel import ParallelRank
 from splitserve.errors import EngineError, WorkerUnavailableError
 from splitserve.launch import rank_channel
 from splitserve.launch.rank_channel import DriverChannel, FollowerChannel, LinkThread, RankEndpoints
+from splitserve.messages import SchedulerFailed, decode_from_scheduler
 
 DEADLINE = 30.0
 RANKS = tuple(ParallelRank(tp_size=2, pp_size=2).group())
@@ -28,15 +32,15 @@ def endpoints(tmp_path: Path) -> RankEndpoints:
 
 @pytest.fixture
 def channels(endpoints: RankEndpoints) -> Iterator[tuple[DriverChannel, list[FollowerChannel]]]:
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         # The driver comes first: what it says waits for the others.
         driver = DriverChannel(endpoints, DRIVER)
-        closing.callback(driver.close)
+        stack.callback(driver.close)
         driver.tell(b"first")
         followers = []
         for rank in FOLLOWERS:
             followers.append(FollowerChannel(endpoints, rank))
-            closing.callback(followers[-1].close)
+            stack.callback(followers[-1].close)
         yield driver, followers
 
 
@@ -79,12 +83,12 @@ def test_frames_about_rooms_go_both_ways_and_keep_their_order(channels) -> None:
         for frame in follower.link.collect():
             follower.link.send(frame)
 
-    with ExitStack() as closing:
-        threads = [LinkThread(driver.links, collect)]
-        threads += [LinkThread([f.link], lambda f=f: send_back(f)) for f in followers]
+    with ExitStack() as stack:
+        threads = [LinkThread(driver.links, collect, pytest.fail)]
+        threads += [LinkThread([f.link], lambda f=f: send_back(f), pytest.fail) for f in followers]
         for thread in threads:
             thread.start()
-            closing.callback(thread.close)
+            stack.callback(thread.close)
         for link in driver.links:
             for i in range(20):
                 link.send(b"%d" % i)
@@ -96,12 +100,51 @@ def test_frames_about_rooms_go_both_ways_and_keep_their_order(channels) -> None:
 def test_a_thread_ticks_when_it_is_woken(channels) -> None:
     driver, _ = channels
     ticks: queue.Queue[None] = queue.Queue()
-    thread = LinkThread(driver.links, lambda: ticks.put(None))
+    thread = LinkThread(driver.links, lambda: ticks.put(None), pytest.fail)
     thread.start()
     thread.wake()
     ticks.get(timeout=DEADLINE)
     thread.close()
     thread.close()
+
+
+def test_a_tick_that_fails_is_the_last_and_is_told(channels) -> None:
+    driver, _ = channels
+    lost: queue.Queue[str] = queue.Queue()
+
+    def tick() -> None:
+        raise KeyError("a room that nobody opened")
+
+    with closing(LinkThread(driver.links, tick, lost.put)) as thread:
+        thread.start()
+        thread.wake()
+        assert "KeyError('a room that nobody opened')" in lost.get(timeout=DEADLINE)
+        thread.wake()
+    assert lost.empty()
+
+
+def test_a_link_that_ends_on_our_side_is_found_though_nobody_wakes_the_thread(channels) -> None:
+    driver, _ = channels
+    lost: queue.Queue[str] = queue.Queue()
+    with closing(LinkThread(driver.links, lambda: None, lost.put)) as thread:
+        thread.start()
+        driver.links[1].is_open = False
+        assert "takes no word of rooms any more" in lost.get(timeout=DEADLINE)
+
+
+def test_a_rank_that_ends_tells_the_front_end_why(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/from"
+    program = (
+        "from splitserve.core.parallel import ParallelRank; from splitserve.launch.rank_end import end_rank;"
+        f"end_rank(ParallelRank(tp_size=2, tp_rank=1), {endpoint!r}, 'out of step')"
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.PULL) as front_end:
+        front_end.bind(endpoint)
+        assert subprocess.run([sys.executable, "-c", program], timeout=DEADLINE, check=False).returncode == 1
+        assert front_end.poll(int(DEADLINE * 1000))
+        said = decode_from_scheduler(front_end.recv())
+    assert said == SchedulerFailed(message="rank tp 1 of 2, pp 0 of 1: out of step")
 
 
 def test_a_follower_that_takes_nothing_any_more_is_an_error_and_no_wait(
