@@ -19,6 +19,7 @@ from splitserve.cli.chaos import chaos
 from splitserve.cli.cluster import cluster_app
 from splitserve.cli.options import (
     ApiKeysOption,
+    BackendOption,
     DeviceOption,
     DpSizeOption,
     DtypeOption,
@@ -79,7 +80,7 @@ def up(
     decode_tp_size: TpSizeOption = 1,
     decode_pp_size: PpSizeOption = 1,
     decode_dp_size: DpSizeOption = 1,
-    transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    transfer_backend: BackendOption = "tcp",
     hand_over: HandOverOption = False,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
@@ -287,7 +288,7 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
-    transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    transfer_backend: BackendOption = "tcp",
     hand_over: HandOverOption = False,
     prefill_tp_size: TpSizeOption = 1,
     prefill_pp_size: PpSizeOption = 1,
@@ -295,7 +296,9 @@ def verify(
     decode_tp_size: TpSizeOption = 1,
     decode_pp_size: PpSizeOption = 1,
     decode_dp_size: DpSizeOption = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank's model.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of each rank's model; default: the cores, divided.")
+    ] = None,
     quantization: Annotated[
         str | None, typer.Option(help="Of the pair's weights only, to see what it costs; exit code 0 whatever that is.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, typed_again
+from splitserve.cli.options import AppendOption, BackendOption, JsonOption, ModelArgument, typed_again
 from splitserve.launch.checks import check_backend
 
 
@@ -19,7 +19,7 @@ def chaos(
     prefill: Annotated[int, typer.Option(min=2, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode workers.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each output.")] = 24,
-    transfer_backend: Annotated[str, typer.Option(help="How the KV cache travels.")] = "tcp",
+    transfer_backend: BackendOption = "tcp",
     hang_timeout: Annotated[float, typer.Option(min=1.0, help="The router's, seconds.")] = 6.0,
     seed: Annotated[int | None, typer.Option(help="Of the choice of faults; default: another each time.")] = None,
     append_to: AppendOption = None,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
-from splitserve.cluster.config import load_config
-from splitserve.errors import ConfigError, DeadlineExceededError
+from splitserve.cluster.config import ClusterConfig, load_config
+from splitserve.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
 from splitserve.router.api_keys import first_key
 from splitserve.router.args import parse_url
+
+if TYPE_CHECKING:
+    from splitserve.cluster.control import ClusterStatus, ControlClient
 
 cluster_app = typer.Typer(
     name="cluster", help="Many machines, as one file describes them: docs/cluster.md.", no_args_is_help=True
@@ -29,6 +32,8 @@ SEVERAL_NODES = (
     "pools with nodes above 1 have their ranks in several pods (--nnodes, --node-rank, --dist-init-addr); "
     "`splitserve serve` of this release has all ranks of a worker on one host and refuses these options"
 )
+# Typer brings its own click, of which it exports the heirs of this alone.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 # Seconds between two questions.
 _POLL_INTERVAL = 0.3
 
@@ -46,7 +51,9 @@ def up(
     """Start a cluster and keep it as the file says. Ctrl-C drains."""
     from splitserve.cluster.up import run_cluster_up
 
-    raise typer.Exit(run_cluster_up(load_config(config), ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
+    loaded = load_config(config)
+    _check_options(loaded)
+    raise typer.Exit(run_cluster_up(loaded, ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
 
 
 @cluster_app.command()
@@ -56,11 +63,9 @@ def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: Js
     from splitserve.cluster.show import show_status
 
     client = ControlClient(name)
-    found = client.status()
     deadline = time.monotonic() + (wait or 0.0)
-    while not found.is_ready and time.monotonic() < deadline:
+    while not (found := _status(client, deadline)).is_ready and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)
-        found = client.status()
     show_status(found, as_json=as_json)
     raise typer.Exit(0 if found.is_ready else 1)
 
@@ -73,14 +78,16 @@ def scale(
 ) -> None:
     """Have more or fewer workers of a pool. Those that go let their requests end, or move them."""
     from splitserve.cluster.control import ControlClient
+    from splitserve.cluster.show import summary
 
     client = ControlClient(name)
-    client.scale(_counts(pools))
+    found = client.scale(_counts(pools))
     deadline = time.monotonic() + (wait or 0.0)
-    while wait is not None and not client.status().is_ready:
+    while wait is not None and not (found := client.status()).is_ready:
         if time.monotonic() > deadline:
             raise DeadlineExceededError(f"not so after {wait:g} s: splitserve cluster status --name {name} says why")
         time.sleep(_POLL_INTERVAL)
+    typer.echo(summary(found))
 
 
 @cluster_app.command()
@@ -125,9 +132,40 @@ def k8s(config: ConfigArgument) -> None:
     from splitserve.cluster.kubernetes import render
 
     loaded = load_config(config)
+    _check_options(loaded)
     if any(pool.nodes > 1 for pool in loaded.pools.by_name().values()):
         typer.echo("warning: " + SEVERAL_NODES, err=True)
     typer.echo(render(loaded), nl=False)
+
+
+def _status(client: ControlClient, deadline: float) -> ClusterStatus:
+    """Also of a cluster whose supervisor is not there yet. Raises WorkerUnavailableError at the deadline."""
+    while True:
+        try:
+            return client.status()
+        except WorkerUnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POLL_INTERVAL)
+
+
+def _check_options(config: ClusterConfig) -> None:
+    """What the command line of a worker or router would refuse it would refuse again and again: so before any starts.
+
+    Raises ConfigError.
+    """
+    from splitserve.cli import app
+    from splitserve.cluster.commands import router_args, worker_args
+
+    commands = {"router.args": router_args(config)}
+    for name in config.pools.by_name():
+        commands[f"pools.{name}.args or worker_args"] = worker_args(config, name, threads=1)
+    group = typer.main.get_group(app)
+    for where, (name, *words) in commands.items():
+        try:
+            group.commands[name].make_context(name, words)
+        except _USAGE_ERROR as error:
+            raise ConfigError(f"{where}: {error.format_message()} (splitserve {name} --help)") from None
 
 
 def _counts(words: list[str]) -> dict[str, int]:

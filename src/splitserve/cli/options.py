@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy, SpeculativeAlgorithm
+from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.errors import ConfigError
 
 ModelArgument = Annotated[
@@ -19,6 +20,7 @@ DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
 DeviceOption = Annotated[
     str, typer.Option(help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend for that.")
 ]
+BackendOption = Annotated[str, typer.Option(help=f"How the KV cache travels: {', '.join(USER_BACKENDS)}.")]
 AttentionOption = Annotated[
     str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}. auto: FlashInfer on GPUs, where it is installed.")
 ]
@@ -69,7 +71,9 @@ QuantizationOption = Annotated[
 CpuAffinityOption = Annotated[
     str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of a worker's model, in each of its ranks.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="CPU threads of each rank's model; default: the cores, divided among the ranks.")
+]
 DpSizeOption = Annotated[
     int, typer.Option(help="Schedulers of the worker, each with the model and a pool: data parallel ranks.")
 ]

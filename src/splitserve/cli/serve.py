@@ -55,6 +55,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.errors import ConfigError
 from splitserve.launch.checks import check_worker, named_values, num_bytes, stage_sizes
 from splitserve.launch.join import WILDCARDS, settle_place
@@ -90,7 +91,11 @@ def serve(
     ] = None,
     disaggregation_transfer_backend: Annotated[
         str,
-        typer.Option("--disaggregation-transfer-backend", "--transfer-backend", help="How the KV cache travels."),
+        typer.Option(
+            "--disaggregation-transfer-backend",
+            "--transfer-backend",
+            help=f"How the KV cache travels: {', '.join(USER_BACKENDS)}.",
+        ),
     ] = "tcp",
     transfer_option: Annotated[
         list[str] | None,

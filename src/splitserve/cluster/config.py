@@ -20,6 +20,7 @@ MODES = {
     "decode": DisaggregationMode.DECODE,
     "colocated": DisaggregationMode.NULL,
 }
+_NUMBERS_FOR_TEXT = tuple(f"Expected `str`, got `{kind}`" for kind in ("int", "float", "bool"))
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 # Options that follow from the rest of the file, by who they are options of; and where to say it instead.
 _OWN_WORKER_OPTIONS = {
@@ -147,6 +148,9 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     model_path: str = "/models"
     # Of the workers' pods.
     node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, Any], ...] = ()
+    # Of all pods. Secrets are root's alone, so whoever runs as another user needs an fsGroup.
+    pod_security_context: dict[str, Any] = {}
     # An object of the Prometheus operator.
     service_monitor: bool = True
 
@@ -204,10 +208,11 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
     """Each as where, whether it is kept, what it is."""
     pools, supervision = config.pools.by_name(), config.supervision
     is_paired = ("prefill" in pools) == ("decode" in pools)
+    missing = "decode" if "prefill" in pools else "prefill"
     rules = [
         ("name", bool(_NAME.fullmatch(config.name)), "small letters, digits and -, a letter first, 32 at most"),
-        ("pools", bool(pools), "name one at least: prefill and decode, or colocated"),
-        ("pools", is_paired, "prefill and decode need each other"),
+        ("pools", bool(pools), f"name one at least: prefill and decode, or colocated; {_defaults('colocated')}"),
+        ("pools", is_paired, f"prefill and decode need each other; {_defaults(missing)}"),
         ("pools", any(pool.replicas for pool in pools.values()), "one worker at least: replicas of 1 or more"),
         ("router.port", 0 <= config.router.port < 65536, "must be in [0, 65535]"),
     ]
@@ -218,6 +223,11 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
     for name, pool in pools.items():
         rules += _pool_rules(name, pool)
     return rules
+
+
+def _defaults(pool: str) -> str:
+    """To YAML, `decode:` with nothing behind it is no pool."""
+    return f"one with all defaults is `{pool}: {{}}`"
 
 
 def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
@@ -235,13 +245,21 @@ def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
 
 
 def _option_rules(where: str, args: tuple[str, ...], own: dict[str, str]) -> list[tuple[str, bool, str]]:
-    names = (word.partition("=")[0] for word in args)
-    return [(where, False, f"{name} is not for here; say {own[name]}") for name in names if name in own]
+    names = [word.partition("=")[0] for word in args]
+    joined = (name for name in names if name.startswith("--") and " " in name)
+    together = [(where, False, f"{word!r} is one word; write the option and its value as two") for word in joined]
+    return together + [(where, False, f"{name} is not for here; say {own[name]}") for name in names if name in own]
 
 
 def _readable(problem: str) -> str:
     """msgspec ends with " - at `$.pools[...].tp_size`"; who reads it wants to know that first."""
     what, _, where = problem.partition(" - at ")
+    if "unknown field" in what:
+        what += "; docs/cluster.md has those there are"
+    elif what in _NUMBERS_FOR_TEXT:
+        what += "; put it in quotes"
+    elif what == "Expected `array`, got `str`":
+        what += "; write a list: [--option, value]"
     return f"{where.replace('`', '').replace('$.', '')}: {what}" if where else what
 
 

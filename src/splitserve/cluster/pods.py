@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shlex
 from typing import Any
@@ -73,6 +74,9 @@ def worker_pod(config: ClusterConfig, name: str, pool: PoolConfig, *, is_leader:
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     if config.kubernetes.node_selector:
         pod["nodeSelector"] = dict(config.kubernetes.node_selector)
+    if config.kubernetes.tolerations:
+        # A copy, here and below: YAML would print references to what two pods share.
+        pod["tolerations"] = copy.deepcopy(list(config.kubernetes.tolerations))
     return pod
 
 
@@ -125,7 +129,7 @@ def _pod(config: ClusterConfig, container: Manifest, secret_keys: list[str], gra
         claim = {"claimName": kubernetes.model_claim, "readOnly": True}
         volumes.append({"name": "models", "persistentVolumeClaim": claim})
         container["volumeMounts"].append({"name": "models", "mountPath": kubernetes.model_path, "readOnly": True})
-    return {
+    pod: Manifest = {
         "automountServiceAccountToken": False,
         # Variables for every Service, of which ours may have names like our own.
         "enableServiceLinks": False,
@@ -133,6 +137,9 @@ def _pod(config: ClusterConfig, container: Manifest, secret_keys: list[str], gra
         "containers": [container],
         "volumes": volumes,
     }
+    if kubernetes.pod_security_context:
+        pod["securityContext"] = copy.deepcopy(kubernetes.pod_security_context)
+    return pod
 
 
 def _resources(pool: PoolConfig, threads: int) -> Manifest:

@@ -20,10 +20,14 @@ def describe(status: ClusterStatus) -> str:
     rows = [_HEAD, *(_row(process) for process in status.processes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, summary(status)])
+
+
+def summary(status: ClusterStatus) -> str:
+    """One line: whether it is as it shall be, and what that is."""
     wanted = ", ".join(f"{count} {pool}" for pool, count in status.replicas.items())
     how = "going down" if status.is_ending else "ready" if status.is_ready else "not ready"
-    lines.append(f"{status.name}: {how}; wanted: {wanted}; router: {status.router_url or 'not there'}")
-    return "\n".join(lines)
+    return f"{status.name}: {how}; wanted: {wanted}; router: {status.router_url or 'not there'}"
 
 
 def _row(process: ProcessStatus) -> tuple[str, ...]:

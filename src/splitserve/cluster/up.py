@@ -97,7 +97,8 @@ async def _tell_ready(supervisor: Supervisor, ready_file: Path | None) -> None:
     console = Console(highlight=False)
     console.print(f"ready at {status.router_url} (OpenAI API at {status.router_url}/v1)", soft_wrap=True)
     console.print(
-        "Ctrl-C drains and stops; splitserve cluster status, scale and down work from elsewhere", soft_wrap=True
+        f"Ctrl-C drains and stops; from another terminal: splitserve cluster status --name {status.name}, scale, down",
+        soft_wrap=True,
     )
     sys.stdout.flush()
     if ready_file is not None:

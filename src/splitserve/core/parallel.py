@@ -68,7 +68,7 @@ def stage_layers(num_layers: int, pp_size: int, sizes: Sequence[int] = ()) -> li
                 "layers together, each at least one"
             )
     elif pp_size > num_layers:
-        raise ValueError(f"{num_layers} layers cannot be divided into {pp_size} pipeline stages")
+        raise ValueError(f"{num_layers} layers cannot be divided into {pp_size} pipeline stages: {num_layers} at most")
     else:
         least, rest = divmod(num_layers, pp_size)
         from_the_middle = sorted(range(pp_size), key=lambda stage: abs(2 * stage - pp_size + 1))

@@ -23,6 +23,7 @@ _SET_BY_UP = {
     "--disaggregation-mode": "say how many of each kind: --prefill N --decode N, or --prefill 0 --decode 0 --null N",
     "--port": "workers take free ports; the router's --port stands before MODEL",
     "--router": "workers register with the router that is started here",
+    "--join": "workers register with the router that is started here",
     **{
         f"--{name}-size": f"give --prefill-{name}-size and --decode-{name}-size before MODEL"
         for name in ("tp", "pp", "dp")

@@ -100,6 +100,11 @@ class LocalCluster:
             raise ConfigError(f"{prefill} prefill and {decode} decode workers: each kind needs the other")
         if min(prefill, decode, null) < 0 or prefill + decode + null == 0:
             raise ConfigError("a cluster needs at least one worker: give --prefill and --decode 1 or more")
+        if not prefill and (prefill_shape, decode_shape) != (ONE_RANK, ONE_RANK):
+            raise ConfigError(
+                "--prefill-..-size and --decode-..-size are of pairs, and there are none: of colocated workers "
+                f"say it after --: {model} -- --tp-size N"
+            )
         self._roles = (
             [DisaggregationMode.PREFILL] * prefill
             + [DisaggregationMode.DECODE] * decode

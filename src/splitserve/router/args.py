@@ -222,5 +222,5 @@ def parse_url(text: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"{text!r} is not a worker's URL: write http://HOST:PORT")
+        raise ConfigError(f"{text!r} is not the URL of a worker or router: write http://HOST:PORT")
     return text.strip().rstrip("/")

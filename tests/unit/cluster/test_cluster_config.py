@@ -3,7 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from splitserve import cli
 from splitserve.cluster.commands import Credentials, check_startable, router_spec, threads_of, worker_spec
 from splitserve.cluster.config import check_replicas, load_config, parse_config
 from splitserve.cluster.placer import NODE_ADDRESS
@@ -27,8 +29,13 @@ def test_an_empty_file_is_a_pair_of_the_default_model():
         ("pools: {prefill: {tp_size: x}}", "pools.prefill.tp_size: Expected `int`, got `str`"),
         ("pools: {prefill: {tpsize: 2}}", "pools.prefill: Object contains unknown field `tpsize`"),
         ("pools: {encode: {}}", "pools: Object contains unknown field `encode`"),
+        ("pools: {prefill: {tpsize: 2}}", "docs/cluster.md has those there are"),
         ("pools: {prefill: {}}", "pools: prefill and decode need each other"),
+        ("pools: {prefill: {}, decode: }", "one with all defaults is `decode: {}`"),
         ("pools: {}", "pools: name one at least"),
+        ("worker_args: [--page-size, 8]", "worker_args[1]: Expected `str`, got `int`; put it in quotes"),
+        ("worker_args: --page-size", "worker_args: Expected `array`, got `str`; write a list: [--option, value]"),
+        ("worker_args: [--page-size 8]", "'--page-size 8' is one word; write the option and its value as two"),
         ("pools: {colocated: {replicas: 0}}", "pools: one worker at least"),
         ("pools: {colocated: {replicas: -1}}", "pools.colocated.replicas: must be in"),
         ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: must divide pp_size, 3"),
@@ -144,3 +151,20 @@ def test_ray_that_does_not_listen_is_an_error_at_once():
         address = f"127.0.0.1:{port_of(sock)}"
     with pytest.raises(ConfigError, match=rf"--ray {address}: .*Connection refused.*ray start --head"):
         run_cluster_up(parse_config(b""), address)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker_args: [--no-such-option]", "pools.prefill.args or worker_args: No such option: --no-such-option"),
+        ("pools: {colocated: {args: [--page-size, many]}}", "pools.colocated.args or worker_args: Invalid value"),
+        ("router: {args: [--polisy, cache_aware]}", "router.args: No such option: --polisy"),
+    ],
+)
+@pytest.mark.parametrize("command", [["up"], ["render", "k8s"]], ids=" ".join)
+def test_options_that_no_process_would_take_are_refused_before_any_starts(tmp_path, command, text, message):
+    """A supervisor would start such a process again and again."""
+    (tmp_path / "c.yaml").write_text(text)
+    done = CliRunner().invoke(cli.app, ["cluster", *command, str(tmp_path / "c.yaml")])
+    assert isinstance(done.exception, ConfigError)
+    assert message in done.exception.message

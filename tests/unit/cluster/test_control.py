@@ -4,8 +4,11 @@ import asyncio
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from splitserve import cli
 from splitserve.cluster.control import (
     FOLDER_VARIABLE,
     ClusterStatus,
@@ -115,3 +118,30 @@ async def test_a_status_is_lines_that_nothing_cuts():
     assert lines[0].split() == ["process", "state", "restarts", "pid", "node", "url"]
     assert lines[1].split() == ["decode-0", "ready", "2", "7", "10.0.0.1", "http://10.0.0.1:1"]
     assert lines[2] == "c: not ready; wanted: 1 decode; router: not there"
+
+
+async def test_a_status_that_waits_waits_for_the_supervisor_too(monkeypatch):
+    ready = msgspec.structs.replace(await Controlled().status(), is_ready=True)
+    answers: list[ClusterStatus | WorkerUnavailableError] = [WorkerUnavailableError("no cluster 'c' is up"), ready]
+
+    def status(_: ControlClient) -> ClusterStatus:
+        answer = answers.pop(0)
+        if isinstance(answer, WorkerUnavailableError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ControlClient, "status", status)
+    monkeypatch.setattr("splitserve.cli.cluster._POLL_INTERVAL", 0.0)
+    done = CliRunner().invoke(cli.app, ["cluster", "status", "--name", "c", "--wait", "60"])
+    assert done.exit_code == 0, done.exception
+    assert done.stdout.splitlines()[-1].startswith("c: ready")
+
+
+def test_scale_says_what_is_wanted_now(monkeypatch):
+    def scale(_: ControlClient, replicas: dict[str, int]) -> ClusterStatus:
+        status = asyncio.run(Controlled().status())
+        return msgspec.structs.replace(status, replicas=replicas)
+
+    monkeypatch.setattr(ControlClient, "scale", scale)
+    done = CliRunner().invoke(cli.app, ["cluster", "scale", "decode=3", "--name", "c"])
+    assert done.stdout == "c: not ready; wanted: 3 decode; router: not there\n"

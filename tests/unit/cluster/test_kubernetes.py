@@ -157,6 +157,24 @@ def test_secrets_are_named_and_never_written():
     assert keys == {"router": {"clients", "operators", "workers"}, "worker": {"cluster-token", "router-key", "workers"}}
 
 
+def test_pods_go_where_the_nodes_let_them_and_run_as_whom_the_file_says():
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    given = {"tolerations": [taint], "pod_security_context": {"runAsUser": 1000, "fsGroup": 1000}}
+    config = parse_config(json.dumps({"kubernetes": {"image": "i", "secret": "s", **given}}).encode())
+    pods = {}
+    for manifest in manifests(config):
+        check(manifest)
+        if manifest["kind"] == "Deployment":
+            pods[manifest["metadata"]["name"]] = manifest["spec"]["template"]["spec"]
+    assert {name: pod.get("tolerations") for name, pod in pods.items()} == {
+        "splitserve-router": None,
+        "splitserve-prefill": [taint],
+        "splitserve-decode": [taint],
+    }
+    # Else an image with a user of its own could not read its secrets, which are root's alone.
+    assert all(pod["securityContext"] == given["pod_security_context"] for pod in pods.values())
+
+
 @pytest.mark.parametrize("field", ["image", "secret"])
 def test_what_kubernetes_must_know_is_asked_for(field):
     given = {"image": "i", "secret": "s", field: ""}

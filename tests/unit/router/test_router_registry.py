@@ -106,7 +106,7 @@ def test_a_registration_with_the_wrong_port_is_refused(mode: str, port: int | No
 
 
 def test_a_registration_must_name_a_url() -> None:
-    with pytest.raises(ValueError, match="not a worker's URL"):
+    with pytest.raises(ValueError, match="not the URL of a worker or router"):
         PDRegistryRequest.model_validate({"mode": "decode", "registry_url": "h:1"})
 
 

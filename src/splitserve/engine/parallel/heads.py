@@ -42,5 +42,5 @@ class Heads:
             name,
             f"its attention has {self.num_query} query heads and {self.num_kv} KV heads, and each of {tp_size} ranks "
             "needs as many of both as any other, or one KV head that several ranks hold",
-            f"Sizes that would do: {', '.join(map(str, fitting))}",
+            f"Tensor parallel sizes that would do: {', '.join(map(str, fitting))}",
         )
