@@ -86,6 +86,12 @@ ExpertParallelOption = Annotated[
         "--enable-expert-parallel", help="Tensor parallel ranks each hold some experts whole, not a part of every one."
     ),
 ]
+DpAttentionOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-dp-attention", help="Data parallel ranks share the experts of a model, and compute together."
+    ),
+]
 PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers of the model.")]
 PpLayersOption = Annotated[
     str | None, typer.Option(metavar="N,N,...", help="Layers of each pipeline stage; default: as even as can be.")

@@ -12,6 +12,7 @@ from splitserve.cli.options import (
     AttentionOption,
     CpuAffinityOption,
     DeviceOption,
+    DpAttentionOption,
     DpSizeOption,
     DraftModelOption,
     DtypeOption,
@@ -120,6 +121,7 @@ def serve(
     pp_size: PpSizeOption = 1,
     pp_layers: PpLayersOption = None,
     dp_size: DpSizeOption = 1,
+    enable_dp_attention: DpAttentionOption = False,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
     kernels: KernelsOption = "auto",
@@ -194,6 +196,7 @@ def serve(
             quantization=quantization,
             attention_backend=attention_backend,
             expert_parallel=enable_expert_parallel,
+            dp_attention=enable_dp_attention,
             cuda_graph_max_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
         ),
         cache=CacheConfig(

@@ -112,12 +112,12 @@ class BuiltEngine:
             self.add_graphs(runner, page_table)
         return runner
 
-    def shared_runner(self, page_table: PageTable) -> SharedRunner:
-        """The same of data parallel ranks that meet for the experts. On each of them."""
+    def shared_runner(self, runner: ModelRunner) -> SharedRunner:
+        """Over `runner`, which is this engine's, the one of ranks that meet for the experts. On each of them."""
         share = self.loaded.share
         if share is None or share.meeting is None:
             raise EngineError("this rank computes its steps alone: dp_attention is not set")
-        return SharedRunner(self.runner(page_table), self.loaded.model, share.meeting)
+        return SharedRunner(runner, self.loaded.model, share.meeting)
 
     def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
         """Record CUDA graphs of its decode steps, unless it has them. Nothing may run beside it."""

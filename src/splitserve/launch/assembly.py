@@ -24,6 +24,7 @@ from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
 from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.lockstep import GroupEngine, LockstepEngine, Member
 from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.outbox import Outbox
@@ -71,7 +72,21 @@ def assemble_scheduler(
     )
     grammars = _grammars(config.scheduler, engine, clock, pipe, closing)
     feed = KVEventFeed(record, publisher)
-    scheduler = Scheduler(current.install(), running, cache, pipe, outbox, clock, limits, grammars, feed, role_switch)
+    scheduler = Scheduler(
+        current.install(),
+        running,
+        cache,
+        pipe,
+        outbox,
+        clock,
+        limits,
+        grammars,
+        feed,
+        role_switch,
+        place.member,
+    )
+    if place.member is not None and isinstance(runner, ModelRunner):
+        return NormalLoop(scheduler, _group_engine(engine, runner, place.member))
     return _loop(config, scheduler, runner, pipe, closing)
 
 
@@ -90,6 +105,10 @@ def _loop(
     if config.parallel.pp_size > 1 and isinstance(runner, ModelRunner):
         return PipelinedLoop(scheduler, runner, engine_thread, pipe.waker.wake, config.parallel.pp_size)
     return OverlappedLoop(scheduler, runner, engine_thread, pipe.waker.wake)
+
+
+def _group_engine(engine: BuiltEngine, runner: ModelRunner, member: Member) -> GroupEngine:
+    return GroupEngine(LockstepEngine(engine.shared_runner(runner), member))
 
 
 def _overlaps(config: WorkerConfig) -> bool:

@@ -99,6 +99,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--cuda-graph-max-bs", config.model.cuda_graph_max_batch >= 0, "must be at least 1"),
         ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
         *_shape_checks(config),
+        *(_dp_attention_checks(config) if config.model.dp_attention else ()),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
@@ -128,6 +129,21 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone
     yield "--quantization", is_whole or config.model.quantization is None, alone
     yield "--prefix-host-memory", is_whole or config.cache.prefix_host_memory == 0, alone
+
+
+def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
+    """What goes with data parallel ranks that compute their steps together."""
+    yield (
+        "--enable-dp-attention",
+        config.dp_size > 1,
+        "deals experts out to data parallel ranks: give --dp-size 2 or more",
+    )
+    alone = "does not go together with --enable-dp-attention: leave it out"
+    yield "--tp-size", config.parallel.tp_size == 1, alone
+    yield "--pp-size", config.parallel.pp_size == 1, alone
+    yield "--speculative-algorithm", config.speculative.algorithm is None, alone
+    yield "--shared-pool", config.cache.shared_pool is None, alone
+    yield "--quantization", config.model.quantization is None, alone
 
 
 def stage_sizes(text: str, option: str) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ class RankLink:
     """
 
     def __init__(self, context: Context, *, hears: str, says: str) -> None:
-        self.pull_socket = _pull(context, hears, MAX_ROOM_FRAMES)
-        self._push = _push(context, says, MAX_ROOM_FRAMES)
+        self.pull_socket = open_pull(context, hears, MAX_ROOM_FRAMES)
+        self._push = open_push(context, says, MAX_ROOM_FRAMES)
         # ZMQ's sockets are for one thread at a time.
         self._lock = threading.Lock()
         # False once a frame was lost: the other rank takes none any more.
@@ -164,7 +164,7 @@ class DriverChannel:
     def __init__(self, endpoints: RankEndpoints, rank: ParallelRank) -> None:
         self._context: Context = zmq.Context()
         followers = [other.index for other in rank.group() if not other.is_driver]
-        self._orders = {i: _push(self._context, endpoints.orders[i], MAX_ORDERS) for i in followers}
+        self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS) for i in followers}
         # In the order of `ParallelRank.index`.
         self.links = [
             RankLink(self._context, hears=endpoints.from_rank[i], says=endpoints.to_rank[i]) for i in followers
@@ -205,7 +205,7 @@ class FollowerChannel:
 
     def __init__(self, endpoints: RankEndpoints, rank: ParallelRank) -> None:
         self._context: Context = zmq.Context()
-        self._orders = _pull(self._context, endpoints.orders[rank.index], MAX_ORDERS)
+        self._orders = open_pull(self._context, endpoints.orders[rank.index], MAX_ORDERS)
         self.link = RankLink(self._context, hears=endpoints.to_rank[rank.index], says=endpoints.from_rank[rank.index])
 
     def orders(self) -> Iterator[bytes]:
@@ -224,7 +224,7 @@ class FollowerChannel:
         self._context.term()
 
 
-def _pull(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
+def open_pull(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PULL)
     socket.set_hwm(high_water_mark)
     socket.linger = 0
@@ -232,7 +232,7 @@ def _pull(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[b
     return socket
 
 
-def _push(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
+def open_push(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(high_water_mark)
     # What a rank that is gone has not taken goes with it.

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
-from splitserve.launch.rank_channel import DriverChannel, RankEndpoints
+from splitserve.launch.rank_channel import DriverChannel
+from splitserve.scheduler.lockstep import Member
 
 # Where torch.distributed's sockets listen while all ranks are on one host: they ask nobody who he is.
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -35,12 +36,14 @@ class RankPlace:
 class DriverPlace(RankPlace):
     # To its followers; None: there are none.
     channel: DriverChannel | None = None
+    # Among data parallel ranks that compute their steps together; None: its steps are its own.
+    member: Member | None = None
 
 
-def meet(endpoints: RankEndpoints, rank: ParallelRank, device: str) -> Ranks:
+def meet(init_method: str, rank: ParallelRank, device: str) -> Ranks:
     """Open the group of processes. Each rank calls this, and waits for all. Raises ConfigError."""
-    if endpoints.init_method.startswith("file:"):
+    if init_method.startswith("file:"):
         for name in _INTERFACE_VARIABLES:
             os.environ.setdefault(name, _LOOPBACK)
     # Where there are GPUs, each rank was given one by name.
-    return open_ranks(rank, endpoints.init_method, "cpu" if device == "auto" else device)
+    return open_ranks(rank, init_method, "cpu" if device == "auto" else device)

@@ -59,7 +59,7 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
     channel = FollowerChannel(start.endpoints, rank)
     closing.callback(channel.close)
     model, cache = share_of_rank(start)
-    ranks = closing.enter_context(meet(start.endpoints, rank, model.device))
+    ranks = closing.enter_context(meet(start.endpoints.init_method, rank, model.device))
     engine = build_engine(
         model,
         cache,

@@ -33,6 +33,11 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
                 f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {rank.group_size} GPUs, and this "
                 f"machine has {num_gpus}: choose smaller ones, or --device cpu"
             )
+        if model.dp_attention and rank.dp_size > num_gpus:
+            raise ConfigError(
+                f"--enable-dp-attention with --dp-size {rank.dp_size} is for as many GPUs, and this machine has "
+                f"{num_gpus}: choose a smaller one, or --device cpu"
+            )
         place = rank.dp_rank * rank.group_size + rank.index
         device, num_sharers = f"cuda:{place % num_gpus}", -(-num_ranks // num_gpus)
     return (

@@ -23,6 +23,11 @@ def check_role(config: WorkerConfig, mode: DisaggregationMode) -> None:
             f"a worker whose model is cut over ranks (--tp-size {config.parallel.tp_size} --pp-size "
             f"{config.parallel.pp_size}) stays what it is: start another worker in the role {mode}"
         )
+    if mode is not config.disaggregation.mode and config.model.dp_attention:
+        raise ConfigError(
+            "a worker whose schedulers compute their steps together (--enable-dp-attention) stays what it is: start "
+            f"another worker in the role {mode}"
+        )
     if mode is DisaggregationMode.NULL and config.cache.shared_pool is not None:
         raise ConfigError(
             "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"

@@ -26,6 +26,7 @@ from splitserve.config import WorkerConfig
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.wire import new_epoch
+from splitserve.launch.lockstep_channel import LockstepEndpoints
 from splitserve.launch.rank_channel import RankEndpoints
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -60,6 +61,8 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
     instance: int = 0
     # None: it has the model alone.
     endpoints: RankEndpoints | None = None
+    # With data parallel attention; None: each scheduler computes its own steps.
+    lockstep: LockstepEndpoints | None = None
 
 
 class SchedulerProcess:
@@ -146,6 +149,8 @@ async def open_schedulers(
         await client.start()
         clients.append(client)
     instance = new_epoch()
+    all_together = config.model.dp_attention
+    lockstep = LockstepEndpoints.in_folder(pipes, config.dp_size) if all_together else None
     # Cancelled halfway, a start would leave a process that nobody holds: `closing` waits for it, and ends it.
     starting: list[asyncio.Task[SchedulerProcess]] = []
     closing.push_async_callback(_end_started, starting)
@@ -157,13 +162,14 @@ async def open_schedulers(
             from_scheduler=client.from_scheduler,
             bootstrap_url=bootstrap_url,
             instance=instance,
+            lockstep=lockstep,
         )
         for rank_start in _starts_of_ranks(start, dp_rank, pipes):
             command = SCHEDULER_COMMAND if rank_start.rank.is_driver else FOLLOWER_COMMAND
             process = SchedulerProcess.start(command, rank_start)
             starting.append(asyncio.create_task(process, name=f"scheduler-start-{len(starting)}"))
     processes = tuple(await asyncio.shield(asyncio.gather(*starting)))
-    ended = asyncio.create_task(_first_end(processes), name="scheduler-watch")
+    ended = asyncio.create_task(_first_end(processes, all_together=all_together), name="scheduler-watch")
     closing.callback(ended.cancel)
     is_prefill = config.disaggregation.mode is DisaggregationMode.PREFILL
     return Schedulers(SchedulerGroup(clients, is_prefill=is_prefill), processes, ended)
@@ -178,12 +184,13 @@ def _starts_of_ranks(start: SchedulerStart, dp_rank: int, pipes: str) -> list[Sc
     return [msgspec.structs.replace(start, rank=rank, endpoints=endpoints) for rank in ranks]
 
 
-async def _first_end(processes: Sequence[SchedulerProcess]) -> str:
+async def _first_end(processes: Sequence[SchedulerProcess], *, all_together: bool = False) -> str:
+    """`all_together`: also data parallel ranks wait for each other inside collectives."""
     await asyncio.wait([process.ended for process in processes], return_when=asyncio.FIRST_COMPLETED)
     # What was killed is why others of its group ended with an error, not the other way round.
     first = min((p for p in processes if p.ended.done()), key=lambda process: process.ended.result() >= 0)
     for other in processes:
-        if other.rank.dp_rank == first.rank.dp_rank:
+        if all_together or other.rank.dp_rank == first.rank.dp_rank:
             other.kill()
     code, name = first.ended.result(), _name_of(first.rank)
     return f"{name} was killed by signal {-code}" if code < 0 else f"{name} ended with code {code}"

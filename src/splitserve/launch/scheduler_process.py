@@ -13,10 +13,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
 
+from splitserve.core.parallel import ParallelRank
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.parallel.ranks import Ranks
@@ -24,6 +26,7 @@ from splitserve.errors import RanksLostError, SplitserveError
 from splitserve.events.publisher import EventPublisher, EventPublisherFactory
 from splitserve.launch.assembly import assemble_scheduler
 from splitserve.launch.interpreter import set_up_interpreter
+from splitserve.launch.lockstep_channel import LockstepChannel
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.launch.rank_end import end_rank, end_with_input, let_others_speak
@@ -42,21 +45,27 @@ def main() -> int:
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
     setup_logger(start.config.server.log_level)
     pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
+    lockstep = _lockstep(start, pipe.waker.wake)
     stopping = threading.Event()
 
     def stop() -> None:
         stopping.set()
+        if lockstep is not None:
+            # Others may wait for this rank to join their step, and it for them.
+            lockstep.retire()
         pipe.waker.wake()
 
     end_with_input(stop)
     with ExitStack() as closing:
         closing.callback(pipe.close)
+        if lockstep is not None:
+            closing.callback(lockstep.close)
         try:
             # First: a port that is taken shows before the model is loaded.
             publisher = EventPublisherFactory.create(start.config.kv_events, start.rank.dp_rank)
             closing.callback(publisher.shutdown)
             model, cache = share_of_rank(start)
-            place, ranks = _take_place(start, model.device, closing)
+            place, ranks = _take_place(start, model.device, lockstep, closing)
             engine = build_engine(
                 model,
                 cache,
@@ -80,8 +89,11 @@ def main() -> int:
         try:
             loop.run(stopping.is_set)
         except RanksLostError as error:
-            logger.error("%s", error.message)
             let_others_speak()
+            if lockstep is not None and stopping.is_set():
+                # The group ended because all of it ends.
+                return 0
+            logger.error("%s", error.message)
             pipe.send(SchedulerFailed(message=error.message))
             pipe.close()
             # As it is: what is open may wait for ranks that wait for this one.
@@ -89,13 +101,24 @@ def main() -> int:
     return 0
 
 
-def _take_place(start: SchedulerStart, device: str, closing: ExitStack) -> tuple[DriverPlace, Ranks | None]:
+def _lockstep(start: SchedulerStart, wake: Callable[[], None]) -> LockstepChannel | None:
+    return None if start.lockstep is None else LockstepChannel(start.lockstep, start.rank.dp_rank, wake)
+
+
+def _take_place(
+    start: SchedulerStart, device: str, lockstep: LockstepChannel | None, closing: ExitStack
+) -> tuple[DriverPlace, Ranks | None]:
     """Meet the ranks that compute with this one, if there are any."""
+    if start.lockstep is not None and lockstep is not None:
+        # To the model they are one stage. In a hand-over each is a worker's rank of its own.
+        of_stage = ParallelRank(tp_rank=start.rank.dp_rank, tp_size=start.rank.dp_size)
+        ranks = closing.enter_context(meet(start.lockstep.init_method, of_stage, device))
+        return DriverPlace(start.rank, start.instance, member=lockstep.member), ranks
     if start.endpoints is None:
         return DriverPlace(start.rank, start.instance), None
     channel = DriverChannel(start.endpoints, start.rank)
     closing.callback(channel.close)
-    ranks = closing.enter_context(meet(start.endpoints, start.rank, device))
+    ranks = closing.enter_context(meet(start.endpoints.init_method, start.rank, device))
     exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
     end = functools.partial(end_rank, start.rank, start.from_scheduler)
     return DriverPlace(start.rank, start.instance, exchange, end, channel), ranks

@@ -10,23 +10,23 @@ tokens of all ranks come together, so all must be in the same step, each knowing
 Where nobody has anything to compute nobody is called, and nothing happens. A rank that ends, or whose part of a step
 fails, breaks the group: the others would wait for it in the middle of a layer.
 
-Neither half has threads or sockets of its own. Whoever carries the messages between them calls them: `Hub` from one
-thread, `Member.hear` from any.
+Neither half has threads or sockets of its own. Whoever carries the messages between them (`launch/lockstep_channel.py`)
+calls them: `Hub` from one thread, `Member.hear` from any. What the hub says to one rank must keep its order.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from splitserve.core.batch import StepPlan, StepResult
-from splitserve.errors import EngineError
+from splitserve.errors import EngineError, RanksLostError
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True, tag=True):
     """A rank to the hub: it takes part in step number `step`."""
 
     rank: int
@@ -34,15 +34,20 @@ class Joined:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """A rank to the hub: it takes part in nothing any more."""
+
+    rank: int
+    reason: str
+
+
+class Called(msgspec.Struct, frozen=True, tag=True):
     """The hub to a rank: another one has joined this step."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(msgspec.Struct, frozen=True, tag=True):
     """The hub to all ranks: all have joined."""
 
     step: int
@@ -50,8 +55,7 @@ class Complete:
     num_tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True, tag=True):
     """The hub to all ranks: there will be no more steps."""
 
     reason: str
@@ -151,23 +155,29 @@ class Member:
     def join(self, num_tokens: int) -> None:
         """Take part in the next step, with so many tokens of our own. `wait` is to follow."""
         with self._changed:
+            self._complete = None
             if self._broken is not None:
                 return
             step, self._step = self._step, self._step + 1
-            self._complete, self._is_waiting = None, True
+            self._is_waiting = True
         self._send(Joined(self.rank, step, num_tokens))
 
     def wait(self) -> tuple[int, ...]:
         """Until all have joined; the tokens of each. Raises EngineError where that will not be."""
         with self._changed:
-            is_over = self._changed.wait_for(lambda: self.is_ready, self._timeout)
-            if self._broken is None and is_over and self._complete is not None:
+            self._changed.wait_for(lambda: self.is_ready, self._timeout)
+            if self._complete is not None:
+                # Also where the group has broken since: the others compute this step, and wait for our share.
                 return self._complete
             reason = self._broken
         if reason is None:
             reason = f"not all data parallel ranks joined step {self._step - 1} within {self._timeout:g} s"
             self.leave(reason)
         raise EngineError(reason)
+
+    def retire(self, reason: str) -> None:
+        """Ask to leave, from any thread. What ends first, the step that is under way or the group, the hub decides."""
+        self._leave(reason)
 
     def leave(self, reason: str) -> None:
         """Break the group."""
@@ -223,3 +233,25 @@ class JointStep:
             # The others may be waiting in a layer that this rank never came to.
             self._member.leave(error.message)
             raise
+
+
+class GroupEngine:
+    """Engine over a LockstepEngine, for a process that ends with its group: RanksLostError where that has broken."""
+
+    def __init__(self, engine: LockstepEngine) -> None:
+        self._engine = engine
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.prepare(plan)()
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        # What fails here fails its requests alone: nobody counts on this rank yet.
+        step = self._engine.prepare(plan)
+
+        def run() -> StepResult:
+            try:
+                return step()
+            except EngineError as error:
+                raise RanksLostError(error.message) from error
+
+        return run

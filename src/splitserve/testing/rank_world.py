@@ -290,7 +290,7 @@ def _drive(case: Case, engine: BuiltEngine, followers: Sequence[Connection]) -> 
 def _drive_own(work: Work, engine: BuiltEngine, ranks: Ranks) -> Outcome:
     """This rank's requests, and then its part in those of the others."""
     loop = HandLoop(engine, work)
-    shared = _Met(engine.shared_runner(loop.table), ranks)
+    shared = _Met(engine.shared_runner(engine.runner(loop.table)), ranks)
     loop.runner = shared
     outcome = loop.run()
     while shared.take_part():
