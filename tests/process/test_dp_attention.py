@@ -1,4 +1,4 @@
-"""Data parallel attention in real processes: ranks with requests of their own, which meet for the experts of each layer."""
+"""Data parallel attention in real processes: ranks with requests of their own meet for the experts of each layer."""
 
 from __future__ import annotations
 

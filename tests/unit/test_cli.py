@@ -64,6 +64,19 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["serve", "--pp-size", "0"], "--pp-size must be at least 1"),
         (["serve", "--pp-size", "2", "--pp-layers", "3"], "--pp-layers names the layers of 1 pipeline stages"),
         (["serve", "--enable-expert-parallel"], "--enable-expert-parallel deals experts out to tensor parallel ranks"),
+        (["serve", "--enable-dp-attention"], "--enable-dp-attention deals experts out to data parallel ranks"),
+        *(
+            (
+                ["serve", "--dp-size=2", "--enable-dp-attention", *options],
+                f"{options[0]} does not go together with --enable-dp-attention",
+            )
+            for options in (
+                ("--tp-size", "2"),
+                ("--pp-size", "2"),
+                ("--speculative-algorithm", "ngram"),
+                ("--quantization", "int8"),
+            )
+        ),
         (["serve", "--pp-size", "2", "--pp-layers", "3,0"], "--pp-layers must give each pipeline stage at least 1"),
         (["serve", "--pp-size", "2", "--pp-layers", "3+3"], "--pp-layers '3+3': give a number of layers"),
         (["serve", "--tp-size", "2", "--quantization", "int8"], "--quantization is for a model on one rank"),

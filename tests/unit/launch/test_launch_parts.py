@@ -143,6 +143,14 @@ def test_ranks_of_one_model_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> N
         share_of_rank(start_of(1, rank=ParallelRank(tp_size=2), device="cuda:1"))
 
 
+def test_ranks_that_share_experts_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert share_of_rank(start_of(2, dp_attention=True))[0].device == "cuda:1"
+    with pytest.raises(ConfigError, match="--dp-size 3 is for as many GPUs, and this machine has 2"):
+        share_of_rank(start_of(3, dp_attention=True))
+
+
 def test_an_unknown_log_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="--log-level"):
         setup_logger("loud")

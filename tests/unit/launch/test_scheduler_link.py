@@ -62,6 +62,14 @@ async def test_the_first_end_in_a_group_is_that_of_all_its_ranks_and_of_no_other
         await process.ended
 
 
+async def test_the_end_of_a_data_parallel_rank_is_that_of_all_where_they_compute_together() -> None:
+    processes = [await start(WAITS, ParallelRank(dp_rank=dp, dp_size=3)) for dp in range(3)]
+    ended = asyncio.create_task(scheduler_link._first_end(processes, all_together=True))
+    psutil.Process(processes[1].pid).kill()
+    assert await ended == "scheduler process of data parallel rank 1 was killed by signal 9"
+    assert [await process.ended for process in processes] == [-9, -9, -9]
+
+
 async def test_of_a_group_it_is_the_killed_one_that_is_named() -> None:
     driver, follower = ParallelRank(pp_size=2, pp_rank=1), ParallelRank(pp_size=2)
     failed, killed = await start("import sys; sys.exit(1)", driver), await start(WAITS, follower)
