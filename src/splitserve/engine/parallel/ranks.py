@@ -60,7 +60,7 @@ class Ranks:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks of this stage, one rank's behind the other's; each gives as many."""
         found = rows.new_empty(self.rank.tp_size * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(found, rows.contiguous(), group=self._stage)
+        dist.all_gather_single(found, rows.contiguous(), group=self._stage)
         return found
 
     def sum_share(self, rows: torch.Tensor) -> torch.Tensor:
