@@ -26,6 +26,11 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
             f"--device {device} is one GPU, and --tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for "
             f"{rank.group_size}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
         )
+    if device.startswith("cuda:") and model.dp_attention:
+        raise ConfigError(
+            f"--device {device} is one GPU, and --enable-dp-attention with --dp-size {rank.dp_size} is for as many: "
+            "give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
+        )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if rank.group_size > num_gpus:

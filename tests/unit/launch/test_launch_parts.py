@@ -149,6 +149,8 @@ def test_ranks_that_share_experts_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch
     assert share_of_rank(start_of(2, dp_attention=True))[0].device == "cuda:1"
     with pytest.raises(ConfigError, match="--dp-size 3 is for as many GPUs, and this machine has 2"):
         share_of_rank(start_of(3, dp_attention=True))
+    with pytest.raises(ConfigError, match="--device cuda:0 is one GPU, and --enable-dp-attention"):
+        share_of_rank(start_of(2, dp_attention=True, device="cuda:0"))
 
 
 def test_an_unknown_log_level_is_refused() -> None:
