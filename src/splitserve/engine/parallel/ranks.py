@@ -18,6 +18,9 @@ import torch.distributed as dist
 from splitserve.core.parallel import ParallelRank
 from splitserve.errors import ConfigError, RanksLostError
 
+# torch 2.13 deprecates the older names, which 2.11 has alone.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Seconds that a rank waits for another one in the middle of a step.
 TIMEOUT = 300.0
 
@@ -60,13 +63,13 @@ class Ranks:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks of this stage, one rank's behind the other's; each gives as many."""
         found = rows.new_empty(self.rank.tp_size * len(rows), *rows.shape[1:])
-        dist.all_gather_single(found, rows.contiguous(), group=self._stage)
+        _all_gather(found, rows.contiguous(), group=self._stage)
         return found
 
     def sum_share(self, rows: torch.Tensor) -> torch.Tensor:
         """Of the sum over the ranks of this stage this one's share of the rows, which all have as many of."""
         found = rows.new_empty(len(rows) // self.rank.tp_size, *rows.shape[1:])
-        dist.reduce_scatter_single(found, rows.contiguous(), group=self._stage)
+        _reduce_scatter(found, rows.contiguous(), group=self._stage)
         return found
 
     def send(self, hidden: torch.Tensor) -> None:
