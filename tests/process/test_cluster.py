@@ -99,9 +99,10 @@ def check_gone(pids: set[int | None]) -> None:
     assert not {pid for pid in pids if psutil.pid_exists(pid) and "splitserve" in psutil.Process(pid).cmdline()}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "pools",
-    [{"colocated": {"replicas": 1}}, pytest.param(PAIRS, marks=pytest.mark.soak)],
+    [{"colocated": {"replicas": 1}}, PAIRS],
     ids=lambda p: " and ".join(p),
 )
 def test_on_this_machine_what_dies_is_started_again_and_a_signal_ends_it_all(tmp_path, model, pools):

@@ -105,6 +105,7 @@ def test_streams_survive_a_short_cut_of_the_wire(joined):
     assert {i: problem for i, o in outcomes.items() if (problem := o.difference(expected[i]))} == {}
 
 
+@pytest.mark.soak
 def test_a_long_cut_ends_streams_with_an_error_and_after_it_everything_works(joined):
     requests = make_requests(6, NUM_TOKENS)
     expected = joined.call(follow_undisturbed, joined.router_url, requests, timeout=DEADLINE)

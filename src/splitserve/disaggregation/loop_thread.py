@@ -15,7 +15,12 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # Ctrl-C while it waits for the thread's first word: nobody would ever end it.
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
 
     @property
     def is_alive(self) -> bool:
