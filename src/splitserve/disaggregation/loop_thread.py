@@ -19,7 +19,7 @@ class LoopThread:
             self._thread.start()
         except BaseException:
             # Ctrl-C while it waits for the thread's first word: nobody would ever end it.
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._end()
             raise
 
     @property
@@ -35,8 +35,12 @@ class LoopThread:
         if self._loop.is_closed():
             return
         self.submit(_cancel_others()).result()
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._loop.close()
 
 
