@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from splitserve.core.parallel import ParallelRank
+from splitserve.disaggregation.group import followers_of
 from splitserve.disaggregation.waker import Waker
 from splitserve.errors import EngineError, WorkerUnavailableError
 
@@ -163,7 +164,7 @@ class DriverChannel:
 
     def __init__(self, endpoints: RankEndpoints, rank: ParallelRank) -> None:
         self._context: Context = zmq.Context()
-        followers = [other.index for other in rank.group() if not other.is_driver]
+        followers = [other.index for other in followers_of(rank)]
         self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS) for i in followers}
         # In the order of `ParallelRank.index`.
         self.links = [

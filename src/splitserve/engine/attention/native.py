@@ -101,11 +101,6 @@ class NativeStep(TorchSdpaStep):
         )
 
     @property
-    def _prompts(self) -> list[int]:
-        """Requests with many new tokens, by their place in the step."""
-        return np.flatnonzero(self._batch.lengths > self.longest_single).tolist()
-
-    @property
     def has_only_singles(self) -> bool:
         """Whether each request has one new token."""
         return bool((self._batch.lengths == 1).all())
@@ -125,7 +120,7 @@ class NativeStep(TorchSdpaStep):
         query_shape: [tokens, num_kv_heads, query heads a KV head, head_size].
         """
         if params.window not in self._singles:
-            self._plan(params.window)
+            self._plan_singles(params.window)
         return self._args.get(params) or self._new_args(params, self._singles[params.window], query_shape, value_size)
 
     def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
@@ -150,7 +145,7 @@ class NativeStep(TorchSdpaStep):
         batch, (num_kv_heads, group, head_size) = self._batch, query.shape[1:]
         if query.stride()[1:] != (group * head_size, head_size, 1):
             query = query.contiguous()
-        for request in self._prompts:
+        for request in self._with_prompts:
             rows = slice(int(batch.offsets[request]), int(batch.offsets[request + 1]))
             args = PromptAttentionArgs(
                 queries=query[rows].data_ptr(),

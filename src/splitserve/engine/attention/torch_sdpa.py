@@ -19,6 +19,7 @@ owner left behind, not even a NaN, reaches another request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,10 +66,9 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """All of a step, for the layers of one window."""
+class _Prompts:
+    """Of a step, all requests with several new tokens, for the layers of one window."""
 
-    groups: tuple[_Group, ...]
     segments: tuple[_Segment, ...]
     # Right-aligned causal mask, from which every block takes its lower right corner; None without segments.
     mask: torch.Tensor | None
@@ -117,14 +117,15 @@ class TorchSdpaStep:
         self._slots = self._to_device(new_slots(batch))
         tails = _begun_tails(batch)
         self._tails = self._to_device(tails) if len(tails) else None
-        self._work: dict[int | None, _Work] = {}
+        self._single_groups: dict[int | None, tuple[_Group, ...]] = {}
+        self._prompts: dict[int | None, _Prompts] = {}
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         keys, values = self._store_new(layer, key, value, params)
-        if params.window not in self._work:
-            self._plan(params.window)
+        if params.window not in self._single_groups:
+            self._plan_singles(params.window)
         num_kv_heads = key.shape[1]
         # [T, num_kv_heads, query heads a KV head, k_dim]
         query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
@@ -137,7 +138,9 @@ class TorchSdpaStep:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
         """Fill the rows of requests with several new tokens."""
-        work = self._work[params.window]
+        if params.window not in self._prompts:
+            self._plan_prompts(params.window)
+        work = self._prompts[params.window]
         for segment in work.segments:
             k = _gather(keys, segment.pages).transpose(0, 1).to(self._dtype)
             v = k if values is keys else _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
@@ -161,7 +164,7 @@ class TorchSdpaStep:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
         """Fill the rows of requests with one new token. query, out: [T, num_kv_heads, heads a KV head, dim]."""
-        for group in self._work[params.window].groups:
+        for group in self._single_groups[params.window]:
             shape = (len(group.rows), -1, query.shape[1])
             k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2).to(self._dtype)
             if values is keys:
@@ -177,7 +180,7 @@ class TorchSdpaStep:
         query: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: _Work,
+        work: _Prompts,
         params: AttentionParams,
         out: torch.Tensor,
     ) -> None:
@@ -197,18 +200,22 @@ class TorchSdpaStep:
         if self._tails is not None:
             flat.index_fill_(0, self._tails, 0.0)
 
-    def _plan(self, window: int | None) -> None:
-        batch = self._batch
-        is_single = batch.lengths <= self.longest_single
-        groups = self._groups(np.flatnonzero(is_single), window)
-        segments = self._segments(np.flatnonzero(~is_single), window)
+    @cached_property
+    def _with_prompts(self) -> list[int]:
+        """Requests with several new tokens, by their place in the step."""
+        members: list[int] = np.flatnonzero(self._batch.lengths > self.longest_single).tolist()
+        return members
+
+    def _plan_singles(self, window: int | None) -> None:
+        is_single = self._batch.lengths <= self.longest_single
+        self._single_groups[window] = self._groups(np.flatnonzero(is_single), window)
+
+    def _plan_prompts(self, window: int | None) -> None:
+        offsets = self._batch.offsets
+        segments = tuple(self._segment(r, int(offsets[r]), window) for r in self._with_prompts)
         longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
         mask = self._backend.causal_mask(window, longest) if segments else None
-        self._work[window] = _Work(groups, segments, mask)
-
-    def _segments(self, members: IntArray, window: int | None) -> tuple[_Segment, ...]:
-        offsets = self._batch.offsets
-        return tuple(self._segment(r, int(offsets[r]), window) for r in members.tolist())
+        self._prompts[window] = _Prompts(segments, mask)
 
     def _groups(self, singles: IntArray, window: int | None) -> tuple[_Group, ...]:
         return tuple(self._group(members, window) for members in _by_length(self._batch, singles, window))
