@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from splitserve.bench.growth_series import Point, Series, measure
 from splitserve.core.batch import RequestResult, StepPlan, StepResult
 from splitserve.core.sampling import SamplingParams
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.launch.interpreter import collect_rarely
+from splitserve.messages import AbortRequest, FromScheduler, GenerateRequest, encode
 from splitserve.testing.fake_engine import FakeEngine
 from splitserve.testing.sim import ColocatedWorld
 
@@ -35,6 +36,13 @@ class InstantEngine(FakeEngine):
         return StepResult(tuple([RequestResult(None if s.sample is None else 0) for s in plan.requests]))
 
 
+class SendingWorld(ColocatedWorld):
+    """A worker whose messages leave it, as they do a process: they are somebody else's to keep."""
+
+    def _collect(self, message: FromScheduler) -> None:
+        encode(message)
+
+
 def measure_scheduler(waiting: Sequence[int], repeats: int) -> list[Series]:
     running = f"{_NUM_RUNNING} requests decode meanwhile"
 
@@ -43,16 +51,18 @@ def measure_scheduler(waiting: Sequence[int], repeats: int) -> list[Series]:
 
     # A single turn is too short for a clock. One round more warms up, and the running requests must not end.
     turns = max(1, (_RUNNING_TOKENS - 2) // (repeats + 1))
-    worlds = {size: _busy_world(size) for size in waiting}
-    return [
-        series("one turn", running, measure(waiting, float, lambda size: _turn(worlds[size], turns), repeats)),
-        series(
-            "arrive, wait, run, end",
-            f"2 tokens of output each, {_NUM_SERVED} at a time",
-            measure(waiting, float, _queue, repeats),
-        ),
-        series("abort all", running, measure(waiting, float, _abort, repeats)),
-    ]
+    # As in a scheduler's process.
+    with collect_rarely():
+        worlds = {size: _busy_world(size) for size in waiting}
+        return [
+            series("one turn", running, measure(waiting, float, lambda size: _turn(worlds[size], turns), repeats)),
+            series(
+                "arrive, wait, run, end",
+                f"2 tokens of output each, {_NUM_SERVED} at a time",
+                measure(waiting, float, _queue, repeats),
+            ),
+            series("abort all", running, measure(waiting, float, _abort, repeats)),
+        ]
 
 
 def _turn(world: ColocatedWorld, turns: int) -> float:
@@ -100,7 +110,7 @@ def _busy_world(num_waiting: int) -> ColocatedWorld:
 
 
 def _world(num_pages: int, num_waiting: int, max_running: int) -> ColocatedWorld:
-    return ColocatedWorld(
+    return SendingWorld(
         num_pages=num_pages,
         page_size=_PAGE_SIZE,
         max_running=max_running,

@@ -99,8 +99,10 @@ class GrammarQueue:
     def remove(self, rid: str) -> Request | None:
         """Take a request out; None if it is not here."""
         waiter = self._waiting.pop(rid, None)
+        if waiter is None:
+            return None
         self._tidy()
-        return waiter.request if waiter else None
+        return waiter.request
 
     def _outcome(self, waiter: _Waiter, future: Future[CompiledGrammar]) -> SplitserveError | None:
         """Give the request its matcher, or say why it gets none."""

@@ -158,6 +158,14 @@ def test_a_removed_request_is_gone_and_its_grammar_is_compiled_only_if_another_w
     assert world.queue.pop() == ([kept], [])
 
 
+def test_to_look_for_a_request_that_is_not_here_costs_nothing_whatever_is_in_the_cache(monkeypatch):
+    world = World()
+    world.serve("a", multiples(3, 1))
+    # Whoever looks into it fails.
+    monkeypatch.setattr(world.queue, "_grammars", None)
+    assert world.queue.remove("b") is None
+
+
 def test_the_cache_keeps_the_latest_used_within_its_bound():
     world = World(cache_bytes=200)
     world.serve("a", multiples(2, 1))
