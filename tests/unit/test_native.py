@@ -12,14 +12,20 @@ from splitserve.disaggregation.copies import copy_table
 LENGTHS = [0, 1, 15, 63, 64, 65, 511, 512, 1023, 1024, 1087, 1088, 1089, 4096, 70_001] * 3
 
 
-@pytest.fixture(params=["slow", "cached", "streaming"])
+@pytest.fixture(params=["slow", "cached", 16, 32, 64])
 def way(request, monkeypatch):
+    """Without C, through the cache, past it by stores of so many bytes."""
+    is_streaming = isinstance(request.param, int)
     if request.param == "slow":
         monkeypatch.setattr(_native, "_library", None)
     elif not _native.is_built:
         pytest.skip("installed without a C compiler")
+    elif is_streaming:
+        if request.param > _native.STORE_BYTES:
+            pytest.skip(f"this processor stores {_native.STORE_BYTES} bytes at most")
+        monkeypatch.setattr(_native, "STORE_BYTES", request.param)
     for limit in ("STREAMING_BYTES", "ORDERED_BYTES"):
-        monkeypatch.setattr(_native, limit, 1 if request.param == "streaming" else 1 << 62)
+        monkeypatch.setattr(_native, limit, 1 if is_streaming else 1 << 62)
 
 
 def begins(array):
@@ -49,8 +55,7 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_nothing_beside_them_ch
     while not copy.is_complete:
         copy.advance(part)
         landed = min(landed + part, int(lengths.sum()))
-        done = int(copy._copies["length"][: copy._at.piece].sum()) + copy._at.offset
-        assert done == landed
+        assert copy.is_complete == (landed == lengths.sum())
     assert (there == expected).all()
 
 
@@ -66,13 +71,24 @@ def test_a_part_ends_on_the_byte(way):
     assert there.all()
 
 
-def test_pieces_of_a_large_copy_are_taken_in_the_order_of_their_sources(monkeypatch):
-    monkeypatch.setattr(_native, "ORDERED_BYTES", 1)
-    here, there = np.arange(1, 101, dtype=np.uint8), np.zeros(100, np.uint8)
-    copy = ScatterCopy(table([70, 10, 40], [0, 10, 20], [10] * 3), begins(here), begins(there))
-    for first, target in ((11, 10), (41, 20), (71, 0)):
-        copy.advance(10)
-        assert (there[target : target + 10] == np.arange(first, first + 10)).all()
+PAGES = st.lists(st.integers(0, 40) | st.integers(0, 9000), min_size=1, max_size=30, unique=True)
+
+
+@given(pages=PAGES)
+def test_pieces_of_a_large_copy_are_taken_by_the_pages_of_their_sources(pages):
+    if not _native.is_built:
+        pytest.skip("installed without a C compiler")
+    memory, there = np.zeros(9002 * 4096, np.uint8), np.zeros(len(pages), np.uint8)
+    base = -memory.ctypes.data % 4096
+    memory[base + np.array(pages) * 4096 + 7] = np.arange(1, len(pages) + 1)
+    rows = table([base + page * 4096 + 7 for page in pages], range(len(pages)), [1] * len(pages))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "ORDERED_BYTES", 1)
+        copy = ScatterCopy(rows, begins(memory), begins(there))
+    for place in np.argsort(pages):
+        assert there[place] == 0
+        copy.advance(1)
+        assert there[place] == place + 1
     assert copy.is_complete
 
 
