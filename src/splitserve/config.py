@@ -209,6 +209,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     # Layers of each stage; empty: as even as can be.
     pp_layers: tuple[int, ...] = ()
+    # Hosts that the ranks are dealt out to, and which of them this is (`core/nodes.py`).
+    nnodes: int = 1
+    node_rank: int = 0
+    # HOST:PORT at which node 0 waits for the others; empty: there are none.
+    dist_init_addr: str = ""
+    # This host's address, where its ranks are reached by those of the others.
+    node_host: str = ""
 
     @property
     def group_size(self) -> int:

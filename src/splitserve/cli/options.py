@@ -96,6 +96,14 @@ PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that
 PpLayersOption = Annotated[
     str | None, typer.Option(metavar="N,N,...", help="Layers of each pipeline stage; default: as even as can be.")
 ]
+NnodesOption = Annotated[
+    int,
+    typer.Option(help="Hosts that the ranks are dealt out to: `serve` runs on each of them, with equal options."),
+]
+NodeRankOption = Annotated[int, typer.Option(help="Which of them this is; 0 answers requests.")]
+InitAddrOption = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 waits for the others: its address, a free port.")
+]
 ReservedTokensOption = Annotated[
     int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")
 ]

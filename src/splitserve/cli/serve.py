@@ -19,11 +19,14 @@ from splitserve.cli.options import (
     ExpertParallelOption,
     GraphBatchOption,
     HostMemoryOption,
+    InitAddrOption,
     KernelsOption,
     KVEventsOption,
     LogLevelOption,
     MaxMatchOption,
     ModelArgument,
+    NnodesOption,
+    NodeRankOption,
     NoGraphOption,
     NumDraftTokensOption,
     ParentOption,
@@ -58,7 +61,7 @@ from splitserve.config import (
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker, named_values, num_bytes, stage_sizes
+from splitserve.launch.checks import check_nodes, check_worker, named_values, num_bytes, stage_sizes
 from splitserve.launch.join import WILDCARDS, settle_place
 
 
@@ -122,6 +125,9 @@ def serve(
     pp_layers: PpLayersOption = None,
     dp_size: DpSizeOption = 1,
     enable_dp_attention: DpAttentionOption = False,
+    nnodes: NnodesOption = 1,
+    node_rank: NodeRankOption = 0,
+    dist_init_addr: InitAddrOption = None,
     threads: ThreadsOption = None,
     cpu_affinity: CpuAffinityOption = None,
     kernels: KernelsOption = "auto",
@@ -170,10 +176,14 @@ def serve(
 ) -> None:
     """Run one worker: colocated, prefill or decode."""
     from splitserve.launch.cluster_token import read_token_file
+    from splitserve.launch.node_place import own_address
 
     defaults = DisaggregationConfig()
     place = settle_place(host, port, disaggregation_bootstrap_port, router or (), join)
-    disaggregation_host = disaggregation_host or place.peer_host
+    check_nodes(nnodes, node_rank, dist_init_addr)
+    node_host = "" if dist_init_addr is None else own_address(node_rank, dist_init_addr, host)
+    # A node that was told no address of its own is reached by the one that the other nodes know.
+    disaggregation_host = disaggregation_host or place.peer_host or (node_host if host is None else "") or None
     is_wildcard = place.host in WILDCARDS
     needs_address = place.router_urls or disaggregation_mode is not DisaggregationMode.NULL
     if is_wildcard and disaggregation_host is None and needs_address:
@@ -253,6 +263,10 @@ def serve(
             tp_size=tp_size,
             pp_size=pp_size,
             pp_layers=() if pp_layers is None else stage_sizes(pp_layers, "--pp-layers"),
+            nnodes=nnodes,
+            node_rank=node_rank,
+            dist_init_addr=dist_init_addr or "",
+            node_host=node_host,
         ),
         dp_size=dp_size,
     )
@@ -265,4 +279,8 @@ def serve(
         load_timeout=load_timeout,
         drain_timeout=drain_timeout,
     )
+    if node_rank > 0:
+        from splitserve.launch.node_process import run_node
+
+        raise typer.Exit(run_node(config, options))
     raise typer.Exit(run_worker(config, options=options))

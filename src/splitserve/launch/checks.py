@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ServerConfig, WorkerConfig
+from splitserve.core.nodes import misfit
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
@@ -28,6 +29,7 @@ _SET_BY_UP = {
         f"--{name}-size": f"give --prefill-{name}-size and --decode-{name}-size before MODEL"
         for name in ("tp", "pp", "dp")
     },
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "workers of `up` are on this machine"),
     "--pp-layers": "stages of `up` are as even as can be: start such a worker by `splitserve serve`",
 }
 # Of these also workers that are no pair can be told.
@@ -100,6 +102,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
         *_shape_checks(config),
         *(_dp_attention_checks(config) if config.model.dp_attention else ()),
+        *(_node_checks(config) if config.parallel.nnodes > 1 else ()),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
@@ -129,6 +132,27 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone
     yield "--quantization", is_whole or config.model.quantization is None, alone
     yield "--prefix-host-memory", is_whole or config.cache.prefix_host_memory == 0, alone
+
+
+def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None:
+    """Of several hosts. Raises ConfigError."""
+    if nnodes < 1:
+        raise ConfigError("--nnodes must be at least 1")
+    if not 0 <= node_rank < nnodes:
+        raise ConfigError(f"--node-rank must be in [0, {nnodes - 1}] with --nnodes {nnodes}")
+    if (nnodes > 1) != (dist_init_addr is not None):
+        raise ConfigError("--nnodes above 1 and --dist-init-addr HOST:PORT (of node 0, on all nodes) need each other")
+
+
+def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
+    """What a model that is cut over ranks of several hosts can be."""
+    parallel = config.parallel
+    problem = misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes)
+    yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
+    yield "--nnodes", not config.model.dp_attention, "does not go together with --enable-dp-attention: leave it out"
+    has_token = bool(config.disaggregation.cluster_token.secret)
+    recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
+    yield "--cluster-token-file", has_token, recipe
 
 
 def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from splitserve.errors import ConfigError
@@ -51,6 +52,7 @@ def settle_place(
 def address_towards(
     url: str,
     *,
+    option: str = "--join",
     patience: float = _PATIENCE,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -60,16 +62,33 @@ def address_towards(
     Raises ConfigError where there is no way for `patience` seconds.
     """
     parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    look_up = partial(_source_address, parts.hostname or "", port)
+    return patiently(look_up, url, option, patience=patience, now=now, sleep=sleep)
+
+
+def patiently(
+    look_up: Callable[[], str],
+    what: str,
+    option: str,
+    *,
+    patience: float = _PATIENCE,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """What `look_up` finds, which is asked again while it raises OSError, for so many seconds. Raises ConfigError."""
     deadline = now() + patience
     is_told = False
     while True:
         try:
-            return _source_address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+            return look_up()
         except OSError as error:
             if now() >= deadline:
-                raise ConfigError(f"--join {url}: no way there ({error}): check it, or name --host yourself") from None
+                raise ConfigError(
+                    f"{option} {what}: no way there ({error}): check it, or name --host yourself"
+                ) from None
             if not is_told:
-                logger.warning("no way to the router %s yet, trying for %g s: %s", url, patience, error)
+                logger.warning("no way to %s yet, trying for %g s: %s", what, patience, error)
             is_told = True
         sleep(_PAUSE)
 

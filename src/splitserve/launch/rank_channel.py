@@ -6,7 +6,8 @@ Pipes of ZMQ for each follower, one for each kind, so that an order never waits 
     rooms    both ways             frames of whoever manages rooms over all ranks
 
 Who receives binds, so that what is sent before the other side is there waits for it. Frames of one pipe keep their
-order, those of two pipes have none. Neither end knows what the frames say.
+order, those of two pipes have none. Neither end knows what the frames say. Between ranks of one host a pipe is a file
+in a folder of theirs, between hosts a TCP connection (`pipe_net.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.disaggregation.group import followers_of
 from splitserve.disaggregation.waker import Waker
 from splitserve.errors import EngineError, WorkerUnavailableError
+from splitserve.launch.pipe_net import TCP, PipeNet
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks of one scheduler reach each other."""
 
-    # Of torch.distributed, e.g. file:///tmp/x.
+    # Of torch.distributed: file:///tmp/x, or tcp://address:port where the driver listens.
     init_method: str
     # ZMQ endpoints by `ParallelRank.index`: where that rank hears orders, where it hears of rooms, and where the driver
     # hears of rooms from it.
@@ -69,9 +71,9 @@ class RankLink:
     `send` from any thread, all else from one.
     """
 
-    def __init__(self, context: Context, *, hears: str, says: str) -> None:
-        self.pull_socket = open_pull(context, hears, MAX_ROOM_FRAMES)
-        self._push = open_push(context, says, MAX_ROOM_FRAMES)
+    def __init__(self, context: Context, *, hears: str, says: str, net: PipeNet | None = None) -> None:
+        self.pull_socket = open_pull(context, hears, MAX_ROOM_FRAMES, net)
+        self._push = open_push(context, says, MAX_ROOM_FRAMES, net)
         # ZMQ's sockets are for one thread at a time.
         self._lock = threading.Lock()
         # False once a frame was lost: the other rank takes none any more.
@@ -160,15 +162,15 @@ class LinkThread:
 
 
 class DriverChannel:
-    """The driver's ends. `close` is the last order of every follower."""
+    """The driver's ends. `close` is the last order of every follower. `net`: for those on other hosts."""
 
-    def __init__(self, endpoints: RankEndpoints, rank: ParallelRank) -> None:
+    def __init__(self, endpoints: RankEndpoints, rank: ParallelRank, net: PipeNet | None = None) -> None:
         self._context: Context = zmq.Context()
         followers = [other.index for other in followers_of(rank)]
-        self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS) for i in followers}
+        self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS, net) for i in followers}
         # In the order of `ParallelRank.index`.
         self.links = [
-            RankLink(self._context, hears=endpoints.from_rank[i], says=endpoints.to_rank[i]) for i in followers
+            RankLink(self._context, hears=endpoints.from_rank[i], says=endpoints.to_rank[i], net=net) for i in followers
         ]
         self._rank = rank
 
@@ -202,12 +204,13 @@ class DriverChannel:
 
 
 class FollowerChannel:
-    """A follower's ends."""
+    """A follower's ends. `net`: where its driver is on another host."""
 
-    def __init__(self, endpoints: RankEndpoints, rank: ParallelRank) -> None:
+    def __init__(self, endpoints: RankEndpoints, rank: ParallelRank, net: PipeNet | None = None) -> None:
         self._context: Context = zmq.Context()
-        self._orders = open_pull(self._context, endpoints.orders[rank.index], MAX_ORDERS)
-        self.link = RankLink(self._context, hears=endpoints.to_rank[rank.index], says=endpoints.from_rank[rank.index])
+        hears, says = endpoints.to_rank[rank.index], endpoints.from_rank[rank.index]
+        self._orders = open_pull(self._context, endpoints.orders[rank.index], MAX_ORDERS, net)
+        self.link = RankLink(self._context, hears=hears, says=says, net=net)
 
     def orders(self) -> Iterator[bytes]:
         """Each order when it comes, up to the last."""
@@ -225,18 +228,24 @@ class FollowerChannel:
         self._context.term()
 
 
-def open_pull(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
+def open_pull(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PULL)
     socket.set_hwm(high_water_mark)
     socket.linger = 0
-    socket.bind(endpoint)
+    if endpoint.startswith(TCP) and net is not None:
+        net.bind(socket, endpoint)
+    else:
+        socket.bind(endpoint)
     return socket
 
 
-def open_push(context: Context, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
+def open_push(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(high_water_mark)
     # What a rank that is gone has not taken goes with it.
     socket.linger = _LINGER_MS
-    socket.connect(endpoint)
+    if endpoint.startswith(TCP) and net is not None:
+        net.connect(socket, endpoint)
+    else:
+        socket.connect(endpoint)
     return socket

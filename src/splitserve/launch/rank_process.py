@@ -27,7 +27,7 @@ from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
 from splitserve.launch.rank_end import end_rank, end_with_input
-from splitserve.launch.rank_group import RankPlace, meet
+from splitserve.launch.rank_group import RankPlace, meet, pipe_net
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
 
@@ -56,10 +56,10 @@ def main() -> int:
 def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStack) -> None:
     config, rank = start.config, start.rank
     assert start.endpoints is not None
-    channel = FollowerChannel(start.endpoints, rank)
+    channel = FollowerChannel(start.endpoints, rank, pipe_net(start))
     closing.callback(channel.close)
     model, cache = share_of_rank(start)
-    ranks = closing.enter_context(meet(start.endpoints.init_method, rank, model.device))
+    ranks = closing.enter_context(meet(start, start.endpoints.init_method, rank, model.device))
     engine = build_engine(
         model,
         cache,

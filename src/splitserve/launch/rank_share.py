@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.nodes import place_on_node
 from splitserve.engine.loader import parse_cpus
 from splitserve.errors import ConfigError
 from splitserve.launch.local import num_cores
@@ -16,15 +17,18 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
     """Raises ConfigError where a model is to be cut over more ranks than there are GPUs, or than were named."""
     config, rank = start.config, start.rank
     model = msgspec.structs.replace(config.model, model=start.model_folder)
-    num_ranks = rank.dp_size * rank.group_size
-    if num_ranks == 1:
+    if rank.dp_size * rank.group_size == 1:
         return model, config.cache
+    num_nodes = config.parallel.nnodes
+    # Ranks of this host.
+    group_here = rank.group_size // num_nodes
+    num_ranks = rank.dp_size * group_here
     cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
     device, num_sharers = model.device, num_ranks
-    if device.startswith("cuda:") and rank.group_size > 1:
+    if device.startswith("cuda:") and group_here > 1:
         raise ConfigError(
             f"--device {device} is one GPU, and --tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for "
-            f"{rank.group_size}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
+            f"{group_here}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
         )
     if device.startswith("cuda:") and model.dp_attention:
         raise ConfigError(
@@ -33,9 +37,9 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
         )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
-        if rank.group_size > num_gpus:
+        if group_here > num_gpus:
             raise ConfigError(
-                f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {rank.group_size} GPUs, and this "
+                f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {group_here} GPUs, and this "
                 f"machine has {num_gpus}: choose smaller ones, or --device cpu"
             )
         if model.dp_attention and rank.dp_size > num_gpus:
@@ -43,7 +47,7 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
                 f"--enable-dp-attention with --dp-size {rank.dp_size} is for as many GPUs, and this machine has "
                 f"{num_gpus}: choose a smaller one, or --device cpu"
             )
-        place = rank.dp_rank * rank.group_size + rank.index
+        place = place_on_node(rank, num_nodes)
         device, num_sharers = f"cuda:{place % num_gpus}", -(-num_ranks // num_gpus)
     return (
         msgspec.structs.replace(model, threads=model.threads or max(1, cores // num_ranks), device=device),

@@ -5,7 +5,7 @@ one line on its standard input and ends when that input ends. So it cannot outli
 that one. It is in a session of its own: a Ctrl-C in the terminal reaches the front end alone.
 
 Ranks that compute together end together: without one of them the others wait inside a collective, where they hear
-nothing, so they are killed.
+nothing, so they are killed. Those on other hosts are their node's business, which ends them when it is told (NodeHead).
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from splitserve.config import WorkerConfig
+from splitserve.core.nodes import node_of
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.wire import new_epoch
 from splitserve.launch.lockstep_channel import LockstepEndpoints
+from splitserve.launch.node_head import NodeHead
 from splitserve.launch.rank_channel import RankEndpoints
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -63,6 +65,8 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: RankEndpoints | None = None
     # With data parallel attention; None: each scheduler computes its own steps.
     lockstep: LockstepEndpoints | None = None
+    # By endpoint, of sockets that this process has inherited, and on which it listens.
+    descriptors: dict[str, int] = {}
 
 
 class SchedulerProcess:
@@ -82,6 +86,7 @@ class SchedulerProcess:
             stdout=_STANDARD_ERROR,
             start_new_session=True,
             env={**OPENMP_ENVIRONMENT, **os.environ},
+            pass_fds=tuple(start.descriptors.values()),
         )
         link = cls(process, start.rank)
         try:
@@ -135,11 +140,16 @@ class Schedulers:
 
 
 async def open_schedulers(
-    config: WorkerConfig, model_folder: str, closing: AsyncExitStack, *, bootstrap_url: str | None = None
+    config: WorkerConfig,
+    model_folder: str,
+    closing: AsyncExitStack,
+    *,
+    bootstrap_url: str | None = None,
+    head: NodeHead | None = None,
 ) -> Schedulers:
     """Bind the pipes and start the processes; `closing` ends all. They have not loaded when this returns.
 
-    The pipes lie in a folder that only this user can enter.
+    The pipes lie in a folder that only this user can enter. `head`: where other hosts have ranks; they are there.
     """
     pipes = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
     clients = []
@@ -153,7 +163,9 @@ async def open_schedulers(
     lockstep = LockstepEndpoints.in_folder(pipes, config.dp_size) if all_together else None
     # Cancelled halfway, a start would leave a process that nobody holds: `closing` waits for it, and ends it.
     starting: list[asyncio.Task[SchedulerProcess]] = []
-    closing.push_async_callback(_end_started, starting)
+    closing.push_async_callback(end_started, starting)
+    if head is not None:
+        head.begin(instance, bootstrap_url)
     for dp_rank, client in enumerate(clients):
         start = SchedulerStart(
             config=config,
@@ -164,36 +176,73 @@ async def open_schedulers(
             instance=instance,
             lockstep=lockstep,
         )
-        for rank_start in _starts_of_ranks(start, dp_rank, pipes):
+        for rank_start in _starts_of_ranks(start, dp_rank, pipes, head):
             command = SCHEDULER_COMMAND if rank_start.rank.is_driver else FOLLOWER_COMMAND
             process = SchedulerProcess.start(command, rank_start)
             starting.append(asyncio.create_task(process, name=f"scheduler-start-{len(starting)}"))
     processes = tuple(await asyncio.shield(asyncio.gather(*starting)))
-    ended = asyncio.create_task(_first_end(processes, all_together=all_together), name="scheduler-watch")
+    if head is not None:
+        head.started()
+    ended = asyncio.create_task(first_end(processes, head, all_together=all_together), name="scheduler-watch")
     closing.callback(ended.cancel)
     is_prefill = config.disaggregation.mode is DisaggregationMode.PREFILL
     return Schedulers(SchedulerGroup(clients, is_prefill=is_prefill), processes, ended)
 
 
-def _starts_of_ranks(start: SchedulerStart, dp_rank: int, pipes: str) -> list[SchedulerStart]:
-    """One for each rank that computes with this scheduler, the driver's first."""
+def _starts_of_ranks(
+    start: SchedulerStart, dp_rank: int, pipes: str, head: NodeHead | None = None
+) -> list[SchedulerStart]:
+    """One for each rank on this host that computes with this scheduler, the driver's first."""
     parallel, dp_size = start.config.parallel, start.config.dp_size
     one = ParallelRank(dp_rank=dp_rank, dp_size=dp_size, tp_size=parallel.tp_size, pp_size=parallel.pp_size)
     endpoints = RankEndpoints.in_folder(pipes, str(dp_rank), one.group_size) if one.group_size > 1 else None
-    ranks = sorted(one.group(), key=lambda rank: not rank.is_driver)
-    return [msgspec.structs.replace(start, rank=rank, endpoints=endpoints) for rank in ranks]
+    here = [rank for rank in one.group() if node_of(rank, parallel.nnodes) == parallel.node_rank]
+    ranks = sorted(here, key=lambda rank: not rank.is_driver)
+    descriptors: dict[str, int] = {}
+    if head is not None and endpoints is not None:
+        endpoints, descriptors = head.endpoints(one, endpoints)
+    return [
+        msgspec.structs.replace(
+            start, rank=rank, endpoints=endpoints, descriptors=descriptors if rank.is_driver else {}
+        )
+        for rank in ranks
+    ]
 
 
-async def _first_end(processes: Sequence[SchedulerProcess], *, all_together: bool = False) -> str:
-    """`all_together`: also data parallel ranks wait for each other inside collectives."""
-    await asyncio.wait([process.ended for process in processes], return_when=asyncio.FIRST_COMPLETED)
+async def first_end(
+    processes: Sequence[SchedulerProcess], head: NodeHead | None = None, *, all_together: bool = False
+) -> str:
+    """Which process ended first, here or on another node, and how. Those that need it are killed.
+
+    `all_together`: also data parallel ranks wait for each other inside collectives.
+    """
+    ends: set[asyncio.Future[Any]] = {process.ended for process in processes}
+    if head is not None:
+        ends.add(head.lost)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if head is None:
+        return _first_here(processes, all_together=all_together)
+    if head.lost.done():
+        what = head.lost.result()
+        _kill(processes)
+    else:
+        what = _first_here(processes, all_together=True)
+    head.end(what)
+    return what
+
+
+def _first_here(processes: Sequence[SchedulerProcess], *, all_together: bool) -> str:
+    done = [process for process in processes if process.ended.done()]
     # What was killed is why others of its group ended with an error, not the other way round.
-    first = min((p for p in processes if p.ended.done()), key=lambda process: process.ended.result() >= 0)
-    for other in processes:
-        if all_together or other.rank.dp_rank == first.rank.dp_rank:
-            other.kill()
+    first = min(done, key=lambda process: process.ended.result() >= 0)
+    _kill([p for p in processes if all_together or p.rank.dp_rank == first.rank.dp_rank])
     code, name = first.ended.result(), _name_of(first.rank)
     return f"{name} was killed by signal {-code}" if code < 0 else f"{name} ended with code {code}"
+
+
+def _kill(processes: Sequence[SchedulerProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _name_of(rank: ParallelRank) -> str:
@@ -205,6 +254,6 @@ def _name_of(rank: ParallelRank) -> str:
     return " of ".join(["scheduler process", ", ".join(places)]) if places else "scheduler process"
 
 
-async def _end_started(starting: Sequence[asyncio.Task[SchedulerProcess]]) -> None:
+async def end_started(starting: Sequence[asyncio.Task[SchedulerProcess]]) -> None:
     started = await asyncio.gather(*starting, return_exceptions=True)
     await asyncio.gather(*(process.close() for process in started if not isinstance(process, BaseException)))

@@ -30,7 +30,7 @@ from splitserve.launch.lockstep_channel import LockstepChannel
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.launch.rank_end import end_rank, end_with_input, let_others_speak
-from splitserve.launch.rank_group import DriverPlace, meet
+from splitserve.launch.rank_group import DriverPlace, meet, pipe_net
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
 from splitserve.messages import SchedulerFailed, SchedulerReady
@@ -112,13 +112,13 @@ def _take_place(
     if start.lockstep is not None and lockstep is not None:
         # To the model they are one stage. In a hand-over each is a worker's rank of its own.
         of_stage = ParallelRank(tp_rank=start.rank.dp_rank, tp_size=start.rank.dp_size)
-        ranks = closing.enter_context(meet(start.lockstep.init_method, of_stage, device))
+        ranks = closing.enter_context(meet(start, start.lockstep.init_method, of_stage, device))
         return DriverPlace(start.rank, start.instance, member=lockstep.member), ranks
     if start.endpoints is None:
         return DriverPlace(start.rank, start.instance), None
-    channel = DriverChannel(start.endpoints, start.rank)
+    channel = DriverChannel(start.endpoints, start.rank, pipe_net(start))
     closing.callback(channel.close)
-    ranks = closing.enter_context(meet(start.endpoints.init_method, start.rank, device))
+    ranks = closing.enter_context(meet(start, start.endpoints.init_method, start.rank, device))
     exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
     end = functools.partial(end_rank, start.rank, start.from_scheduler)
     return DriverPlace(start.rank, start.instance, exchange, end, channel), ranks

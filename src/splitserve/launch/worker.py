@@ -4,7 +4,8 @@ With `dp_size` N there are N schedulers, and what is said of one here counts for
 that dies ends the worker.
 
 The life of a worker
-1. The HTTP socket is bound, the model found, and for prefill the bootstrap server started.
+1. The HTTP socket is bound, the model found, and for prefill the bootstrap server started. Where the model is cut over
+   ranks of several hosts, this is node 0, and waits for the others.
 2. The scheduler process starts loading. Meanwhile the front end answers, /health with 503.
 3. The scheduler is ready: the ready file is written, and the worker announces itself to its routers.
 4. It serves until a signal, its parent's end or the scheduler's death. Its role may change (`role_switch.py`).
@@ -37,6 +38,9 @@ from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
+from splitserve.launch.node_gather import gather_nodes
+from splitserve.launch.node_head import NodeHead
+from splitserve.launch.node_place import bind_head
 from splitserve.launch.own_bootstrap import OwnBootstrap
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
 from splitserve.launch.registration import Membership, RouterRegistration
@@ -63,7 +67,7 @@ class ProcessOptions:
     ready_file: Path | None = None
     # End with whoever holds the other end of standard input.
     exit_with_parent: bool = False
-    # Seconds for loading the model, and for running requests at the end.
+    # Seconds for loading the model (and before that for its other nodes to come), and for running requests at the end.
     load_timeout: float = 900.0
     drain_timeout: float = 30.0
 
@@ -77,17 +81,31 @@ def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: Pr
     config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
     setup_logger(config.server.log_level)
     sock = bind(config.server.host, config.server.port)
+    head_socket = None
     try:
+        if config.parallel.nnodes > 1:
+            head_socket = bind_head(config)
         folder = resolve_model(config.model.model)
         tokenizer = Tokenizer.load(folder)
     except BaseException:
         sock.close()
+        if head_socket is not None:
+            head_socket.close()
         raise
-    return uvloop.run(_Worker(config, options, sock, folder).run(tokenizer))
+    return uvloop.run(_Worker(config, options, sock, folder, head_socket).run(tokenizer))
 
 
 class _Worker:
-    def __init__(self, config: WorkerConfig, options: ProcessOptions, sock: socket.socket, folder: Path) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        options: ProcessOptions,
+        sock: socket.socket,
+        folder: Path,
+        head_socket: socket.socket | None,
+    ) -> None:
+        """`head_socket`: where the other nodes come to; None: there are none."""
+        self._head_socket = head_socket
         self._config = config
         self._options = options
         self._socket = sock
@@ -103,7 +121,20 @@ class _Worker:
             bootstrap_url = None
             if self._mode is DisaggregationMode.PREFILL:
                 bootstrap_url = await self._bootstrap.open(self._config.disaggregation.bootstrap_port)
-            schedulers = await open_schedulers(self._config, str(self._folder), closing, bootstrap_url=bootstrap_url)
+            head = None
+            if self._head_socket is not None:
+                timeout = self._options.load_timeout
+                head = await gather_nodes(
+                    self._config, self._head_socket, self._folder, self._lifecycle, timeout, closing
+                )
+                if head is None:
+                    self._socket.close()
+                    return 0 if self._lifecycle.draining.is_set() else 1
+            schedulers = await open_schedulers(
+                self._config, str(self._folder), closing, bootstrap_url=bootstrap_url, head=head
+            )
+            if head is not None:
+                head.on_failed = schedulers.group.failed
             app = build_app(
                 config=self._config,
                 scheduler=schedulers.group,
@@ -117,7 +148,7 @@ class _Worker:
             await server.start()
             if not await self._loaded(schedulers):
                 return 0 if self._lifecycle.draining.is_set() else 1
-            return await self._serve(schedulers, server, app.state.front)
+            return await self._serve(schedulers, server, app.state.front, head)
 
     async def _loaded(self, schedulers: Schedulers) -> bool:
         """Wait until all schedulers are ready. False: the worker is to end instead."""
@@ -140,8 +171,10 @@ class _Worker:
             draining.cancel()
             await asyncio.gather(ready, draining, return_exceptions=True)
 
-    async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd) -> int:
-        self._write_ready_file(schedulers)
+    async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd, head: NodeHead | None) -> int:
+        url = self._write_ready_file(schedulers)
+        if head is not None:
+            head.serves(url)
         membership = Membership(self._registration)
         membership.enter(self._mode, self._bootstrap.port)
         front.role_switch = switch = RoleSwitch(front, schedulers.group, self._bootstrap, membership)
@@ -173,7 +206,8 @@ class _Worker:
         is_wildcard = settings.host in ("0.0.0.0", "::", "")
         return reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
 
-    def _write_ready_file(self, schedulers: Schedulers) -> None:
+    def _write_ready_file(self, schedulers: Schedulers) -> str:
+        """This worker's URL."""
         port = port_of(self._socket)
         url = f"http://{self._host()}:{port}"
         logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap.port)
@@ -188,6 +222,7 @@ class _Worker:
                 disaggregation_mode=str(self._mode),
             )
             write_ready_file(self._options.ready_file, info)
+        return url
 
     def _registration(self, mode: DisaggregationMode, bootstrap_port: int | None) -> RouterRegistration | None:
         """Of this worker in that role, not started; None: there is no router."""

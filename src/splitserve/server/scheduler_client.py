@@ -199,6 +199,10 @@ class SchedulerClient:
             if not call.done():
                 call.set_exception(error)
 
+    def failed(self, message: str) -> None:
+        """The last words of the scheduler, or of a rank that it cannot do without."""
+        self.fail_all(ModelLoadError(message) if self.info is None else WorkerUnavailableError(message))
+
     async def close(self) -> None:
         """Let go of the sockets. Idempotent."""
         self.fail_all(WorkerUnavailableError("this worker is shutting down: send the request to another"))
@@ -233,7 +237,7 @@ class SchedulerClient:
                 self.info = info
                 self._settled.set()
             case SchedulerFailed(message=message):
-                self.fail_all(ModelLoadError(message) if self.info is None else WorkerUnavailableError(message))
+                self.failed(message)
 
     def _deliver(self, output: TokenOutput) -> None:
         # Outputs of a stream that was closed early may still be on their way: nobody wants them.

@@ -161,6 +161,11 @@ class SchedulerGroup:
         for rank in self._ranks:
             rank.fail_all(error)
 
+    def failed(self, message: str) -> None:
+        """The last words of a rank that no scheduler can do without."""
+        for rank in self._ranks:
+            rank.failed(message)
+
     async def _order(self, step: RoleStep, timeout: float, **more: Any) -> list[RoleReply | BaseException]:
         """To all ranks: the answers of all, or what became of them."""
         orders = (rank.role(step, timeout=timeout, **more) for rank in self._ranks)

@@ -51,7 +51,7 @@ WAITS = "import threading; threading.Event().wait()"
 async def test_the_first_end_in_a_group_is_that_of_all_its_ranks_and_of_no_others() -> None:
     ranks = [r for dp in (0, 1) for r in ParallelRank(tp_size=2, dp_size=2, dp_rank=dp).group()]
     processes = [await start(WAITS, rank) for rank in ranks]
-    ended = asyncio.create_task(scheduler_link._first_end(processes))
+    ended = asyncio.create_task(scheduler_link.first_end(processes))
     psutil.Process(processes[3].pid).kill()
     name = "tensor parallel rank 1 of pipeline stage 0, data parallel rank 1"
     assert await ended == f"scheduler process of {name} was killed by signal 9"
@@ -64,7 +64,7 @@ async def test_the_first_end_in_a_group_is_that_of_all_its_ranks_and_of_no_other
 
 async def test_the_end_of_a_data_parallel_rank_is_that_of_all_where_they_compute_together() -> None:
     processes = [await start(WAITS, ParallelRank(dp_rank=dp, dp_size=3)) for dp in range(3)]
-    ended = asyncio.create_task(scheduler_link._first_end(processes, all_together=True))
+    ended = asyncio.create_task(scheduler_link.first_end(processes, all_together=True))
     psutil.Process(processes[1].pid).kill()
     assert await ended == "scheduler process of data parallel rank 1 was killed by signal 9"
     assert [await process.ended for process in processes] == [-9, -9, -9]
@@ -75,7 +75,7 @@ async def test_of_a_group_it_is_the_killed_one_that_is_named() -> None:
     failed, killed = await start("import sys; sys.exit(1)", driver), await start(WAITS, follower)
     killed.kill()
     await asyncio.gather(failed.ended, killed.ended)
-    assert "pipeline stage 0 was killed by signal 9" in await scheduler_link._first_end([failed, killed])
+    assert "pipeline stage 0 was killed by signal 9" in await scheduler_link.first_end([failed, killed])
 
 
 def test_every_rank_of_every_scheduler_is_told_its_place() -> None:

@@ -11,9 +11,11 @@ import datetime
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from splitserve.core.parallel import ParallelRank
 from splitserve.errors import ConfigError, RanksLostError
@@ -109,10 +111,18 @@ class Ranks:
         self.close()
 
 
-def open_ranks(rank: ParallelRank, init_method: str, device: torch.device | str, *, timeout: float = TIMEOUT) -> Ranks:
+def open_ranks(
+    rank: ParallelRank,
+    init_method: str,
+    device: torch.device | str,
+    *,
+    timeout: float = TIMEOUT,
+    listening: int | None = None,
+) -> Ranks:
     """Meet the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
 
     Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step.
+    `listening`: at the driver, for tcp, the descriptor of a socket that listens there; it is the store's from now on.
     Raises ConfigError where they do not meet.
     """
     device = torch.device(device)
@@ -121,9 +131,8 @@ def open_ranks(rank: ParallelRank, init_method: str, device: torch.device | str,
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank.index, world_size=rank.group_size, timeout=wait
-        )
+        rendezvous = _rendezvous(rank, init_method, wait, listening)
+        dist.init_process_group(backend, **rendezvous, rank=rank.index, world_size=rank.group_size, timeout=wait)
         stages = [
             dist.new_group([stage * rank.tp_size + i for i in range(rank.tp_size)], timeout=wait)
             for stage in range(rank.pp_size)
@@ -134,6 +143,25 @@ def open_ranks(rank: ParallelRank, init_method: str, device: torch.device | str,
             f"{error}. Check that all ranks were started, with the same address."
         ) from error
     return Ranks(rank, device, stages)
+
+
+def _rendezvous(
+    rank: ParallelRank, init_method: str, wait: datetime.timedelta, listening: int | None
+) -> dict[str, Any]:
+    """Where the ranks leave word for each other while they meet, in init_process_group's words."""
+    where = urlsplit(init_method)
+    if where.scheme != "tcp":
+        return {"init_method": init_method}
+    store = TCPStore(
+        str(where.hostname),
+        where.port or 0,
+        rank.group_size,
+        is_master=rank.is_driver,
+        timeout=wait,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    return {"store": store}
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""Node 0 of a worker on several hosts waits for the others, or for a signal that ends it before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from splitserve.config import WorkerConfig
+from splitserve.engine.sources import model_fingerprint
+from splitserve.errors import SplitserveError
+from splitserve.launch.lifecycle import Lifecycle
+from splitserve.launch.node_head import NodeHead
+from splitserve.launch.node_settings import shared_settings
+
+logger = logging.getLogger(__name__)
+
+
+async def gather_nodes(
+    config: WorkerConfig,
+    sock: socket.socket,
+    folder: Path,
+    lifecycle: Lifecycle,
+    timeout: float,
+    closing: AsyncExitStack,
+) -> NodeHead | None:
+    """All nodes, which `closing` ends. None: they did not come, or the worker was told to end.
+
+    `sock`: where they come to. `folder`: of the model.
+    """
+    fingerprint = await asyncio.to_thread(model_fingerprint, folder)
+    head = NodeHead(config, shared_settings(config, fingerprint), sock)
+    closing.push_async_callback(head.close)
+
+    def drain() -> None:
+        # When all hosts are told to end at once, this one may know.
+        if not lifecycle.draining.is_set():
+            lifecycle.request_end()
+
+    head.on_leaving = drain
+    gathering = asyncio.create_task(head.gather(timeout), name="gather-nodes")
+    draining = asyncio.create_task(lifecycle.draining.wait())
+    try:
+        await asyncio.wait({gathering, draining}, return_when=asyncio.FIRST_COMPLETED)
+        if not gathering.done():
+            return None
+        await gathering
+        return head
+    except SplitserveError as error:
+        logger.error("this worker could not start: %s", error)
+        return None
+    finally:
+        gathering.cancel()
+        draining.cancel()
+        await asyncio.gather(gathering, draining, return_exceptions=True)

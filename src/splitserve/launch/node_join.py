@@ -1,0 +1,74 @@
+"""How a node above 0 comes to its worker: it calls node 0 until that answers, and waits until all nodes are there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from splitserve.config import WorkerConfig
+from splitserve.disaggregation.challenge import TOKENS_DIFFER
+from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.launch.node_place import parse_init_addr
+from splitserve.launch.node_wire import NodeConnection, NodeEnd, NodeHello, NodeLostError, NodeStart
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two tries, and for each of them.
+_PAUSE = 0.5
+_CONNECT_TIMEOUT = 5.0
+
+
+async def call_head(config: WorkerConfig, hello: NodeHello, timeout: float) -> NodeConnection:
+    """Raises WorkerUnavailableError where node 0 is not there in time, NodeLostError where it has another token."""
+    where = config.parallel.dist_init_addr
+    problem = told = ""
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                try:
+                    connection = await _try_once(config)
+                    connection.send(hello)
+                    return connection
+                except NodeLostError as error:
+                    if error.message == TOKENS_DIFFER:
+                        raise
+                    problem = error.message
+                except (OSError, TimeoutError) as error:
+                    problem = str(error) or "no answer"
+                if problem != told:
+                    logger.info("node 0 is not at %s yet, trying for %g s: %s", where, timeout, problem)
+                    told = problem
+                await asyncio.sleep(_PAUSE)
+    except TimeoutError:
+        raise WorkerUnavailableError(
+            f"node 0 was not at {where} within {timeout:g} s ({problem}): start it with the same --dist-init-addr and "
+            "--node-rank 0"
+        ) from None
+
+
+async def start_order(connection: NodeConnection) -> NodeStart:
+    """When all nodes are there. Raises NodeLostError, ConfigError where this node is refused or another is missing.
+
+    There is no deadline but node 0's: silence is its end.
+    """
+    message = await connection.receive()
+    match message:
+        case NodeStart():
+            return message
+        case NodeEnd(reason=reason):
+            raise ConfigError(f"node 0 says: {reason}")
+    raise NodeLostError(f"node 0 said {type(message).__name__} before anything else")
+
+
+async def _try_once(config: WorkerConfig) -> NodeConnection:
+    """Raises OSError, TimeoutError, NodeLostError."""
+    host, port = parse_init_addr(config.parallel.dist_init_addr)
+    async with asyncio.timeout(_CONNECT_TIMEOUT):
+        # From the address at which the others reach this node, so that logs name it.
+        own = (config.parallel.node_host, 0)
+        reader, writer = await asyncio.open_connection(host, port, local_addr=own)
+    try:
+        return await NodeConnection.call(reader, writer, config.disaggregation.cluster_token.secret)
+    except BaseException:
+        writer.close()
+        raise

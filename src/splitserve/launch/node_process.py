@@ -1,0 +1,250 @@
+"""`splitserve serve --node-rank N`, N above 0: the ranks of a worker that are on this host, and nothing else.
+
+1. It opens what its ranks will listen on, calls node 0 until that answers, and says what it was told (`node_join.py`).
+2. Node 0 says when all are there. Then its ranks start, as node 0's own do.
+3. It watches them, and node 0: what ends on one host ends the worker, and so its ranks on all hosts.
+4. A first signal asks node 0 to drain; this node stays until that is done. A second one, its parent's end, or the loss
+   of node 0 ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from splitserve.config import WorkerConfig
+from splitserve.core.parallel import ParallelRank
+from splitserve.engine.sources import model_fingerprint, resolve_model
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.cluster_token import settle_host
+from splitserve.launch.lifecycle import Lifecycle
+from splitserve.launch.logs import setup_logger
+from splitserve.launch.node_head import ranks_there
+from splitserve.launch.node_join import call_head, start_order
+from splitserve.launch.node_settings import shared_settings
+from splitserve.launch.node_wire import (
+    NodeConnection,
+    NodeEnd,
+    NodeEnding,
+    NodeHello,
+    NodeLeaving,
+    NodeLostError,
+    NodeServes,
+    NodeStart,
+    RankFailed,
+    pipe_name,
+)
+from splitserve.launch.pipe_net import Listeners
+from splitserve.launch.rank_channel import RankEndpoints
+from splitserve.launch.ready_file import ReadyInfo, write_ready_file
+from splitserve.launch.scheduler_link import (
+    FOLLOWER_COMMAND,
+    SchedulerProcess,
+    SchedulerStart,
+    end_started,
+    first_end,
+)
+from splitserve.launch.worker import ProcessOptions
+from splitserve.messages import SchedulerFailed, decode_from_scheduler
+
+logger = logging.getLogger(__name__)
+
+# Beyond the drain: seconds in which node 0 ends its own processes.
+_END_MARGIN = 30.0
+# Seconds that node 0 has to say why it ends, when it was told of an end here.
+_LAST_WORDS = 5.0
+
+
+def run_node(config: WorkerConfig, options: ProcessOptions) -> int:
+    """Until node 0 ends, or a signal. Returns the exit code: 0 where that was in order.
+
+    Raises ConfigError, ModelLoadError before anything has started.
+    """
+    config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
+    setup_logger(config.server.log_level)
+    folder = resolve_model(config.model.model)
+    return uvloop.run(_Node(config, options, folder).run())
+
+
+class _Node:
+    def __init__(self, config: WorkerConfig, options: ProcessOptions, folder: Path) -> None:
+        self._config = config
+        self._options = options
+        self._folder = folder
+        self._rank = config.parallel.node_rank
+        self._lifecycle = Lifecycle()
+        self._ranks = ranks_there(config, self._rank)
+        self._listeners = Listeners(config.parallel.node_host)
+        self._connection: NodeConnection | None = None
+        self._processes: list[SchedulerProcess] = []
+
+    async def run(self) -> int:
+        async with AsyncExitStack() as closing:
+            closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
+            closing.callback(self._listeners.close)
+            work = asyncio.create_task(self._work(closing), name="node")
+            ends = [asyncio.create_task(self._lifecycle.stopping.wait()), asyncio.create_task(self._leave())]
+            await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            await _cancelled(*ends)
+            if not work.done():
+                logger.warning("node %d was told to end: its worker ends with it", self._rank)
+                if self._connection is not None:
+                    self._connection.send(NodeEnding("serve was told to end at once"))
+                self._kill()
+                await _cancelled(work)
+                return 0
+            try:
+                return work.result()
+            except SplitserveError as error:
+                self._kill()
+                logger.error("node %d of this worker ends: %s", self._rank, error.message)
+                return 1
+
+    async def _work(self, closing: AsyncExitStack) -> int:
+        """Returns the exit code. Raises SplitserveError where this node could not start, or node 0 is lost."""
+        pipes = self._open_pipes()
+        fingerprint = await asyncio.to_thread(model_fingerprint, self._folder)
+        hello = NodeHello(self._rank, shared_settings(self._config, fingerprint), pipes)
+        self._connection = connection = await call_head(self._config, hello, self._options.load_timeout)
+        closing.push_async_callback(connection.close)
+        told = await start_order(connection)
+        from_ranks = self._open_last_words(connection, closing)
+        await self._start_ranks(told, pipes, from_ranks, closing)
+        ended = asyncio.create_task(first_end(self._processes, all_together=True), name="node-watch")
+        hearing = asyncio.create_task(self._hear(connection), name="node-hear")
+        closing.push_async_callback(_cancelled, ended, hearing)
+        await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not hearing.done():
+            connection.send(NodeEnding(ended.result()))
+            await asyncio.wait({hearing}, timeout=_LAST_WORDS)
+        if not hearing.done():
+            raise NodeLostError(f"the {ended.result()}, and node 0 says nothing")
+        end = hearing.result()
+        if not end.in_order:
+            raise NodeLostError(f"node 0 says: {end.reason}")
+        logger.info("node %d ends: %s", self._rank, end.reason)
+        return 0
+
+    async def _leave(self) -> None:
+        """Returns when this node need not wait for node 0 any more."""
+        await self._lifecycle.draining.wait()
+        if self._connection is not None:
+            self._connection.send(NodeLeaving())
+            await asyncio.sleep(self._options.drain_timeout + _END_MARGIN)
+
+    def _open_pipes(self) -> dict[str, tuple[str, str]]:
+        """Where each rank will hear orders, and of rooms."""
+        try:
+            return {
+                pipe_name(rank.dp_rank, rank.index): (self._listeners.open(), self._listeners.open())
+                for rank in self._ranks
+            }
+        except OSError as error:
+            host = self._config.parallel.node_host
+            problem = f"cannot listen on {host} ({error.strerror})"
+            raise ConfigError(f"{problem}: name an address of this host by --host") from None
+
+    def _open_last_words(self, connection: NodeConnection, closing: AsyncExitStack) -> str:
+        """Endpoint at which a rank says why it ends. Node 0 hears it, and ends all requests with it."""
+        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
+        context = zmq.asyncio.Context()
+        closing.callback(context.term)
+        pull = context.socket(zmq.PULL)
+        closing.callback(pull.close, 0)
+        endpoint = f"ipc://{folder}/last-words"
+        pull.bind(endpoint)
+
+        async def forward() -> None:
+            while True:
+                message = decode_from_scheduler(await pull.recv())
+                if isinstance(message, SchedulerFailed):
+                    connection.send(RankFailed(message.message))
+
+        closing.push_async_callback(_cancelled, asyncio.create_task(forward(), name="node-last-words"))
+        return endpoint
+
+    async def _start_ranks(
+        self, told: NodeStart, pipes: dict[str, tuple[str, str]], from_ranks: str, closing: AsyncExitStack
+    ) -> None:
+        # Cancelled halfway, a start would leave a process that nobody holds: `closing` waits for it, and ends it.
+        starting: list[asyncio.Task[SchedulerProcess]] = []
+        closing.push_async_callback(end_started, starting)
+        for rank in self._ranks:
+            start = self._start_of(rank, told, pipes, from_ranks)
+            starting.append(asyncio.create_task(SchedulerProcess.start(FOLLOWER_COMMAND, start)))
+        self._processes = list(await asyncio.shield(asyncio.gather(*starting)))
+        self._listeners.close()
+
+    def _start_of(
+        self, rank: ParallelRank, told: NodeStart, pipes: dict[str, tuple[str, str]], from_ranks: str
+    ) -> SchedulerStart:
+        name = pipe_name(rank.dp_rank, rank.index)
+        orders, to_rank = pipes[name]
+        return SchedulerStart(
+            config=self._config,
+            model_folder=str(self._folder),
+            to_scheduler="",
+            from_scheduler=from_ranks,
+            bootstrap_url=told.bootstrap_url,
+            rank=rank,
+            instance=told.instance,
+            endpoints=RankEndpoints(
+                init_method=told.init_methods[rank.dp_rank],
+                orders=_only(rank, orders),
+                to_rank=_only(rank, to_rank),
+                from_rank=_only(rank, told.from_rank[name]),
+            ),
+            descriptors=self._listeners.descriptors(pipes[name]),
+        )
+
+    async def _hear(self, connection: NodeConnection) -> NodeEnd:
+        """Up to node 0's last word. Raises NodeLostError."""
+        try:
+            while True:
+                match await connection.receive():
+                    case NodeServes(url=url):
+                        self._serves(url)
+                    case NodeEnd() as end:
+                        return end
+        except NodeLostError as error:
+            where = self._config.parallel.dist_init_addr
+            raise NodeLostError(f"node 0 at {where} was lost ({error.message})") from error
+
+    def _serves(self, url: str) -> None:
+        num_nodes, num_ranks = self._config.parallel.nnodes, len(self._processes)
+        logger.info("node %d of %d serves %d ranks of %s", self._rank, num_nodes, num_ranks, url)
+        if self._options.ready_file is not None:
+            info = ReadyInfo(
+                pid=os.getpid(),
+                port=0,
+                url=url,
+                follower_pids=tuple(process.pid for process in self._processes),
+                disaggregation_mode=str(self._config.disaggregation.mode),
+            )
+            write_ready_file(self._options.ready_file, info)
+
+    def _kill(self) -> None:
+        """Its ranks may wait inside a collective, for ranks that are gone."""
+        for process in self._processes:
+            process.kill()
+
+
+def _only(rank: ParallelRank, endpoint: str) -> tuple[str, ...]:
+    """By `ParallelRank.index`, of which a follower knows its own."""
+    return tuple(endpoint if i == rank.index else "" for i in range(rank.group_size))
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
