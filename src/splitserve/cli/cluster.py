@@ -28,10 +28,6 @@ NameOption = Annotated[str, typer.Option(help="Of the cluster, as its file has i
 WaitOption = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Wait so long until everything is as it shall be.")
 ]
-SEVERAL_NODES = (
-    "pools with nodes above 1 have their ranks in several pods (--nnodes, --node-rank, --dist-init-addr); "
-    "`splitserve serve` of this release has all ranks of a worker on one host and refuses these options"
-)
 # Typer brings its own click, of which it exports the heirs of this alone.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 # Seconds between two questions.
@@ -133,8 +129,6 @@ def k8s(config: ConfigArgument) -> None:
 
     loaded = load_config(config)
     _check_options(loaded)
-    if any(pool.nodes > 1 for pool in loaded.pools.by_name().values()):
-        typer.echo("warning: " + SEVERAL_NODES, err=True)
     typer.echo(render(loaded), nl=False)
 
 

@@ -115,7 +115,8 @@ def check_startable(config: ClusterConfig) -> None:
     for name, pool in config.pools.by_name().items():
         if pool.nodes > 1:
             raise ConfigError(
-                f"pools.{name}.nodes is {pool.nodes}: `cluster up` has all ranks of a worker on one node; leave it out"
+                f"pools.{name}.nodes is {pool.nodes}: `cluster up` has all ranks of a worker on one node (`cluster "
+                "render k8s` is for more); leave it out"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from splitserve.core.nodes import misfit
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 
@@ -34,6 +35,9 @@ _OWN_WORKER_OPTIONS = {
     "--tp-size": "pools.NAME.tp_size",
     "--pp-size": "pools.NAME.pp_size",
     "--dp-size": "pools.NAME.dp_size",
+    "--nnodes": "pools.NAME.nodes",
+    "--node-rank": "nothing: it is the pod's place in its set",
+    "--dist-init-addr": "nothing: it is the leader's address",
     "--threads": "pools.NAME.cpus",
     "--cluster-token-file": "cluster_token_file",
     "--router-key-file": "keys.operators",
@@ -239,8 +243,9 @@ def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
     ]
     for field in ("tp_size", "pp_size", "dp_size", "nodes"):
         rules.append((f"{where}.{field}", getattr(pool, field) >= 1, "must be at least 1"))
-    divides = pool.nodes < 1 or pool.pp_size % pool.nodes == 0
-    rules.append((f"{where}.nodes", divides, f"must divide pp_size, {pool.pp_size}: a stage's ranks are on one node"))
+    if min(pool.tp_size, pool.pp_size, pool.nodes) >= 1:
+        problem = misfit(pool.tp_size, pool.pp_size, pool.nodes)
+        rules.append((f"{where}.nodes", problem is None, str(problem)))
     return rules + _option_rules(f"{where}.args", pool.args, _OWN_WORKER_OPTIONS)
 
 

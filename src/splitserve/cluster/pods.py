@@ -52,7 +52,7 @@ def worker_pod(config: ClusterConfig, name: str, pool: PoolConfig, *, is_leader:
     args = [*worker_args(config, name, threads), "--host", "$(POD_IP)", "--port", str(WORKER_PORT)]
     args += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT), "--router", _router_url(config)]
     if pool.nodes > 1:
-        # What the LeaderWorkerSet tells its pods.
+        # What the LeaderWorkerSet tells its pods; the leader is node 0.
         args += ["--nnodes", str(pool.nodes), "--node-rank", "$(LWS_WORKER_INDEX)"]
         args += ["--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{GROUP_PORT}"]
     container = _container(config, "worker", [*args, *_secret_options(secrets)], WORKER_PORT)

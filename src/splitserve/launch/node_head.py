@@ -196,13 +196,13 @@ class NodeHead:
         )
 
     async def _watch(self, node_rank: int, connection: NodeConnection) -> None:
-        name = f"node {node_rank} of this worker, at {connection.peer},"
+        name = f"node {node_rank} ({connection.peer})"
         try:
             while True:
                 self._hear(name, await connection.receive())
         except NodeLostError as error:
             if self._is_full.is_set():
-                self._lose(f"{name} was lost ({error.message})")
+                self._lose(f"connection to {name} was lost ({error.message})")
             else:
                 # It may come again.
                 logger.warning("%s was lost (%s)", name, error.message)
@@ -214,7 +214,7 @@ class NodeHead:
             case RankFailed(message=words):
                 self.on_failed(words)
             case NodeEnding(what=what):
-                self._lose(f"{what} on {name.rstrip(',')}")
+                self._lose(f"{what} on {name}")
             case NodeLeaving():
                 logger.info("%s was told to end: draining", name)
                 self.on_leaving()

@@ -5,6 +5,7 @@ One worker of each shape serves in as many pairs as there are shapes on the othe
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import transformers
 from splitserve.chaos.leaks import held
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.child import ChildProcess
+from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.ready_file import ReadyInfo
 from splitserve.launch.shape import WorkerShape
 from splitserve.testing.processes import running, wait_ready
@@ -27,6 +29,7 @@ from splitserve.testing.tiny_models import make_tiny_model
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _ANSWER_SECONDS = 120.0
+_INIT_PORT = 20000
 
 
 def make_divisible_model(folder: Path) -> Path:
@@ -69,6 +72,21 @@ class Shapes:
         name = f"{mode}-{self._num_started}"
         return self._closing.enter_context(running(command, self._folder, name=name, env=_ENVIRONMENT))
 
+    def start_nodes(
+        self, mode: DisaggregationMode, shape: WorkerShape, num_nodes: int, *args: str
+    ) -> list[ChildProcess]:
+        """One worker over so many nodes, node 0 first. Each is at a loopback address of its own."""
+        hosts = [f"{_own_network()}.{8 * self._num_started + node + 1}" for node in range(num_nodes)]
+        token = self._folder / "token"
+        if not token.exists():
+            write_token_file(token)
+        # Nobody else is at these addresses, so any port of theirs is free.
+        common = [*args, "--nnodes", str(num_nodes), "--dist-init-addr", f"{hosts[0]}:{_INIT_PORT}"]
+        common += ["--cluster-token-file", str(token)]
+        own: list[list[str]] = [["--node-rank", "0"]]
+        own += [["--node-rank", str(i), "--host", host] for i, host in enumerate(hosts) if i]
+        return [self.start(mode, shape, *common, *each) for each in own]
+
     def generate(self, worker: ReadyInfo, prompt: Sequence[int], **more: Any) -> httpx.Response:
         """`/generate`, greedy."""
         params = {"temperature": 0.0, **more.pop("sampling_params", {})}
@@ -76,11 +94,11 @@ class Shapes:
         return self._http.post(f"{worker.url}/generate", json=body)
 
     def generate_apart(
-        self, prefill: ReadyInfo, decode: ReadyInfo, prompt: Sequence[int], **more: Any
+        self, prefill: ReadyInfo, decode: ReadyInfo, prompt: Sequence[int], host: str = "127.0.0.1", **more: Any
     ) -> httpx.Response:
-        """Decode's answer, of a pair of workers."""
+        """Decode's answer, of a pair of workers. `host`: of prefill's bootstrap server."""
         room = {
-            "bootstrap_host": "127.0.0.1",
+            "bootstrap_host": host,
             "bootstrap_port": prefill.bootstrap_port,
             "bootstrap_room": secrets.randbits(62),
         }
@@ -109,3 +127,9 @@ class Shapes:
         for child in children:
             while problem := held(self.state(wait_ready(child))):
                 assert time.monotonic() < deadline, f"{child.name} keeps something: {problem}\n{child.log_tail()}"
+
+
+def _own_network() -> str:
+    """Of the loopback addresses those that no other process of this machine uses, but for the last number."""
+    pid = os.getpid()
+    return f"127.{pid % 250 + 1}.{pid // 250 % 250 + 1}"

@@ -38,7 +38,7 @@ def test_an_empty_file_is_a_pair_of_the_default_model():
         ("worker_args: [--page-size 8]", "'--page-size 8' is one word; write the option and its value as two"),
         ("pools: {colocated: {replicas: 0}}", "pools: one worker at least"),
         ("pools: {colocated: {replicas: -1}}", "pools.colocated.replicas: must be in"),
-        ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: must divide pp_size, 3"),
+        ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: a node has whole pipeline stages"),
         ("pools: {colocated: {cpus: 0}}", "pools.colocated.cpus: must be at least 1"),
         ("pools: {colocated: {args: [--port=1]}}", "pools.colocated.args: --port is not for here"),
         ("pools: {colocated: {args: [--tp-size, '2']}}", "say pools.NAME.tp_size"),

@@ -182,9 +182,30 @@ def test_what_kubernetes_must_know_is_asked_for(field):
         render(parse_config(json.dumps({"kubernetes": given}).encode()))
 
 
-def test_the_command_prints_it_and_warns_of_what_cannot_run_yet(tmp_path):
+def test_the_command_prints_it(tmp_path):
     (tmp_path / "c.yaml").write_bytes(SEVERAL_NODES)
     done = CliRunner().invoke(cli.app, ["cluster", "render", "k8s", str(tmp_path / "c.yaml")])
     assert done.exit_code == 0
     assert "LeaderWorkerSet" in done.stdout
-    assert "all ranks of a worker on one host" in done.stderr
+    assert done.stderr == ""
+
+
+def test_serve_takes_what_the_pods_of_a_set_are_told(monkeypatch, tmp_path):
+    """With the variables filled in as Kubernetes and the LeaderWorkerSet do."""
+    told = []
+    monkeypatch.setattr("splitserve.launch.node_process.run_node", lambda config, options: told.append(config) or 0)
+    template = found(SEVERAL_NODES, "LeaderWorkerSet", "splitserve-prefill")["spec"]["leaderWorkerTemplate"]
+    args = container(template["workerTemplate"])["args"]
+    token = tmp_path / "cluster-token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    values = {"$(POD_IP)": "127.0.0.2", "$(LWS_WORKER_INDEX)": "1", "$(LWS_LEADER_ADDRESS)": "127.0.0.1"}
+    words = [word.replace("/etc/splitserve/cluster-token", str(token)) for word in args]
+    for name, value in values.items():
+        words = [word.replace(name, value) for word in words]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
+    (config,) = told
+    assert (config.parallel.nnodes, config.parallel.node_rank) == (2, 1)
+    assert config.parallel.dist_init_addr == "127.0.0.1:20000"
+    assert config.parallel.node_host == config.disaggregation.host == "127.0.0.2"
