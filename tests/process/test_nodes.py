@@ -206,6 +206,40 @@ def test_prefill_and_decode_over_two_hosts_each(model, reference, tmp_path, shap
 
 
 @pytest.mark.soak
+def test_a_cut_between_the_hosts_ends_the_worker_on_both(model, tmp_path):
+    """Nobody is told: it is silence that ends them."""
+    if problem := missing():
+        pytest.skip(problem)
+    token = tmp_path / "token"
+    write_token_file(token)
+    with ExitStack() as closing:
+        wire = closing.enter_context(two_hosts())
+        nodes = []
+        for i, host in enumerate(wire.hosts):
+            args = ["serve", model, "--dtype", "float32", "--threads", "1", *ARGS, "--pp-size", "2", "--nnodes", "2"]
+            args += ["--dist-init-addr", f"{wire.hosts[0].address}:20000", "--cluster-token-file", str(token)]
+            args += ["--node-rank", str(i), *(["--port", "0"] if i == 0 else [])]
+            nodes.append(closing.enter_context(running(args, tmp_path, name=f"node{i}", program=host.program)))
+        ranks, url = ranks_of(nodes), wait_ready(nodes[0]).url
+        call = closing.enter_context(standing_on(wire.hosts[0]))
+        body = {"input_ids": PROMPTS[0], "sampling_params": ENDLESS, "stream": True}
+
+        def ask() -> bytes:
+            with httpx.stream("POST", f"{url}/generate", json=body, timeout=DEADLINE, trust_env=False) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                wire.cut()
+                return "".join(lines).encode()
+
+        assert b"node 1" in call(ask)
+        assert all(node.wait(DEADLINE) for node in nodes)
+        assert [node.exit_code for node in nodes] == [1, 1]
+        assert all("it was silent for 15 s" in node.log_path.read_text() for node in nodes)
+        psutil.wait_procs(ranks, timeout=DEADLINE)
+        assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("shape", [WorkerShape(tp_size=2), WorkerShape(tp_size=2, pp_size=2)], ids=str)
 def test_prefill_over_nodes_hands_over_to_one_rank_and_takes_its_pages_back(model, reference, tmp_path, shape):
     with Shapes(model, tmp_path, args=ARGS) as shapes:

@@ -182,8 +182,10 @@ def serve(
     place = settle_place(host, port, disaggregation_bootstrap_port, router or (), join)
     check_nodes(nnodes, node_rank, dist_init_addr)
     node_host = "" if dist_init_addr is None else own_address(node_rank, dist_init_addr, host)
-    # A node that was told no address of its own is reached by the one that the other nodes know.
-    disaggregation_host = disaggregation_host or place.peer_host or (node_host if host is None else "") or None
+    if host in (None, *WILDCARDS):
+        # Peers reach a node that was told no address of its own by the one that the other nodes know.
+        disaggregation_host = disaggregation_host or place.peer_host or node_host or None
+    disaggregation_host = disaggregation_host or place.peer_host
     is_wildcard = place.host in WILDCARDS
     needs_address = place.router_urls or disaggregation_mode is not DisaggregationMode.NULL
     if is_wildcard and disaggregation_host is None and needs_address:

@@ -99,7 +99,7 @@ class _Node:
             if not work.done():
                 logger.warning("node %d was told to end: its worker ends with it", self._rank)
                 if self._connection is not None:
-                    self._connection.send(NodeEnding("serve was told to end at once"))
+                    self._connection.send(NodeEnding("launcher was told to end at once"))
                 self._kill()
                 await _cancelled(work)
                 return 0

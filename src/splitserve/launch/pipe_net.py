@@ -19,6 +19,9 @@ import zmq
 from zmq.utils import z85
 
 _KEY_BYTES = 32
+# Milliseconds between two signs of life, and of silence after which a connection is broken.
+_HEARTBEAT_MS = 5_000
+_SILENCE_MS = 15_000
 TCP = "tcp://"
 
 
@@ -44,17 +47,25 @@ class PipeNet:
     def bind(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
         pipe.curve_server = True
         pipe.curve_publickey, pipe.curve_secretkey = self.listener.public, self.listener.secret
+        _show_life(pipe)
         pipe.setsockopt(zmq.USE_FD, self.descriptors[endpoint])
         pipe.bind(endpoint)
 
     def connect(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
         pipe.curve_serverkey = self.listener.public
         pipe.curve_publickey, pipe.curve_secretkey = self.caller.public, self.caller.secret
+        _show_life(pipe)
         # The other end listens, but may answer only when its process has loaded its libraries.
         pipe.setsockopt(zmq.HANDSHAKE_IVL, 0)
         # What was under way on a connection that broke is lost: the pipe ends with it, and sends fail from then on.
         pipe.setsockopt(zmq.RECONNECT_IVL, -1)
         pipe.connect(endpoint)
+
+
+def _show_life(pipe: zmq.Socket[bytes]) -> None:
+    """While nothing is said: firewalls forget silent connections, and a way that is gone must be noticed."""
+    pipe.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    pipe.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
 class Listeners:

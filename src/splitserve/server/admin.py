@@ -118,6 +118,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
     return {
         "model_path": front.model_path,
         "served_model_name": front.served_model_name,
+        "nnodes": front.config.parallel.nnodes,
         "tp_size": front.config.parallel.tp_size,
         "dp_size": front.config.dp_size,
         "pp_size": front.config.parallel.pp_size,
