@@ -1,29 +1,62 @@
-"""`splitserve cluster drain`: a router lets go of one worker, as before its machine is taken away."""
+"""`splitserve cluster drain`: routers let go of one worker, as before its machine is taken away."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from splitserve.cluster.router_client import RouterClient
-from splitserve.errors import DeadlineExceededError
+from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
+from splitserve.router.addresses import LookUp, look_up
+
+logger = logging.getLogger(__name__)
 
 _PAUSE = 0.5
 
 
 async def drain_worker(
-    router_url: str, worker_url: str, *, migrate: bool, timeout: float, operator_key: str | None
+    router_url: str,
+    worker_url: str,
+    *,
+    migrate: bool,
+    timeout: float,
+    operator_key: str | None,
+    look_up: LookUp = look_up,
 ) -> None:
     """Returns when nothing of the router's runs on the worker any more, or the router knows it no longer.
 
-    Raises WorkerUnavailableError where the router does not answer or cannot, DeadlineExceededError.
+    A name with several addresses is several routers, and each lets go of it. One of them may be gone, or not know it.
+    Raises WorkerUnavailableError where none does it, DeadlineExceededError.
     """
-    async with RouterClient(operator_key) as router:
+    try:
+        addresses = await look_up(router_url)
+    except OSError as error:
+        raise WorkerUnavailableError(f"the router {router_url} has no address: {error}") from None
+    orders = [_drain_at(router_url, address, worker_url, migrate, operator_key) for address in addresses]
+    try:
+        async with asyncio.timeout(timeout):
+            answers = await asyncio.gather(*orders, return_exceptions=True)
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"requests still run on {worker_url} after {timeout:g} s (stage: drain): they end with it"
+        ) from None
+    problems = [answer for answer in answers if isinstance(answer, BaseException)]
+    for problem in problems:
+        if len(problems) == len(answers) or not isinstance(problem, WorkerUnavailableError):
+            raise problem
+        logger.warning("not drained there: %s", problem.message)
+
+
+async def _drain_at(
+    router_url: str, address: str | None, worker_url: str, migrate: bool, operator_key: str | None
+) -> None:
+    """Raises WorkerUnavailableError where that router does not answer or cannot."""
+    async with RouterClient(operator_key, address) as router:
         try:
-            async with asyncio.timeout(timeout):
-                await router.drain(router_url, worker_url, migrate=migrate)
-                while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
-                    await asyncio.sleep(_PAUSE)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"requests still run on {worker_url} after {timeout:g} s (stage: drain): they end with it"
-            ) from None
+            await router.drain(router_url, worker_url, migrate=migrate)
+            while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
+                await asyncio.sleep(_PAUSE)
+        except WorkerUnavailableError as error:
+            if address is None:
+                raise
+            raise WorkerUnavailableError(f"at {address}: {error.message}") from None

@@ -12,6 +12,7 @@ import aiohttp
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
 from splitserve.launch.ready_file import ReadyInfo
+from splitserve.router.addresses import connector
 from splitserve.router.api_keys import key_header
 from splitserve.router.register import register_disaggregation_server
 
@@ -23,12 +24,16 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 class RouterClient:
     """Use as a context manager. `operator_key`: where the router asks for one. All raise WorkerUnavailableError."""
 
-    def __init__(self, operator_key: str | None) -> None:
+    def __init__(self, operator_key: str | None, address: str | None = None) -> None:
+        """`address`: of the router's name, the one to connect to; None: any."""
         self._key = operator_key
+        self._address = address
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, headers=key_header(self._key))
+        self._session = aiohttp.ClientSession(
+            timeout=_TIMEOUT, headers=key_header(self._key), connector=connector(self._address)
+        )
         return self
 
     async def __aexit__(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
+from splitserve.router.addresses import LookUp, look_up, named
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two announcements while the router answers.
+# Seconds between two announcements while the router answers, and between two looks at a name's addresses.
 REFRESH_INTERVAL = 10.0
 # Seconds from one failed attempt to the next: from the first to the last, doubling.
 _BACKOFF = (0.1, 5.0)
@@ -21,7 +22,10 @@ _DEREGISTER_TIMEOUT = 2.0
 
 
 class RouterRegistration:
-    """`start` it while the worker serves; `close` says goodbye. No router waits for another."""
+    """`start` it while the worker serves; `close` says goodbye. No router waits for another.
+
+    A name with several addresses is several routers, as many as it has then.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class RouterRegistration:
         bootstrap_port: int | None,
         *,
         api_key: str | None = None,
+        look_up: LookUp = look_up,
     ) -> None:
         self._router_urls = tuple(router_urls)
         self._mode = mode
@@ -39,37 +44,56 @@ class RouterRegistration:
         self._port = port
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._api_key = api_key
-        self._tasks: list[asyncio.Task[None]] = []
+        self._look_up = look_up
+        self._followers: list[asyncio.Task[None]] = []
+        # One for each router, by URL and address.
+        self._tasks: dict[tuple[str, str | None], asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run(url), name="router-registration") for url in self._router_urls]
+        self._followers = [asyncio.create_task(self._follow(url), name="router-addresses") for url in self._router_urls]
 
     async def close(self) -> None:
         """Stop announcing and deregister, where a router still listens. Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        if not tasks:
-            return
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._say_goodbye(url) for url in self._router_urls))
+        followers, self._followers = self._followers, []
+        await _cancelled(followers)
+        tasks, self._tasks = self._tasks, {}
+        await _cancelled(tasks.values())
+        await asyncio.gather(*(self._say_goodbye(*router) for router in tasks))
 
-    async def _say_goodbye(self, router_url: str) -> None:
+    async def _follow(self, router_url: str) -> None:
+        """Have a task for each address of that router's name."""
+        while True:
+            try:
+                found = set(await self._look_up(router_url))
+            except OSError as error:
+                # Who is known stays so; without an address the announcement fails, and says so.
+                logger.debug("no address of %s: %s", router_url, error)
+                found = {address for url, address in self._tasks if url == router_url} or {None}
+            for router in [known for known in self._tasks if known[0] == router_url and known[1] not in found]:
+                # No goodbye: nobody is there any more.
+                await _cancelled([self._tasks.pop(router)])
+            for address in found:
+                if (router_url, address) not in self._tasks:
+                    run = asyncio.create_task(self._run(router_url, address), name="router-registration")
+                    self._tasks[router_url, address] = run
+            await asyncio.sleep(REFRESH_INTERVAL)
+
+    async def _say_goodbye(self, router_url: str, address: str | None) -> None:
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT):
                 await deregister_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key
+                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key, address
                 )
         except (WorkerUnavailableError, TimeoutError) as error:
             logger.info("could not deregister: %s", error or "no answer")
 
-    async def _run(self, router_url: str) -> None:
+    async def _run(self, router_url: str, address: str | None) -> None:
         delay, longest = _BACKOFF
         is_known = False
         while True:
             try:
                 await register_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key
+                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key, address
                 )
             except WorkerUnavailableError as error:
                 level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO
@@ -78,7 +102,7 @@ class RouterRegistration:
                 is_known, delay = False, min(longest, delay * 2)
                 continue
             if not is_known:
-                logger.info("registered with the router %s", router_url)
+                logger.info("registered with the router %s", named(router_url, address))
             is_known, delay = True, _BACKOFF[0]
             await asyncio.sleep(REFRESH_INTERVAL)
 
@@ -101,3 +125,10 @@ class Membership:
         registration, self._registration = self._registration, None
         if registration is not None:
             await registration.close()
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

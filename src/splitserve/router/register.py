@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.router.addresses import connector, named
 from splitserve.router.api_keys import key_header
 from splitserve.router.args import parse_url
 
@@ -65,14 +66,15 @@ async def register_disaggregation_server(
     pdlb_url: str,
     host: str = "127.0.0.1",
     api_key: str | None = None,
+    address: str | None = None,
 ) -> None:
     """Tell the router at `pdlb_url` of the worker at `host`:`server_port`. Repeating it is harmless.
 
-    `api_key`: where the router has keys, one of an operator.
+    `api_key`: where the router has keys, one of an operator. `address`: the one of its name's to connect to; None: any.
 
     Raises WorkerUnavailableError if the router does not answer or refuses.
     """
-    await _tell(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port), api_key)
+    await _tell(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port), api_key, address)
 
 
 async def deregister_disaggregation_server(
@@ -82,19 +84,22 @@ async def deregister_disaggregation_server(
     pdlb_url: str,
     host: str = "127.0.0.1",
     api_key: str | None = None,
+    address: str | None = None,
 ) -> None:
     """Tell the router to send nothing more. Raises as `register_disaggregation_server` does."""
-    await _tell(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port), api_key)
+    await _tell(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port), api_key, address)
 
 
 def _request(mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None) -> PDRegistryRequest:
     return PDRegistryRequest(mode=mode.value, registry_url=f"http://{host}:{port}", bootstrap_port=bootstrap_port)
 
 
-async def _tell(router_url: str, path: str, request: PDRegistryRequest, api_key: str | None) -> None:
+async def _tell(
+    router_url: str, path: str, request: PDRegistryRequest, api_key: str | None, address: str | None
+) -> None:
     try:
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(address)) as session,
             session.post(
                 router_url.rstrip("/") + path, json=request.model_dump(), headers=key_header(api_key)
             ) as response,
@@ -105,4 +110,4 @@ async def _tell(router_url: str, path: str, request: PDRegistryRequest, api_key:
             option = "--router-key-file" if response.status in (401, 403) else "--router"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason, option = f"does not answer ({error or type(error).__name__})", "--router"
-    raise WorkerUnavailableError(f"the router {router_url} {reason}: check {option}")
+    raise WorkerUnavailableError(f"the router {named(router_url, address)} {reason}: check {option}")

@@ -75,12 +75,12 @@ async def start_worker(handler: Handler) -> AsyncIterator[FakeWorker]:
 
 
 @asynccontextmanager
-async def start_router(on_port: int = 0, **options: Any) -> AsyncIterator[str]:
+async def start_router(on_port: int = 0, on_host: str = "127.0.0.1", **options: Any) -> AsyncIterator[str]:
     """URL of a router with these LBArgs; it probes no workers unless that is said. `on_port`: 0: any free one."""
     options.setdefault("probe", False)
-    sock = bind("127.0.0.1", on_port)
+    sock = bind(on_host, on_port)
     server = HttpServer(build_router_app(LBArgs(**options)), sock)
-    url = f"http://127.0.0.1:{port_of(sock)}"
+    url = f"http://{on_host}:{port_of(sock)}"
     await server.start()
     try:
         yield url

@@ -1,0 +1,137 @@
+"""Several routers behind one name: a worker reaches all of them, and they are replaced while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from splitserve.cluster.drain import drain_worker
+from splitserve.core.request import DisaggregationMode
+from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
+from splitserve.launch.http_server import port_of
+from splitserve.launch.registration import RouterRegistration
+from splitserve.router.addresses import look_up
+from splitserve.testing.router_world import start_router
+
+DEADLINE = 60.0
+WORKER = "http://h:1"
+HERE, THERE, NOBODY = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+
+
+class NameServer:
+    """Knows the addresses of one name. None: it does not answer."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: tuple[str, ...] | None = addresses
+
+    async def look_up(self, url: str) -> list[str | None]:
+        if self.addresses is None:
+            raise OSError("no answer")
+        return list(self.addresses)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Nobody else is given it."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((HERE, 0))
+        yield port_of(sock)
+
+
+async def workers_at(router: str) -> dict[str, dict[str, Any]]:
+    async with aiohttp.ClientSession() as client, client.get(f"{router}/workers") as response:
+        return {w["url"]: w for w in (await response.json())["workers"]}
+
+
+async def until_known(router: str) -> None:
+    limit = time.monotonic() + DEADLINE
+    while WORKER not in await workers_at(router):
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.01)
+
+
+def registration(port: int, names: NameServer) -> RouterRegistration:
+    url = f"http://routers.invalid:{port}"
+    return RouterRegistration([url], DisaggregationMode.DECODE, "h", 1, None, look_up=names.look_up)
+
+
+async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_that_come_later(port, monkeypatch):
+    monkeypatch.setattr("splitserve.launch.registration.REFRESH_INTERVAL", 0.05)
+    names = NameServer(HERE, NOBODY)
+    announced = registration(port, names)
+    announced.start()
+    async with start_router(port) as one, start_router(port, THERE) as other:
+        await until_known(one)
+        assert await workers_at(other) == {}
+        # A rollout: another one is there in the place of one that is gone.
+        names.addresses = (HERE, THERE)
+        await until_known(other)
+        # Without a name server who is known stays so.
+        names.addresses = None
+        await announced.close()
+        assert await workers_at(one) == await workers_at(other) == {}
+        assert announced._tasks == {}
+
+
+async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_is_gone_stops_nobody(port):
+    async with start_router(port) as one, start_router(port, THERE) as other:
+        announced = registration(port, NameServer(HERE, THERE))
+        announced.start()
+        for router in (one, other):
+            await until_known(router)
+        names = NameServer(HERE, NOBODY, THERE)
+        order = {"migrate": False, "timeout": DEADLINE, "operator_key": None}
+        url = f"http://routers.invalid:{port}"
+        await drain_worker(url, WORKER, look_up=names.look_up, **order)
+        for router in (one, other):
+            assert (await workers_at(router))[WORKER]["draining"]
+        nobody = NameServer(NOBODY, "127.0.0.4")
+        with pytest.raises(WorkerUnavailableError, match=r"at 127\.0\.0\.[34]: the router .* does not answer"):
+            await drain_worker(url, WORKER, look_up=nobody.look_up, **order)
+        names.addresses = None
+        with pytest.raises(WorkerUnavailableError, match="has no address: no answer"):
+            await drain_worker(url, WORKER, look_up=names.look_up, **order)
+        await announced.close()
+
+
+async def test_a_drain_has_a_deadline_over_all_routers(port, monkeypatch):
+    async def busy(*_: Any) -> int:
+        return 1
+
+    monkeypatch.setattr("splitserve.cluster.router_client.RouterClient.num_running", busy)
+    async with start_router(port) as one:
+        announced = registration(port, NameServer(HERE, NOBODY))
+        announced.start()
+        await until_known(one)
+        with pytest.raises(DeadlineExceededError, match=r"after 0\.5 s \(stage: drain\)"):
+            await drain_worker(one, WORKER, migrate=False, timeout=0.5, operator_key=None)
+        await announced.close()
+
+
+async def test_one_address_is_connected_to_by_name_and_two_are_two_routers(monkeypatch):
+    def entries(*addresses: str):
+        async def getaddrinfo(host: str, *_: Any, **__: Any) -> list[tuple]:
+            kinds = [(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in addresses]
+            return [(kind, socket.SOCK_STREAM, 6, "", (a, 0)) for kind, a in kinds]
+
+        return getaddrinfo
+
+    loop = asyncio.get_running_loop()
+    for addresses, found in (
+        (["10.0.0.1"], [None]),
+        (["10.0.0.2", "10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
+        # Of a router that listens on one kind, as of `localhost`.
+        (["::1", "127.0.0.1"], [None]),
+        (["fd00::1", "fd00::2"], ["fd00::1", "fd00::2"]),
+    ):
+        monkeypatch.setattr(loop, "getaddrinfo", entries(*addresses))
+        assert await look_up("http://routers:8000") == found
+    monkeypatch.undo()
+    assert await look_up("http://127.0.0.1:8000") == [None]
