@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that nodes get to end their ranks and go.
 END_TIMEOUT = 10.0
+# Connections at most that have not shown yet who they are.
+_MAX_GREETINGS = 128
 
 
 class NodeHead:
@@ -144,26 +146,38 @@ class NodeHead:
         self._nodes = {}
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._greetings) >= _MAX_GREETINGS:
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._greetings.add(task)
         task.add_done_callback(self._greetings.discard)
-        peer, connection = writer.get_extra_info("peername", ("?",))[0], None
+        peer = writer.get_extra_info("peername", ("?",))[0]
         try:
-            token = self._config.disaggregation.cluster_token.secret
-            connection = await NodeConnection.answer(reader, writer, token)
+            connection = await NodeConnection.answer(reader, writer, self._config.disaggregation.cluster_token.secret)
+        except NodeLostError as error:
+            self._refuse(f"who came from {peer} is no node of this worker: {error.message}")
+            writer.close()
+            return
+        except asyncio.CancelledError:
+            writer.close()
+            raise
+        is_in = False
+        try:
             hello = await connection.receive()
             if not isinstance(hello, NodeHello):
                 raise NodeLostError("it did not say hello")
             self._let_in(connection, hello)
+            is_in = True
         except NodeLostError as error:
-            self._refuse(f"who came from {peer} is no node of this worker: {error.message}")
-            writer.close()
+            self._refuse(f"a node at {peer} was lost at once ({error.message})")
         except ConfigError as error:
-            assert connection is not None
             self._refuse(error.message)
             connection.send(NodeEnd(error.message))
-            await connection.close()
+        finally:
+            if not is_in:
+                await connection.close()
 
     def _let_in(self, connection: NodeConnection, hello: NodeHello) -> None:
         """Raises ConfigError."""
