@@ -5,11 +5,13 @@ A backend whose library is missing is skipped with what it says of itself.
 """
 
 import contextlib
+import os
 import random
 import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -328,6 +330,22 @@ def test_bytes_reach_another_process(pair):
     state, error = there.ask("write", peer=list(session_of(here)), copies=WHOLE)
     assert (state, error) == ("DONE", None)
     assert there.ask("digest", region=0) == digest(here.memory[0])
+
+
+def test_between_writes_no_thread_of_either_side_is_awake(pair):
+    """A library's own thread may look for work all the time: a core of the worker, for nothing."""
+    here, there = pair
+    session = there.open_session()
+    assert here.outcome(write(here, session, WHOLE)).state is WriteState.DONE
+
+    def all_sleep(pid):
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        # After the name, in brackets: "S" waits for something.
+        states = [stat.rpartition(")")[2].split()[0] for stat in stats]
+        return states.count("R") <= (pid == os.getpid())
+
+    # One that turns round may be seen asleep once.
+    until(lambda: all(all_sleep(pid) for pid in [there.pid, os.getpid()] * 50))
 
 
 def session_of(end):

@@ -68,7 +68,7 @@ class Numbers:
 def _address(table: Copies) -> int:
     """Where the rows of a contiguous table begin; numpy's own way takes three times as long, which one page notices."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(table))
+        return ctypes.addressof(ctypes.c_char.from_buffer(table.data))
     except (TypeError, ValueError):
         # Without a row, or read-only.
         return int(table.ctypes.data)

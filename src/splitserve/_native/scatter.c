@@ -88,16 +88,29 @@ struct position {
     uint64_t offset; /* bytes of it that are done */
 };
 
-#ifdef __x86_64__
-static void stream_piece(streamer *stream, char *to, const char *from, size_t length, const char *next)
+/* next: is read after this. */
+static void copy_piece(char *to, const char *from, size_t length, const char *next, int store_bytes)
 {
-    size_t head = -(uintptr_t)to & 63;
-    size_t lines = (length - head) & ~(size_t)63;
-    memcpy(to, from, head);
-    stream(to + head, from + head, lines, next);
-    memcpy(to + head + lines, from + head + lines, length - head - lines);
-}
+#ifdef __x86_64__
+    if (store_bytes && length >= MIN_STREAMED) {
+        size_t head = -(uintptr_t)to & 63;
+        size_t lines = (length - head) & ~(size_t)63;
+        memcpy(to, from, head);
+        streamer_of(store_bytes)(to + head, from + head, lines, next);
+        memcpy(to + head + lines, from + head + lines, length - head - lines);
+        return;
+    }
 #endif
+    memcpy(to, from, length);
+}
+
+/* Whoever is told next that the bytes are there must find them there. */
+static void fence(void)
+{
+#ifdef __x86_64__
+    _mm_sfence();
+#endif
+}
 
 /* A row of the copy table (copies.py), as numpy packs it. */
 struct __attribute__((packed)) copy {
@@ -178,9 +191,6 @@ void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, c
                   uint64_t max_bytes, int store_bytes)
 {
     uint64_t i = at->piece, offset = at->offset;
-#ifdef __x86_64__
-    streamer *stream = store_bytes ? streamer_of(store_bytes) : NULL;
-#endif
     for (; i < n; i++, offset = 0) {
         uint64_t length = copies[i].length - offset;
         uint64_t now = length < max_bytes ? length : max_bytes;
@@ -188,14 +198,8 @@ void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, c
             __builtin_prefetch(target(&copies[i + PIECES_AHEAD], to), 0, 0);
             __builtin_prefetch(source(&copies[i + PIECES_AHEAD], from), 0, 0);
         }
-        char *there = target(&copies[i], to) + offset;
-        const char *here = source(&copies[i], from) + offset;
-#ifdef __x86_64__
-        if (stream && now >= MIN_STREAMED)
-            stream_piece(stream, there, here, (size_t)now, source(&copies[i + 1 < n ? i + 1 : i], from));
-        else
-#endif
-            memcpy(there, here, (size_t)now);
+        copy_piece(target(&copies[i], to) + offset, source(&copies[i], from) + offset, (size_t)now,
+                   source(&copies[i + 1 < n ? i + 1 : i], from), store_bytes);
         max_bytes -= now;
         if (now < length) {
             offset += now;
@@ -204,8 +208,27 @@ void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, c
     }
     at->piece = i;
     at->offset = offset;
-#ifdef __x86_64__
-    /* Whoever is told next that the bytes are there must find them there. */
-    _mm_sfence();
-#endif
+    fence();
+}
+
+/* A row of an iovec table (iovec.py). */
+struct piece {
+    uint64_t base;
+    uint64_t length;
+};
+
+/* n pieces into one buffer, one after the other, or out of it where `out` is set; nothing overlaps. store_bytes: as for
+ * scatter_copy. A buffer that goes through the cache is there when it is read next.
+ */
+void scatter_pieces(const struct piece *pieces, uint64_t n, char *buffer, int out, int store_bytes)
+{
+    for (uint64_t i = 0; i < n; i++, buffer += pieces[i - 1].length) {
+        char *piece = (char *)(uintptr_t)pieces[i].base;
+        if (i + PIECES_AHEAD < n)
+            __builtin_prefetch((const char *)(uintptr_t)pieces[i + PIECES_AHEAD].base, 0, 0);
+        copy_piece(out ? piece : buffer, out ? buffer : piece, (size_t)pieces[i].length,
+                   out ? buffer + pieces[i].length : (const char *)(uintptr_t)pieces[i + 1 < n ? i + 1 : i].base,
+                   store_bytes);
+    }
+    fence();
 }

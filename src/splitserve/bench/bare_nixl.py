@@ -41,7 +41,7 @@ def measure(copies: Copies, repeats: int) -> float:
 
     total_bytes = num_bytes(copies)
     source = _filled(total_bytes)
-    agent = new_agent(HOST, Memory([source.region()]), has_thread=False)
+    agent = new_agent(HOST, Memory([source.region()]))
     with _peer(total_bytes) as (metadata, address):
         name = agent.add_remote_agent(metadata)
         ours = agent.get_xfer_descs(_descriptors(source.address, copies["src_offset"], copies["length"]), "DRAM")
@@ -102,7 +102,7 @@ def _be_target(total_bytes: int) -> None:
     from splitserve.disaggregation.transports.nixl import new_agent
 
     target = _filled(total_bytes)
-    agent = new_agent(HOST, Memory([Region(target.address, total_bytes)]))
+    agent = new_agent(HOST, Memory([Region(target.address, total_bytes)]), has_thread=True)
     metadata = agent.get_agent_metadata()
     sys.stdout.buffer.write(_READY + b"%d %d\n" % (len(metadata), target.address) + metadata)
     sys.stdout.buffer.flush()

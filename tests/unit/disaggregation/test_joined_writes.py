@@ -9,7 +9,7 @@ from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import sending
 from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState
-from splitserve.disaggregation.transports.sending import JOINED_BYTES, Sender, Write
+from splitserve.disaggregation.transports.sending import Sender, Write
 
 DEADLINE = 20.0
 PEER = PeerAddress("session", "nowhere:1")
@@ -19,6 +19,7 @@ class Backend:
     """Its one connection notes the sizes of what it is given. The first write waits until `go_on` is set."""
 
     brief_bytes = 0
+    joined_bytes = 1000
 
     def __init__(self):
         self.writes = []
@@ -97,9 +98,9 @@ def test_what_waits_goes_as_one_in_its_order(backend, send):
 
 
 def test_no_more_go_together_than_the_bound(backend, send):
-    half = JOINED_BYTES // 2
-    assert set(send(1, half, half, half, 2 * JOINED_BYTES, 5)) == {WriteState.DONE}
-    assert backend.writes == [[1], [half, half], [half], [2 * JOINED_BYTES], [5]]
+    half, twice = backend.joined_bytes // 2, 2 * backend.joined_bytes
+    assert set(send(1, half, half, half, twice, 5)) == {WriteState.DONE}
+    assert backend.writes == [[1], [half, half], [half], [twice], [5]]
 
 
 def test_an_action_has_a_turn_of_its_own(backend, send):

@@ -76,6 +76,8 @@ class Incoming(Protocol):
 class Backend(Protocol):
     # Writes up to so many bytes never wait for the peer, once there is a connection. 0: every write may.
     brief_bytes: int
+    # Small writes that wait behind each other go as one, of so many bytes at most: a round trip is a small part of it.
+    joined_bytes: int
 
     def register(self, memory: Memory) -> None:
         """Called whenever regions were added to `memory`, which stays the same object."""

@@ -115,6 +115,7 @@ class _Welcome(msgspec.Struct, frozen=True):
 class CudaIpcBackend:
     # Whatever a write's size, the GPU may have other work first.
     brief_bytes = 0
+    joined_bytes = 8 << 20
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu

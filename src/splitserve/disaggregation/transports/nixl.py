@@ -3,9 +3,12 @@
 1. A session has a receiving agent of its own. The welcome carries its metadata, our regions and the session's gate.
 2. A connection has a sending agent of its own, which knows that one peer.
 3. A write is posted in batches, one after another. On one host a write that the library calls done is in place.
-4. Over a network its last batch carries a note, which NIXL delivers after the bytes. The sender names the note on the
-   connection, and the receiver answers once it has it. Only that makes the ticket DONE.
-5. A connection that failed takes its agent along; the next write adds the peer anew.
+4. First contact, and some links, need the receiver's agent to work as well; one with a thread of its own would take a
+   whole core for ever. So a sender that is not done soon says so on the connection, and from there to the mark at the
+   write's end the receiver's thread drives its agent.
+5. Over a network its last batch carries a note, which NIXL delivers after the bytes. The mark at the end names it, and
+   the receiver answers once it has it. Only that makes the ticket DONE.
+6. A connection that failed takes its agent along; the next write adds the peer anew.
 
 The fence has two halves, since UCX writes in two ways. Over a network (tcp, RDMA) the receiver's agent carries the
 bytes into place: once it is destroyed nothing lands. Between processes of one host the sender does it by a system call
@@ -19,6 +22,7 @@ host is not this machine's loopback, keep them on a trusted network.
 from __future__ import annotations
 
 import contextlib
+import enum
 import ipaddress
 import logging
 import os
@@ -56,8 +60,25 @@ logging.getLogger("nixl").setLevel(logging.WARNING)
 
 # Between two looks at a transfer that is under way, in seconds.
 POLL_INTERVAL = 50e-6
+# Seconds after which a transfer under way is not done soon.
+HELP_AFTER = 200e-6
 
+# What the last batch of a write carries over a network, and the receiver's answer: the ticket's id.
 _NOTE = struct.Struct("<Q")
+
+
+class _Mark(enum.IntEnum):
+    """What a sender says on the connection, with the ticket's id where it is answered."""
+
+    # A write is under way and takes its time: lend a hand.
+    HELP = 0
+    # It is over, after a call for help. Nothing is answered.
+    END = 1
+    # It is over on this side, with or without such a call. The receiver answers when it has the note.
+    END_AND_CONFIRM = 2
+
+
+_MARK = struct.Struct("<BQ")
 
 
 def nixl_transport(options: TransportOptions) -> SessionTransport:
@@ -70,7 +91,7 @@ def nixl_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(NixlBackend(options.host), options)
 
 
-def new_agent(host: str, memory: Memory, *, same_host_links: bool = True, has_thread: bool = True) -> Any:
+def new_agent(host: str, memory: Memory, *, same_host_links: bool = True, has_thread: bool = False) -> Any:
     """An agent with `memory` registered. With a thread it serves its peers by itself, else only while it is called."""
     settings = []
     if ipaddress.ip_address(host).is_loopback:
@@ -102,6 +123,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 class NixlBackend:
     brief_bytes = 0
+    joined_bytes = 8 << 20
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -145,20 +167,29 @@ class NixlIncoming:
         return msgspec.msgpack.encode(told)
 
     def serve(self, sock: socket.socket) -> None:
-        """Confirm each write by its note."""
-        while True:
-            try:
-                note = sockets.receive_exactly(sock, _NOTE.size)
-            except ConnectionError:
-                return
-            deadline = Deadline(GRACE_SECONDS)
-            # Others are of connections that broke before they asked.
-            while not any(note in notes for notes in self._agent.get_new_notifs().values()):
-                deadline.remaining()
-                if sockets.is_broken(sock):
-                    return
-                time.sleep(POLL_INTERVAL)
-            sock.sendall(note)
+        """Drive the agent while a write is under way, and confirm it by its note."""
+        # Of the write under way, and of connections that broke before they asked.
+        notes: set[bytes] = set()
+        while (mark := _receive_mark(sock)) is not None:
+            kind, ticket_id = mark
+            if kind is _Mark.HELP:
+                notes = set()
+                while not sockets.has_data(sock):
+                    notes |= self._drive()
+            elif kind is _Mark.END_AND_CONFIRM:
+                note, deadline = _NOTE.pack(ticket_id), Deadline(GRACE_SECONDS)
+                while note not in notes:
+                    deadline.remaining()
+                    if sockets.is_broken(sock):
+                        return
+                    notes |= self._drive()
+                sock.sendall(note)
+
+    def _drive(self) -> set[bytes]:
+        """Let the library work, which it does only while it is called. Returns the notes that have come."""
+        notes = {note for of_peer in self._agent.get_new_notifs().values() for note in of_peer}
+        time.sleep(POLL_INTERVAL)
+        return notes
 
     def revoke(self) -> None:
         self._gate.close_for_good()
@@ -175,10 +206,12 @@ class NixlOutgoing:
         self._key = _reach(told)
         self._gate = ExitStack()
         self._interrupted = False
+        # Whether the receiver was called for help with the write under way.
+        self._is_helped = False
         # The request under way.
         self._request: Any = None
-        # Under the gate bytes move in our own calls alone, so no thread of the agent can be inside a write either.
-        self._agent = new_agent(host, memory, same_host_links=self._key is not None, has_thread=self._key is None)
+        # Bytes move in our own calls alone, so under the gate no thread of the agent can be inside a write either.
+        self._agent = new_agent(host, memory, same_host_links=self._key is not None)
         self._peer: str = self._agent.add_remote_agent(told.metadata)
         self._requests = Requests(self._agent, self._peer, memory, self._targets)
 
@@ -188,16 +221,20 @@ class NixlOutgoing:
         parts = batches(coalesce(copies))
         if not parts:
             return
+        is_confirmed = self._key is None
+        self._is_helped = False
         if self._key is not None:
             self._gate.enter_context(self._key.held())
         for part in parts[:-1]:
             self._transfer(part, b"", deadline)
-        note = b"" if self._key is not None else _NOTE.pack(ticket_id)
-        self._transfer(parts[-1], note, deadline)
+        self._transfer(parts[-1], _NOTE.pack(ticket_id) if is_confirmed else b"", deadline)
         # Not in a `finally`: what failed may be half-way until `close` has destroyed the agent.
         self._gate.close()
-        if note:
-            self._confirm(note, deadline)
+        if is_confirmed:
+            self._say(_Mark.END_AND_CONFIRM, deadline, ticket_id)
+            self._await_confirmation(ticket_id, deadline)
+        elif self._is_helped:
+            self._say(_Mark.END, deadline)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -220,10 +257,15 @@ class NixlOutgoing:
         self._check()
         self._request = self._requests.make(part, note)
         state = self._agent.transfer(self._request)
+        began = time.monotonic()
         while state == "PROC":
             deadline.remaining()
             self._check()
-            time.sleep(POLL_INTERVAL)
+            if not self._is_helped and time.monotonic() - began > HELP_AFTER:
+                self._is_helped = True
+                self._say(_Mark.HELP, deadline)
+            # Under the gate nobody but us moves the bytes, and only when the library is called.
+            time.sleep(0 if self._key is not None else POLL_INTERVAL)
             state = self._agent.check_xfer_state(self._request)
         if state != "DONE":
             raise ConnectionError(f"the library ended a transfer with {state}")
@@ -233,11 +275,13 @@ class NixlOutgoing:
         if self._interrupted or sockets.is_broken(self._socket):
             raise ConnectionError("the connection was closed")
 
-    def _confirm(self, note: bytes, deadline: Deadline) -> None:
+    def _say(self, mark: _Mark, deadline: Deadline, ticket_id: int = 0) -> None:
         sockets.set_send_timeout(self._socket, deadline.remaining())
-        self._socket.sendall(note)
+        self._socket.sendall(_MARK.pack(mark, ticket_id))
+
+    def _await_confirmation(self, ticket_id: int, deadline: Deadline) -> None:
         sockets.set_receive_timeout(self._socket, deadline.remaining())
-        if sockets.receive_exactly(self._socket, _NOTE.size) != note:
+        if sockets.receive_exactly(self._socket, _NOTE.size) != _NOTE.pack(ticket_id):
             raise ProtocolError("the receiver confirms another write")
 
     def _release_request(self) -> None:
@@ -247,6 +291,17 @@ class NixlOutgoing:
 
     def _remove_peer(self) -> None:
         self._agent.remove_remote_agent(self._peer)
+
+
+def _receive_mark(sock: socket.socket) -> tuple[_Mark, int] | None:
+    """None when the connection has ended."""
+    try:
+        kind, ticket_id = _MARK.unpack(sockets.receive_exactly(sock, _MARK.size))
+        return _Mark(kind), ticket_id
+    except ConnectionError:
+        return None
+    except ValueError as error:
+        raise ProtocolError(f"neither the beginning nor the end of a write: {error}") from error
 
 
 def _reach(told: Welcome) -> GateKey | None:

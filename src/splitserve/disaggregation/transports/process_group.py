@@ -117,6 +117,7 @@ class Nccl:
 
 class ProcessGroupBackend:
     brief_bytes = 0
+    joined_bytes = 8 << 20
 
     def __init__(self, library: Library, options: TransportOptions) -> None:
         self.library = library

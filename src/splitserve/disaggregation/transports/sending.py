@@ -29,9 +29,6 @@ from splitserve.disaggregation.transports.sockets import Deadline, shut
 
 # Writes to one session that may wait for their turn.
 MAX_PENDING_WRITES = 1024
-# Of the writes that go as one. By then the round trip is a small part of the whole.
-JOINED_BYTES = 8 << 20
-
 _NOTHING = copy_table([])
 
 # Told once, from any thread, how a write ended.
@@ -127,7 +124,7 @@ class Sender:
                 self._ready.wait_for(lambda: not self._is_taken and (self._queue or self._stopped))
                 if self._stopped:
                     break
-                writes = self._take(JOINED_BYTES)
+                writes = self._take(self._backend.joined_bytes)
             self._carry_out(writes)
         self._disconnect()
         for write in self._queue:

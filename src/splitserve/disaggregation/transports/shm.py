@@ -64,6 +64,7 @@ class _Welcome(msgspec.Struct, frozen=True):
 
 class ShmBackend:
     brief_bytes = BRIEF_BYTES
+    joined_bytes = 8 << 20
 
     def __init__(self) -> None:
         self._memory = Memory()

@@ -38,6 +38,7 @@ def tcp_transport(options: TransportOptions) -> SessionTransport:
 
 class TcpBackend:
     brief_bytes = 0
+    joined_bytes = 8 << 20
 
     def __init__(self) -> None:
         self._memory = Memory()
