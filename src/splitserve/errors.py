@@ -29,7 +29,6 @@ SplitserveError
 
 from __future__ import annotations
 
-
 USAGE_EXIT_CODE = 2
 
 

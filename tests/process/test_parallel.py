@@ -18,6 +18,7 @@ import transformers
 from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
+from splitserve.errors import USAGE_EXIT_CODE
 from splitserve.launch.child import ChildProcess
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.shape import WorkerShape
@@ -181,8 +182,8 @@ def test_a_size_that_does_not_fit_the_heads_is_refused_with_those_that_do(tmp_pa
     with Shapes(MODEL, tmp_path) as shapes:
         child = shapes.start(NULL, WorkerShape(tp_size=2))
         assert child.wait(DEADLINE)
-        assert child.exit_code == 1
-        assert "cannot be cut over 2 tensor parallel ranks" in child.log_path.read_text()
+        assert child.exit_code == USAGE_EXIT_CODE
+        assert "Tensor parallel sizes that would do: 1, 3, 9." in child.log_path.read_text()
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""What a step found after each of its rows, as the outcome of each request. A row that failed fails its request alone."""
+"""What a step found after each of its rows, as the outcome of each request. A row that failed fails its own alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ NOT_NUMBERS = "the logits are not numbers. Serve the model with dtype bfloat16 o
 def draw(
     logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int], bitmask: Bitmask | None = None
 ) -> list[int]:
-    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says. NO_TOKEN: it has NaN.
+    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says; NO_TOKEN for NaN.
 
     `bitmask`: what the rows' grammars allow; None only where no row has one.
     """

@@ -136,7 +136,7 @@ def test_scaling_names_pools_that_are_there():
 @pytest.mark.parametrize("wrong", [{"decode": 0}, {"prefill": 0}, {"prefill": 0, "decode": 0}])
 def test_scaling_to_what_serves_nothing_is_refused(wrong):
     config = parse_config(b"")
-    with pytest.raises(ConfigError, match="nothing could be served with .*cluster down"):
+    with pytest.raises(ConfigError, match=r"nothing could be served with .*cluster down"):
         check_replicas(config, wrong, {"prefill": 1, "decode": 2})
 
 

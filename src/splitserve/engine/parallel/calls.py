@@ -45,7 +45,7 @@ class StepCalls:
         return self._together(lambda: self._head(hidden[rows]))
 
     def make_up(self, error: Exception) -> None:
-        """Make the calls that `error` has kept this rank from. Raises RanksLostError where the ranks are out of step."""
+        """Make the calls that `error` has kept this rank from. RanksLostError: the ranks are out of step."""
         if not self._is_shared:
             return
         try:
