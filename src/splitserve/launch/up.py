@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.engine.sources import resolve_model
+from splitserve.launch.console import standard_output
 from splitserve.launch.fit import check_fit
 from splitserve.launch.local import ClusterError, LocalCluster
 
@@ -84,7 +85,7 @@ def _signals() -> Iterator[threading.Event]:
 
 def _show(cluster: LocalCluster, model: str) -> None:
     """What to do with it, on standard output."""
-    console = Console()
+    console = standard_output()
     table = Table("worker", "role", "url", "pid", "status")
     for w in cluster.workers:
         table.add_row(w.name, w.role.value, w.url, str(w.pid), w.status)

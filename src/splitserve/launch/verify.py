@@ -25,6 +25,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
+from splitserve.launch.console import standard_output
 from splitserve.launch.fit import check_fit
 from splitserve.launch.local import ONE_RANK, LocalCluster
 from splitserve.launch.passage import PASSAGE
@@ -122,7 +123,7 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
-        Console().print(render(report))
+        standard_output().print(render(report))
     return 0 if report.equal or report.quantization is not None else 1
 
 
