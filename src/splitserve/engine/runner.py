@@ -62,14 +62,20 @@ class ModelRunner:
         page_size: int,
         page_table: PageTable,
         tell: Callable[[bytes], None] | None = None,
+        *,
+        meets: bool = False,
     ) -> None:
-        """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none."""
+        """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none.
+
+        `meets`: others run steps of their own at the same time, and all meet in the body.
+        """
         self._loaded = loaded
         self._attention = attention
         self._page_size = page_size
         # Owned and written by the scheduler; read at the start of a step.
         self._page_table = page_table
         self._tell = tell
+        self._meets = meets
         self._num_told = 0
         self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
@@ -114,12 +120,13 @@ class ModelRunner:
         with _errors_of(plan):
             specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_draw(r.sample)]
             draws = _Draws(specs, _rows_to_draw(plan, inputs), self._bitmasks.begin(specs))
-            told = None if self._tell is None else self._tell_of(plan, inputs, draws.rows)
+            told = self._tell_of(plan, inputs, draws.rows)
         return functools.partial(self._compute, plan, inputs, draws, told)
 
-    def _tell_of(self, plan: StepPlan, inputs: StepInputs, drawn: Rows) -> Sequence[Rows]:
-        """Tell the other ranks of a step; returns the rows of each call of the head that they will make."""
-        assert self._tell is not None
+    def _tell_of(self, plan: StepPlan, inputs: StepInputs, drawn: Rows) -> Sequence[Rows] | None:
+        """Tell the other ranks of a step: the rows of each call of the head that they will make; None: nobody waits."""
+        if self._tell is None:
+            return () if self._meets else None
         specs = ((i, r.input_logprobs) for i, r in enumerate(plan.requests))
         scored = [_rows_to_score(spec, inputs.offsets[i]) for i, spec in specs if spec is not None]
         head_rows = [rows[part] for rows in (*scored, drawn) for part in self._parts(rows)]

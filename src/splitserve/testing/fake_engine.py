@@ -27,7 +27,7 @@ from splitserve.core.batch import (
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import SamplingParams, mix64
 from splitserve.core.verify import specs_to_draw, verified
-from splitserve.errors import EngineError
+from splitserve.errors import EngineError, RanksLostError
 
 Slots = npt.NDArray[np.uint64]
 
@@ -50,7 +50,7 @@ class FakeEngine:
         self._window = window
         self.vocab_size = vocab_size
         self._table = page_table
-        self._failure: EngineError | None = None
+        self._failure: EngineError | RanksLostError | None = None
         # Requests that fail in their next step, and why.
         self._failures: dict[str, str] = {}
         # Tokens of every step run so far.
@@ -111,7 +111,7 @@ class FakeEngine:
 
         return run
 
-    def fail_next(self, error: EngineError) -> None:
+    def fail_next(self, error: EngineError | RanksLostError) -> None:
         """Raise `error` in the next step."""
         self._failure = error
 

@@ -23,7 +23,7 @@ class StepCalls:
     """One step's, on the driver."""
 
     def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], told: Sequence[Rows] | None) -> None:
-        """`told`: what the other ranks were told of the calls of the head; None: there are no other ranks."""
+        """`told`: what the other ranks were told of the calls of the head; None: nobody waits in any call."""
         self._head = head
         self._is_shared = told is not None
         self._left = deque(told or ())

@@ -200,6 +200,25 @@ def test_a_driver_that_fails_between_calls_of_the_model_makes_the_rest_of_them(
     world.assert_same_kv()
 
 
+def test_a_rank_that_meets_others_in_the_body_alone_is_out_of_step_where_that_fails(
+    world: World, tiny_model: Callable[[TinyKind], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner(tiny_model("llama"), world.attentions[0], PAGE_SIZE, world.table, meets=True)
+    plan = StepPlan((step(0, (5, 6), 0),))
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("splitserve.engine.runner.draw", fails)
+        with pytest.raises(EngineError, match="no more"):
+            runner.execute(plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.attentions[0], "plan", fails)
+        with pytest.raises(RanksLostError, match="out of step: RuntimeError: no more"):
+            runner.execute(plan)
+
+
 def test_a_driver_that_fails_in_a_call_of_the_head_ends_the_worker(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
