@@ -255,4 +255,4 @@ class Reconciler:
 
 def last_line(log: str) -> str:
     """What a process that could not start said last."""
-    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "").removeprefix("error: ")

@@ -11,9 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitserve.config import WorkerConfig
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.parallel.heads import Heads
 from splitserve.errors import ConfigError
+
+
+def check_worker_fit(config: WorkerConfig, folder: Path) -> None:
+    """`check_fit` of all that a worker is told."""
+    parallel, model = config.parallel, config.model
+    check_fit(
+        folder,
+        model.model,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pp_layers=parallel.pp_layers,
+        dp_attention=model.dp_attention,
+    )
 
 
 def check_fit(

@@ -34,7 +34,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.errors import SplitserveError, WorkerUnavailableError
 from splitserve.launch.checks import router_key
 from splitserve.launch.cluster_token import settle_host
-from splitserve.launch.fit import check_fit
+from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
@@ -80,25 +80,12 @@ def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: Pr
     sock = bind(config.server.host, config.server.port)
     try:
         folder = resolve_model(config.model.model)
-        _check_fit(config, folder)
+        check_worker_fit(config, folder)
         tokenizer = Tokenizer.load(folder)
     except BaseException:
         sock.close()
         raise
     return uvloop.run(_Worker(config, options, sock, folder).run(tokenizer))
-
-
-def _check_fit(config: WorkerConfig, folder: Path) -> None:
-    """Raises ConfigError."""
-    parallel, model = config.parallel, config.model
-    check_fit(
-        folder,
-        model.model,
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        pp_layers=parallel.pp_layers,
-        dp_attention=model.dp_attention,
-    )
 
 
 class _Worker:

@@ -231,7 +231,7 @@ async def test_a_worker_that_cannot_be_started_ends_a_cluster_that_never_was_one
         assert (await world.states())["decode-2"] == "failed"
         assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
     else:
-        assert str(world.supervisor.failure) == "decode-1: error: There is no folder x"
+        assert str(world.supervisor.failure) == "decode-1: There is no folder x"
         assert not world.placer.seen
         await world.supervisor.run()
         assert world.placer.is_closed

@@ -11,6 +11,7 @@ import pytest
 from splitserve import cli
 from splitserve.errors import ConfigError
 from splitserve.launch.fit import check_fit
+from splitserve.offline.engine import Engine
 
 LLAMA = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 4}
 LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16, "n_routed_experts": 4}
@@ -80,3 +81,8 @@ def test_commands_refuse_it_before_any_rank_starts(
         cli.main([str(folder) if word == "MODEL" else word for word in argv])
     assert exit_info.value.code == 2
     assert str(folder) in capsys.readouterr().err
+
+
+def test_an_engine_refuses_it_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sizes that would do: 1, 3, 9"):
+        Engine(str(folder_of(tmp_path, LLAMA)), tp_size=2)
