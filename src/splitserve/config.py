@@ -57,6 +57,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: bool = False
     # GPU: replay decode steps of up to so many requests as CUDA graphs; 0: none.
     cuda_graph_max_batch: int = 256
+    # Seconds that all ranks of a worker have to load their shares.
+    load_timeout: float = 900.0
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,10 +22,14 @@ SplitserveError
 ├── RanksLostError               500  the ranks of a worker do not compute together any more: it has to end
 ├── GrammarError                 500  a token came that the request's grammar does not allow
 ├── ModelLoadError               500
+│   └── ModelNotFoundError       500  no such model: not now, and not when it is tried again
 └── ConfigError                  500  the command line or a config file is wrong
+    └── AddressTakenError        500  somebody else listens there, as yet
 """
 
 from __future__ import annotations
+
+USAGE_EXIT_CODE = 2
 
 
 class SplitserveError(Exception):
@@ -37,6 +41,8 @@ class SplitserveError(Exception):
     http_status = 500
     reason = "internal_error"
     openai_type = "server_error"
+    # Of a process that it ends. USAGE_EXIT_CODE: it would end so whenever it is started again.
+    exit_code = 1
 
     def __init__(self, message: str, *, param: str | None = None, stage: str | None = None) -> None:
         super().__init__(message)
@@ -162,5 +168,15 @@ class ModelLoadError(SplitserveError):
     reason = "model_load_failed"
 
 
+class ModelNotFoundError(ModelLoadError):
+    reason = "no_such_model"
+    exit_code = USAGE_EXIT_CODE
+
+
 class ConfigError(SplitserveError):
     reason = "bad_config"
+    exit_code = USAGE_EXIT_CODE
+
+
+class AddressTakenError(ConfigError):
+    exit_code = 1

@@ -15,6 +15,7 @@ import transformers
 
 from splitserve.chaos.leaks import held
 from splitserve.core.request import DisaggregationMode
+from splitserve.errors import USAGE_EXIT_CODE
 from splitserve.launch.child import ChildProcess
 from splitserve.launch.shape import WorkerShape
 from splitserve.testing.processes import wait_ready
@@ -139,5 +140,5 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     with Shapes(model, tmp_path) as shapes:
         child = shapes.start(NULL, TWO, "--enable-dp-attention")
         assert child.wait(DEADLINE)
-        assert child.exit_code == 1
-        assert "deals out its experts" in child.log_path.read_text()
+        assert child.exit_code == USAGE_EXIT_CODE
+        assert "deals a model's experts out to ranks" in child.log_path.read_text()

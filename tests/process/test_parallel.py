@@ -17,11 +17,15 @@ import transformers
 
 from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
 from splitserve.core.request import DisaggregationMode
+from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.engine.sources import resolve_model
+from splitserve.errors import USAGE_EXIT_CODE
 from splitserve.launch.child import ChildProcess
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.shape import WorkerShape
+from splitserve.testing import failing_follower
 from splitserve.testing.deployment import MODEL, Deployment
+from splitserve.testing.failing_follower import MESSAGE
 from splitserve.testing.processes import wait_ready
 from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
 from splitserve.testing.shapes import Shapes, make_divisible_model
@@ -72,10 +76,11 @@ def check_alone(shapes: Shapes, child: ChildProcess, reference: Reference, promp
 
 def test_a_pair_of_unequal_shapes_equals_one_rank_and_ends_with_any_of_its_ranks(model, reference, tmp_path):
     with Shapes(model, tmp_path, args=ARGS) as shapes:
-        prefill = shapes.start(PREFILL, WorkerShape(tp_size=2), "--page-size", "16")
+        prefill = shapes.start(PREFILL, WorkerShape(tp_size=2), "--page-size", "16", program=failing_follower.PROGRAM)
         decode = shapes.start(DECODE, WorkerShape(pp_size=2), "--page-size", "8")
         check_pair(shapes, prefill, decode, reference, PROMPTS)
         _check_a_killed_follower_ends_its_worker_alone(shapes, prefill, decode)
+        _check_a_step_that_fails_on_a_follower_ends_its_worker(shapes, prefill)
 
 
 def _check_a_killed_follower_ends_its_worker_alone(shapes: Shapes, prefill: ChildProcess, decode: ChildProcess) -> None:
@@ -94,6 +99,20 @@ def _check_a_killed_follower_ends_its_worker_alone(shapes: Shapes, prefill: Chil
     assert not any(rank.is_running() for rank in ranks)
     # The other worker has its pages back, and serves on.
     shapes.check_nothing_is_held(prefill)
+
+
+def _check_a_step_that_fails_on_a_follower_ends_its_worker(shapes: Shapes, child: ChildProcess) -> None:
+    worker = wait_ready(child)
+    ranks = [psutil.Process(pid) for pid in (*worker.scheduler_pids, *worker.follower_pids)]
+    room = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": None, "bootstrap_room": 1}
+    assert shapes.generate(worker, PROMPTS[0], **room).status_code == 200
+    ranks[1].send_signal(signal.SIGUSR1)
+    answer = shapes.generate(worker, PROMPTS[1], **room)
+    assert answer.status_code == 503
+    assert f"rank tp 1 of 2, pp 0 of 1: A step of the driver failed on this rank: MemoryError: {MESSAGE}" in answer.text
+    assert child.wait(DEADLINE)
+    assert child.exit_code == 1
+    assert not any(rank.is_running() for rank in ranks)
 
 
 @pytest.mark.soak
@@ -181,8 +200,8 @@ def test_a_size_that_does_not_fit_the_heads_is_refused_with_those_that_do(tmp_pa
     with Shapes(MODEL, tmp_path) as shapes:
         child = shapes.start(NULL, WorkerShape(tp_size=2))
         assert child.wait(DEADLINE)
-        assert child.exit_code == 1
-        assert "cannot be cut over 2 tensor parallel ranks" in child.log_path.read_text()
+        assert child.exit_code == USAGE_EXIT_CODE
+        assert "Tensor parallel sizes that would do: 1, 3, 9." in child.log_path.read_text()
 
 
 @pytest.mark.soak

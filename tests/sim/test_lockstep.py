@@ -8,7 +8,7 @@ import pytest
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError
+from splitserve.errors import EngineError, RanksLostError
 from splitserve.messages import AbortRequest, GenerateRequest
 from splitserve.scheduler.lockstep import Broken, Called, Complete, Hub, Joined, LockstepEngine, Member
 from splitserve.testing.fake_engine import expected_tokens
@@ -104,10 +104,25 @@ def test_a_rank_whose_part_of_a_step_fails_breaks_the_group():
     ask(world.workers[1], "b", max_new_tokens=40)
     for _ in range(200):
         world.happen()
-    world.workers[0].fake_engine.fail_next(EngineError("out of memory"))
+    world.workers[0].fake_engine.fail_next(RanksLostError("out of memory"))
     world.run_until_idle()
     assert "out of memory" in world.workers[0].finish("a").message
     assert "rank 0 left the group" in world.workers[1].finish("b").message
+
+
+def test_a_rank_that_fails_by_itself_in_step_with_the_others_fails_its_own_requests_alone():
+    world = LockstepWorld(1, 2, num_pages=50)
+    ask(world.workers[0], "a", max_new_tokens=40)
+    ask(world.workers[1], "b", max_new_tokens=40)
+    for _ in range(200):
+        world.happen()
+    world.workers[0].fake_engine.fail_next(EngineError("too many to draw"))
+    world.run_until_idle()
+    assert "too many to draw" in world.workers[0].finish("a").message
+    assert len(world.workers[1].tokens("b")) == 40
+    ask(world.workers[0], "c", max_new_tokens=5)
+    world.run_until_idle()
+    assert len(world.workers[0].tokens("c")) == 5
 
 
 def test_the_hub_refuses_a_rank_that_is_out_of_step():

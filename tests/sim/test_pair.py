@@ -144,6 +144,18 @@ def test_an_engine_failure_on_prefill_reaches_the_client_of_decode():
     world.check_nothing_is_held()
 
 
+def test_a_prompt_that_fails_alone_in_its_step_fails_alone_on_both_sides():
+    world = PairWorld(4)
+    for room, rid in enumerate(("bad", "good"), start=1):
+        world.submit(rid, list(range(40)), GREEDY, room=room)
+    world.prefill.fake_engine.fail_request("bad", "the logits are not numbers")
+    world.run_until_idle()
+    for side in (world.prefill, world.decode):
+        assert "the logits are not numbers" in side.finish("bad").message
+    assert world.decode.tokens("good") == expected_tokens(range(40), GREEDY, 8)
+    world.check_nothing_is_held()
+
+
 def test_a_half_that_never_comes_ends_the_other_by_its_deadline():
     world = PairWorld(6, config=DisaggregationConfig(bootstrap_timeout=30.0))
     world.submit("a", list(range(50)), GREEDY, room=1)

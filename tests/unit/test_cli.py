@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -163,9 +164,15 @@ def test_an_unknown_option_or_command_is_exit_code_2(capsys: pytest.CaptureFixtu
     assert run("no-such-command") == 2
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("pull", "/no/such/model") == 1
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pull", "/no/such/model") == 2
     assert capsys.readouterr().err.startswith("error: There is no folder")
+
+
+def test_a_port_that_is_taken_may_be_free_when_it_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run("router", "--port", str(taken.getsockname()[1])) == 1
+    assert "choose another --host or --port" in capsys.readouterr().err
 
 
 def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

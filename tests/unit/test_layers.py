@@ -42,6 +42,8 @@ LAYERS = {
     "chaos.faulty": 7,
     "chaos.faulty_scheduler": 7,
     "testing": 6,
+    # As a command of its own.
+    "testing.failing_follower": 7,
     "cli": 7,
     "__main__": 7,
 }

@@ -58,10 +58,12 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
             finish(l, nv, row + r, panel + p, sums + (p * rows + r) * nv);
 }
 
-#define TILE(kind, rows, panels) \
+#define TILE(kind, rows) \
     case rows: \
-        tile(l, kind, rows, panels, row, panel, w, a); \
-        break
+        tile(l, kind, rows, 1, row, panel, w, a); \
+        break;
+#define BF16_TILE(rows) TILE(BF16, rows)
+#define INT8_TILE(rows) TILE(INT8, rows)
 
 /* One panel of `w`, the panel's weights, against any number of rows that fits the registers. */
 static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, uint64_t panel, const uint32_t *w,
@@ -69,32 +71,12 @@ static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, ui
 {
     if (kind == INT8) {
         switch (rows) {
-            TILE(INT8, 1, 1);
-            TILE(INT8, 2, 1);
-            TILE(INT8, 3, 1);
-#if SUMS > 12
-            TILE(INT8, 4, 1);
-            TILE(INT8, 5, 1);
-            TILE(INT8, 6, 1);
-#endif
+            TILES_OF_FOUR_VECTORS(INT8_TILE)
         }
         return;
     }
     switch (rows) {
-        TILE(BF16, 1, 1);
-        TILE(BF16, 2, 1);
-        TILE(BF16, 3, 1);
-        TILE(BF16, 4, 1);
-        TILE(BF16, 5, 1);
-        TILE(BF16, 6, 1);
-#if SUMS > 12
-        TILE(BF16, 7, 1);
-        TILE(BF16, 8, 1);
-        TILE(BF16, 9, 1);
-        TILE(BF16, 10, 1);
-        TILE(BF16, 11, 1);
-        TILE(BF16, 12, 1);
-#endif
+        TILES_OF_TWO_VECTORS(BF16_TILE)
     }
 }
 

@@ -75,6 +75,20 @@ INLINE int alike_rows(const struct linear *l, int most)
     return (rows + tiles - 1) / tiles;
 }
 
+/* CASE(rows) for each number of rows that a tile of two or four vectors of outputs may have: a switch over these has every
+ * tile compiled for its number of rows.
+ */
+#define TILES_UP_TO_3(CASE) CASE(1) CASE(2) CASE(3)
+#define TILES_UP_TO_6(CASE) TILES_UP_TO_3(CASE) CASE(4) CASE(5) CASE(6)
+#define TILES_UP_TO_12(CASE) TILES_UP_TO_6(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#if SUMS > 12
+#define TILES_OF_TWO_VECTORS TILES_UP_TO_12
+#define TILES_OF_FOUR_VECTORS TILES_UP_TO_6
+#else
+#define TILES_OF_TWO_VECTORS TILES_UP_TO_6
+#define TILES_OF_FOUR_VECTORS TILES_UP_TO_3
+#endif
+
 /* The share of a thread, by all threads of a team (program.c); l->num_threads of them are used. */
 void linear_share(const struct linear *l);
 /* The same for W8A8, and for PAIRS. */

@@ -130,26 +130,13 @@ INLINE void tile(const struct linear *l, int rows, uint64_t row, uint64_t panel,
 #define TILE(rows) \
     case rows: \
         tile(l, rows, row, panel, a, scales); \
-        break
+        break;
 
 static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t panel, const int32_t *a,
                     const float *scales)
 {
     switch (rows) {
-        TILE(1);
-        TILE(2);
-        TILE(3);
-        TILE(4);
-        TILE(5);
-        TILE(6);
-#if TILE_ROWS > 6
-        TILE(7);
-        TILE(8);
-        TILE(9);
-        TILE(10);
-        TILE(11);
-        TILE(12);
-#endif
+        TILES_OF_TWO_VECTORS(TILE)
     }
 }
 

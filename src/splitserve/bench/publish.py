@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from splitserve.launch.console import standard_output
+
 
 class Report(Protocol):
     def to_json(self) -> Any: ...
@@ -27,7 +29,7 @@ def publish(report: Report, *, as_json: bool, append_to: Path | None, console: C
     if as_json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
     else:
-        Console().print(report.table())
+        standard_output().print(report.table())
     if append_to is not None:
         with append_to.open("a", encoding="utf-8") as log:
             log.write(report.markdown(datetime.date.today()))

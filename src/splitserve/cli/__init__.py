@@ -1,7 +1,7 @@
 """The command line. Each command reads its options, makes a config of them and hands over; heavy imports wait.
 
 A new command is a function with `@app.command()`. Errors of Splitserve's own come out as one line: exit code 2 where
-the options are wrong, 1 where something failed.
+the options are wrong, which supervisors do not try again, 1 where something failed.
 """
 
 from __future__ import annotations
@@ -365,6 +365,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         app(args=words, prog_name="splitserve")
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

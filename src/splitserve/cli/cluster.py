@@ -60,7 +60,7 @@ def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: Js
 
     client = ControlClient(name)
     deadline = time.monotonic() + (wait or 0.0)
-    while not (found := _status(client, deadline)).is_ready and time.monotonic() < deadline:
+    while not ((found := _status(client, deadline)).is_ready or found.failed) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)
     show_status(found, as_json=as_json)
     raise typer.Exit(0 if found.is_ready else 1)
@@ -80,6 +80,10 @@ def scale(
     found = client.scale(_counts(pools))
     deadline = time.monotonic() + (wait or 0.0)
     while wait is not None and not (found := client.status()).is_ready:
+        if found.failed:
+            raise ConfigError(
+                f"{', '.join(found.failed)} cannot be started: splitserve cluster status --name {name} says why"
+            )
         if time.monotonic() > deadline:
             raise DeadlineExceededError(f"not so after {wait:g} s: splitserve cluster status --name {name} says why")
         time.sleep(_POLL_INTERVAL)

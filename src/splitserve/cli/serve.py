@@ -210,6 +210,7 @@ def serve(
             expert_parallel=enable_expert_parallel,
             dp_attention=enable_dp_attention,
             cuda_graph_max_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
+            load_timeout=load_timeout,
         ),
         cache=CacheConfig(
             page_size=page_size,

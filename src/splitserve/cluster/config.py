@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
         ("name", bool(_NAME.fullmatch(config.name)), "small letters, digits and -, a letter first, 32 at most"),
         ("pools", bool(pools), f"name one at least: prefill and decode, or colocated; {_defaults('colocated')}"),
         ("pools", is_paired, f"prefill and decode need each other; {_defaults(missing)}"),
-        ("pools", any(pool.replicas for pool in pools.values()), "one worker at least: replicas of 1 or more"),
+        *_replica_rules({name: pool.replicas for name, pool in pools.items()}),
         ("router.port", 0 <= config.router.port < 65536, "must be in [0, 65535]"),
     ]
     rules += _option_rules("router.args", config.router.args, _OWN_ROUTER_OPTIONS)
@@ -227,6 +228,16 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
     for name, pool in pools.items():
         rules += _pool_rules(name, pool)
     return rules
+
+
+def _replica_rules(replicas: Mapping[str, int]) -> list[tuple[str, bool, str]]:
+    """What nothing could be served with. `replicas`: of each pool there is."""
+    prefill, decode = replicas.get("prefill", 0), replicas.get("decode", 0)
+    needs_both = "prefill and decode need each other: give both replicas, or none of them"
+    return [
+        ("pools", (prefill > 0) == (decode > 0), needs_both),
+        ("pools", any(replicas.values()), "one worker at least: replicas of 1 or more"),
+    ]
 
 
 def _defaults(pool: str) -> str:
@@ -272,12 +283,17 @@ def _beside(config_path: Path, file: str | None) -> str | None:
     return None if file is None else str(config_path.parent / file)
 
 
-def check_replicas(config: ClusterConfig, replicas: dict[str, Any]) -> dict[str, int]:
-    """What `scale` was told. Raises ConfigError."""
+def check_replicas(config: ClusterConfig, replicas: dict[str, Any], now: Mapping[str, int]) -> dict[str, int]:
+    """What `scale` was told, of pools that have `now` so many. Raises ConfigError."""
     pools = config.pools.by_name()
     for name, count in replicas.items():
         if name not in pools:
             raise ConfigError(f"there is no pool {name!r} in this cluster: {', '.join(pools)}")
         if not isinstance(count, int) or not 0 <= count <= MAX_REPLICAS:
             raise ConfigError(f"{name}={count}: give a number in [0, {MAX_REPLICAS}]")
+    after = {**now, **replicas}
+    for _, ok, rule in _replica_rules(after):
+        if not ok:
+            wanted = ", ".join(f"{count} {name}" for name, count in after.items())
+            raise ConfigError(f"nothing could be served with {wanted}: {rule}; `splitserve cluster down` ends all")
     return replicas

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from splitserve.cluster.reconciler import SlotState
 from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
 
 # Seconds until the supervisor must have answered.
@@ -52,6 +53,11 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     # Wanted, by pool.
     replicas: dict[str, int]
     processes: list[ProcessStatus]
+
+    @property
+    def failed(self) -> list[str]:
+        """Processes that are not started any more: nothing is to be waited for."""
+        return [process.name for process in self.processes if process.state == SlotState.FAILED]
 
 
 class Controlled(Protocol):

@@ -60,7 +60,8 @@ class NodeProcess:
     def _look(self) -> Observation:
         child, code = self._child, self._child.exit_code
         if code is not None:
-            return Observation(phase=Phase.ENDED, node=self._node, detail=_end(code), log_tail=child.log_tail())
+            tail = child.log_tail()
+            return Observation(phase=Phase.ENDED, node=self._node, detail=_end(code), log_tail=tail, exit_code=code)
         phase = Phase.LOADING if child.ready is None else Phase.READY
         return Observation(phase=phase, node=self._node, pid=child.pid, ready=child.ready)
 

@@ -62,6 +62,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     # The end of its log, where it has ended.
     log_tail: str = ""
+    # Where it has ended by itself, negative: the signal.
+    exit_code: int | None = None
 
 
 class Placer(Protocol):

@@ -9,10 +9,13 @@ Each process that shall be has a slot, such as decode-1, and a slot's life is th
     starting  it is not wanted any more -> remove                                           -> removing
     draining  it ended, or the time for that is over -> remove                              -> removing
     removing  nothing of it is left: wanted                                                 -> waiting
+                                     wanted, and it would fail whenever it is started       -> failed
                                      not wanted                                             the slot is gone
+    failed    it is not wanted any more                                                     the slot is gone
 
 A failure is followed by a pause, which doubles with each until the process has served for some time. Who was lost with
-its node has done nothing wrong: the first time it is replaced at once.
+its node has done nothing wrong: the first time it is replaced at once. A process that says by its exit code that its
+options are wrong, before it has ever served, is not started again.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import msgspec
 
 from splitserve.cluster.config import ROUTER, SupervisionConfig
 from splitserve.cluster.placer import Observation, Phase
+from splitserve.errors import USAGE_EXIT_CODE
 
 # Seconds that a process gets to end beyond those for its requests.
 _END_MARGIN = 15.0
@@ -36,6 +40,7 @@ class SlotState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     REMOVING = "removing"
+    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -51,6 +56,8 @@ class Slot:
     num_failures: int = 0
     num_starts: int = 0
     is_wanted: bool = True
+    # Started again, it would end in the same way.
+    is_hopeless: bool = False
     # Of the last failure, or why it still waits.
     detail: str = ""
 
@@ -82,8 +89,8 @@ class Failed:
     name: str
     why: str
     log_tail: str
-    # Seconds until the next start.
-    pause: float
+    # Seconds until the next start; None: there will be none.
+    pause: float | None
 
 
 Action = Start | Drain | Remove | Failed
@@ -165,9 +172,13 @@ class Reconciler:
                 is_late = now - slot.since > self._settings.drain_timeout + _END_MARGIN
                 if is_late or self._is_hurried or found is None or found.phase in (Phase.ENDED, Phase.LOST):
                     yield self._remove(slot, now)
+            case SlotState.REMOVING if found is None and slot.is_hopeless and slot.is_wanted:
+                self._move(slot, SlotState.FAILED, now)
             case SlotState.REMOVING if found is None:
                 self._move(slot, SlotState.WAITING, now)
                 yield from self._wait(slot, now)
+            case SlotState.FAILED if not slot.is_wanted:
+                del self._slots[slot.name]
 
     def _wait(self, slot: Slot, now: float) -> Iterator[Action]:
         if not slot.is_wanted:
@@ -212,10 +223,15 @@ class Reconciler:
     def _fail(self, slot: Slot, now: float, found: Observation) -> Iterator[Action]:
         slot.num_failures += 1
         slot.detail = found.detail
-        num_own = slot.num_failures - (found.phase is Phase.LOST)
-        pause = self._pause(num_own)
-        slot.start_at = now + pause
-        yield Failed(slot.name, found.detail, found.log_tail, pause)
+        slot.is_hopeless = slot.state is SlotState.STARTING and found.exit_code == USAGE_EXIT_CODE
+        if slot.is_hopeless:
+            slot.detail = last_line(found.log_tail) or found.detail
+            yield Failed(slot.name, found.detail, found.log_tail, None)
+        else:
+            num_own = slot.num_failures - (found.phase is Phase.LOST)
+            pause = self._pause(num_own)
+            slot.start_at = now + pause
+            yield Failed(slot.name, found.detail, found.log_tail, pause)
         yield self._remove(slot, now)
 
     def _pause(self, num_failures: int) -> float:
@@ -235,3 +251,8 @@ class Reconciler:
     def _add(self, pool: str, ordinal: int, now: float) -> None:
         slot = Slot(pool, ordinal, since=now, start_at=now)
         self._slots[slot.name] = slot
+
+
+def last_line(log: str) -> str:
+    """What a process that could not start said last."""
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "").removeprefix("error: ")

@@ -18,7 +18,7 @@ from splitserve.cluster.commands import Credentials, router_spec, threads_of, wo
 from splitserve.cluster.config import MODES, ROUTER, ClusterConfig, ScaleDown, check_replicas
 from splitserve.cluster.control import ClusterStatus, ProcessStatus
 from splitserve.cluster.placer import Observation, Placer
-from splitserve.cluster.reconciler import Action, Drain, Failed, Reconciler, Remove, Slot, SlotState, Start
+from splitserve.cluster.reconciler import Action, Drain, Failed, Reconciler, Remove, Slot, SlotState, Start, last_line
 from splitserve.cluster.router_client import RouterClient
 from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.launch.ready_file import ReadyInfo
@@ -68,6 +68,9 @@ class Supervisor:
         self._router_port = config.router.port
         self._announced_at = float("-inf")
         self._is_ending = False
+        self._was_settled = False
+        # Why nothing can come of this cluster: a process that cannot be started before all have once served.
+        self.failure: ConfigError | None = None
         self._woken = asyncio.Event()
         self._removers = ThreadPoolExecutor(_NUM_REMOVERS, thread_name_prefix="remove")
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -101,6 +104,7 @@ class Supervisor:
         for action in self._reconciler.tick(self._clock.now(), self._seen):
             await self._do(action)
         self._tell_changes(before)
+        self._was_settled = self._was_settled or self._reconciler.is_settled
         await self._announce()
 
     async def status(self) -> ClusterStatus:
@@ -119,7 +123,7 @@ class Supervisor:
         """Raises ConfigError."""
         if self._is_ending:
             raise ConfigError(f"the cluster {self._config.name!r} is going down")
-        for pool, count in check_replicas(self._config, replicas).items():
+        for pool, count in check_replicas(self._config, replicas, self._reconciler.replicas).items():
             self._on_event(f"scale {pool} from {self._reconciler.replicas[pool]} to {count}")
             self._reconciler.scale(pool, count, self._clock.now())
         self._woken.set()
@@ -142,13 +146,21 @@ class Supervisor:
             case Remove(name):
                 loop = asyncio.get_running_loop()
                 self._keep(loop.run_in_executor(self._removers, self._placer.remove, name))
-            case Failed(name, why, log_tail, pause):
-                again = f"again in {pause:.0f} s" if pause else "again at once"
-                tail = f"; the end of its log:\n{log_tail}" if log_tail else ""
-                self._on_event(f"{name}: {why}, {again}{tail}")
-                url, router_url = self._urls.pop(name, None), self.router_url
+            case Failed():
+                self._tell_failure(action)
+                url, router_url = self._urls.pop(action.name, None), self.router_url
                 if url is not None and router_url is not None:
                     self._spawn(self._router.forget(router_url, url))
+
+    def _tell_failure(self, failed: Failed) -> None:
+        again = "again at once" if not failed.pause else f"again in {failed.pause:.0f} s"
+        if failed.pause is None:
+            again = "and would do so again: it is not started any more"
+            if not self._was_settled and self.failure is None:
+                self.failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")
+                self.down(now=True)
+        tail = f"; the end of its log:\n{failed.log_tail}" if failed.log_tail else ""
+        self._on_event(f"{failed.name}: {failed.why}, {again}{tail}")
 
     async def _start(self, name: str, pool: str) -> None:
         config, credentials = self._config, self._credentials

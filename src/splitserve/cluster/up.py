@@ -33,7 +33,10 @@ _READY_INTERVAL = 0.5
 def run_cluster_up(
     config: ClusterConfig, ray_address: str | None, *, ready_file: Path | None = None, exit_with_parent: bool = False
 ) -> int:
-    """Returns the exit code when everything has ended. Raises ConfigError before anything has started."""
+    """Returns the exit code when everything has ended.
+
+    Raises ConfigError before anything has started, and where a process could not be started with what the file says.
+    """
     check_startable(config)
     credentials = Credentials.read(config)
     setup_logger(config.log_level)
@@ -51,7 +54,6 @@ async def _run(
     placer: Placer
     if ray_address is None:
         placer, host, cores = LocalPlacer(), ADDRESS, num_cores()
-        tell(f"logs of what has ended are in {placer.log_folder}")
     else:
         ray = _connect(ray_address, config.name)
         placer, host, cores = ray, ray.address, None
@@ -65,12 +67,18 @@ async def _run(
         ]
         try:
             async with control_server(config.name, supervisor):
+                if isinstance(placer, LocalPlacer):
+                    tell(f"logs of what has ended are in {placer.log_folder}")
                 await supervisor.run()
         finally:
             for task in watchers:
                 task.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            # Also where another cluster of that name is up.
+            await asyncio.to_thread(placer.close)
     tell("everything has ended")
+    if supervisor.failure is not None:
+        raise supervisor.failure
     return 0
 
 

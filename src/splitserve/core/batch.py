@@ -114,6 +114,8 @@ class RequestResult(msgspec.Struct, frozen=True, gc=False):
     num_accepted: int = 0
     # Theirs, where asked for.
     accepted_logprobs: tuple[TokenLogprob, ...] = ()
+    # Why this request has failed, and it alone: it has nothing else then, and the step of the others is whole.
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,10 +148,10 @@ class DecodeSide:
 
     def _on_status(self, receiver: KVReceiver, source: Source, status: TransferStatus) -> None:
         """A source's last word."""
-        self._context.changed = True
         receiver.said[source.session_id] = status.checksum
         # Before the state: who sees Success, from another thread, finds the room quiescent.
         receiver.unsettled = receiver.unsettled - {source.session_id}
+        receiver.note_change()
         if status.failure is not None:
             if receiver.fail(status.failure.to_error(receiver.key)):
                 self._abort_rest(receiver, knows=source)
@@ -338,6 +338,7 @@ class DecodeSide:
         if self._context.transport.is_fenced(session_id):
             for receiver in self._fencing.pop(session_id):
                 receiver.unsettled = receiver.unsettled - {session_id}
+                receiver.note_change()
             self._context.changed = True
 
     def _forget(self, peer: PrefillPeer) -> None:

@@ -9,6 +9,7 @@ One thread calls `tick`: when the link has something, and when a room of the KVM
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import cast
@@ -29,6 +30,7 @@ from splitserve.disaggregation.group_wire import (
 )
 from splitserve.disaggregation.ports import RankManager, RankReceiver, RankSender
 from splitserve.disaggregation.state import KVPoll
+from splitserve.disaggregation.touched import TouchedRooms
 from splitserve.disaggregation.wire import Cause
 from splitserve.errors import SplitserveError, WorkerUnavailableError
 
@@ -72,6 +74,8 @@ class FollowerRooms:
         self._manager = manager
         self._link = link
         self._rooms: dict[int, _Followed] = {}
+        # Of the rooms; what has changed in them is not reported yet.
+        self._touched = TouchedRooms()
 
     @property
     def num_rooms(self) -> int:
@@ -83,13 +87,18 @@ class FollowerRooms:
         if not self._link.is_open:
             self._end_all(WorkerUnavailableError("the driver of this worker is gone: retry on another"))
             return
-        for number, room in self._rooms.items():
+        for number in self._touched.take():
+            room = self._rooms.get(number)
+            if room is None:
+                continue
             report = room.report(number)
             if report != room.reported:
                 room.reported = report
                 self._link.send(encode(report))
 
     def _carry_out(self, order: AnyOrder) -> None:
+        # Also the number of orders is reported.
+        self._touched.add(order.number)
         if isinstance(order, OpenSender | OpenReceiver):
             self._open(order)
             return
@@ -112,6 +121,8 @@ class FollowerRooms:
                 room.end = self._manager.receiver(order.rid, order.bootstrap, order.attempt)
         except SplitserveError as error:
             room.failure = error
+        else:
+            room.end.watch(functools.partial(self._touched.add, order.number))
 
     def _apply(self, order: AnyOrder, room: _Followed) -> None:
         match order:

@@ -6,7 +6,8 @@ free only where no rank's end can be written to or read from any more (ADR 16, 1
 
 1. A call of the scheduler goes to the driver's own end first; where that raises, nobody else hears of it. Then it is
    ordered of every follower.
-2. `tick` takes in what the followers report. A room that failed on one rank is given up on all others.
+2. `tick` takes in what the followers report, and looks at the rooms of which something has changed, on whichever rank.
+   One that failed on one rank is given up on all others.
 3. A follower's word on quiescence counts once it has carried out all that was ordered.
 
 The scheduler's thread calls the ports, any one thread `tick`: whenever a link has something, or a room of the driver's
@@ -15,6 +16,7 @@ own KVManager has changed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Sequence
@@ -45,6 +47,7 @@ from splitserve.disaggregation.ports import (
 )
 from splitserve.disaggregation.room import abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll, advance
+from splitserve.disaggregation.touched import TouchedRooms
 from splitserve.disaggregation.wire import Cause
 from splitserve.errors import SplitserveError, WorkerUnavailableError
 from splitserve.messages import TransferStats
@@ -94,6 +97,8 @@ class GroupManager:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._rooms: dict[int, GroupSender | GroupReceiver] = {}
+        # Of the rooms; what has changed in them is not looked at yet.
+        self._touched = TouchedRooms()
         # Followers whose links have ended.
         self._gone: set[int] = set()
 
@@ -131,12 +136,16 @@ class GroupManager:
                     report = decode_report(frame)
                     if room := self._rooms.get(report.number):
                         room.take(i, report)
+                        self._touched.add(report.number)
                         changed = True
                 if not link.is_open and i not in self._gone:
                     self._gone.add(i)
+                    for number in self._rooms:
+                        self._touched.add(number)
                     changed = True
-            for room in self._rooms.values():
-                room.poll()
+            for number in self._touched.take():
+                if room := self._rooms.get(number):
+                    room.poll()
         return changed
 
     # -- for the rooms, under the lock ----------------------------------------------------------------------------
@@ -170,6 +179,9 @@ class GroupManager:
 
     def _add(self, room: GroupSender | GroupReceiver, order: AnyOrder) -> None:
         self._rooms[room.number] = room
+        room.local.watch(functools.partial(self._touched.add, room.number))
+        # What has happened to it before that.
+        self._touched.add(room.number)
         self.order(order)
 
 

@@ -12,7 +12,7 @@ Sender (prefill side)                              Receiver (decode side)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,6 +111,10 @@ class ManagerPort(Protocol):
 class RankSender(SenderPort, Protocol):
     """One rank's sending end of a room that all ranks of its worker have."""
 
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Have `on_change` called after each change of its state or quiescence from now on. It must not wait."""
+        ...
+
     def give_up(self, error: SplitserveError) -> None:
         """Fail this end with that cause, and tell the other. Idempotent, no-op once final."""
         ...
@@ -118,6 +122,8 @@ class RankSender(SenderPort, Protocol):
 
 class RankReceiver(ReceiverPort, Protocol):
     """One rank's receiving end of a room that all ranks of its worker have."""
+
+    def watch(self, on_change: Callable[[], None]) -> None: ...
 
     @property
     def attempt(self) -> int:

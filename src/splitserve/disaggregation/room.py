@@ -73,6 +73,16 @@ class Room:
         self.opened_at = context.clock.now()
         self._state = KVPoll.BOOTSTRAPPING
         self._failure: SplitserveError | None = None
+        self._on_change: Callable[[], None] | None = None
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def note_change(self) -> None:
+        """The state or the quiescence is another one now. Under the lock, and after the change: who hears it looks."""
+        self.context.changed = True
+        if self._on_change is not None:
+            self._on_change()
 
     @property
     def is_final(self) -> bool:
@@ -88,7 +98,7 @@ class Room:
 
     def advance(self, event: KVEvent) -> None:
         self._state = advance(self._state, event)
-        self.context.changed = True
+        self.note_change()
 
     def fail(self, error: SplitserveError) -> bool:
         """Become Failed. False where the room was final already: the first cause stays."""

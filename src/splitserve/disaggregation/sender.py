@@ -184,6 +184,7 @@ class KVSender(Room):
         self._chunks.clear()
         for part in self._parts:
             part.outgoing.drop_unsent()
+        self.note_change()
 
     def submit(self) -> None:
         """Plan the queued chunks and give their writes to the transport, as far as it takes them. Raises ValueError."""
@@ -205,7 +206,7 @@ class KVSender(Room):
             if worst is not None:
                 troubles.append((part, *worst))
             if num_final:
-                self.context.changed = True
+                self.note_change()
                 if self.context.staging is not None:
                     # Rooms that wait for its memory may have been looked at before this one.
                     self.context.wake()

@@ -29,14 +29,19 @@ _FILL_TIMEOUT = 60.0
 
 
 class FilledBitmask:
-    """A bitmask that may still be in the making."""
+    """A bitmask that may still be in the making. Both wait until it is filled."""
 
-    def __init__(self, future: Future[Bitmask] | None) -> None:
+    def __init__(self, future: Future[tuple[Bitmask, dict[int, str]]] | None) -> None:
+        """`future`: with what went wrong in the rows where something did."""
         self._future = future
 
     def rows(self, part: slice) -> Bitmask | None:
-        """Waits until it is filled. None where no row of the step has a grammar. Raises what filling raised."""
-        return None if self._future is None else self._future.result(_FILL_TIMEOUT)[part]
+        """None where no row of the step has a grammar."""
+        return None if self._future is None else self._future.result(_FILL_TIMEOUT)[0][part]
+
+    def error(self, row: int) -> str:
+        """Why the row says nothing of what its grammar allows; empty: it does."""
+        return "" if self._future is None else self._future.result(_FILL_TIMEOUT)[1].get(row, "")
 
 
 class BitmaskFiller:
@@ -52,12 +57,19 @@ class BitmaskFiller:
             return FilledBitmask(None)
         return FilledBitmask(self._thread.submit(self._fill, specs))
 
-    def _fill(self, specs: Sequence[SampleSpec]) -> Bitmask:
+    def _fill(self, specs: Sequence[SampleSpec]) -> tuple[Bitmask, dict[int, str]]:
         bitmask = np.empty((len(specs), len(self._vocabulary)), dtype=np.int32)
-        for spec, row in zip(specs, bitmask, strict=True):
-            if spec.grammar is not None:
+        errors: dict[int, str] = {}
+        for number, (spec, row) in enumerate(zip(specs, bitmask, strict=True)):
+            if spec.grammar is None:
+                continue
+            try:
                 self._fill_row(spec, spec.grammar, row)
-        return bitmask
+            except Exception as error:
+                # The library's, in this request's grammar: the others' rows are theirs.
+                row[:] = self._vocabulary
+                errors[number] = f"its grammar failed: {type(error).__name__}: {error}"
+        return bitmask, errors
 
     def _fill_row(self, spec: SampleSpec, grammar: GrammarMatcher, row: Bitmask) -> None:
         grammar.fill_bitmask(row.data)

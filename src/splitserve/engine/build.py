@@ -103,7 +103,9 @@ class BuiltEngine:
         """
         if (tell is None) != (self.ranks is None):
             raise EngineError("the driver of several ranks must be able to tell them of its steps, and it alone")
-        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table, tell)
+        share = self.loaded.share
+        meets = share is not None and share.meeting is not None
+        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table, tell, meets=meets)
         if tell is not None:
             return runner
         if self.pool.padding_page is not None and self.loaded.share is None:

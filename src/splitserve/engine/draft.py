@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from splitserve.core.batch import RequestResult, RequestStep, StepPlan, StepResult
 from splitserve.engine.runner import ModelRunner
+from splitserve.errors import EngineError
 
 
 class DraftingRunner:
@@ -34,7 +35,10 @@ class DraftingRunner:
             asked = [i for i, room in enumerate(rooms) if room > count]
             plan = StepPlan(tuple(_next_step(steps[i], guesses[i]) for i in asked))
             for i, result in zip(asked, self._draft.execute(plan).requests, strict=True):
-                assert result.token_id is not None
+                if result.token_id is None:
+                    raise EngineError(
+                        f"the draft model has no guess for request {plan.requests[i].rid}: {result.error}"
+                    )
                 guesses[i].append(result.token_id)
         return guesses
 

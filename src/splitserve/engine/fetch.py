@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from splitserve.errors import ModelLoadError
+from splitserve.errors import ModelLoadError, ModelNotFoundError
 
 # A download may take so long, seconds.
 _DOWNLOAD_TIMEOUT = 1800.0
@@ -36,9 +36,11 @@ def fetch_from_hub(name: str, *, aliases: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES))
     except GatedRepoError as error:
-        raise ModelLoadError(f"Model {name} is gated: accept its terms on its hub page, then set HF_TOKEN.") from error
+        raise ModelNotFoundError(
+            f"Model {name} is gated: accept its terms on its hub page, then set HF_TOKEN."
+        ) from error
     except RepositoryNotFoundError as error:
-        raise ModelLoadError(
+        raise ModelNotFoundError(
             f"There is no model {name} on the hub, or it is private (then set HF_TOKEN), and no folder or .gguf "
             f"file of that name here. Without a network, {aliases} comes from PyPI."
         ) from error

@@ -41,8 +41,13 @@ class StepInputs:
             self.token_ids[0, self.places] = drawn[self.drawn_rows]
 
 
-def build_inputs(plan: StepPlan, page_table: PageTable, page_size: int, device: torch.device) -> StepInputs:
-    """Flatten a plan of at least one request. Raises EngineError where a request has no tokens or too few pages."""
+def build_inputs(
+    plan: StepPlan, page_table: PageTable, page_size: int, vocab_size: int, device: torch.device
+) -> StepInputs:
+    """Flatten a plan of at least one request.
+
+    Raises EngineError where a request has no tokens, one that the model does not know, or too few pages.
+    """
     batch = PagedBatch(
         starts=np.array([r.start for r in plan.requests], dtype=np.int64),
         lengths=np.array([len(r.token_ids) for r in plan.requests], dtype=np.int64),
@@ -50,6 +55,8 @@ def build_inputs(plan: StepPlan, page_table: PageTable, page_size: int, device: 
         page_size=page_size,
     )
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
+    if token_ids.max() >= vocab_size or token_ids.min() < LAST_DRAWN:
+        raise EngineError(f"a token of this step is not in the model's vocabulary of {vocab_size}")
     places = np.flatnonzero(token_ids == LAST_DRAWN)
     rows = np.array([r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN], dtype=np.int64)
     return StepInputs(

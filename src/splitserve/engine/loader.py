@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # RoPE variants whose angles depend on the longest sequence of a batch once it outgrows the original context.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# Of the time to load, what ranks wait for each other: before the front end gives up, they say who is missing.
+_RANKS_FIRST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
     dtype_name = _dtype_name(config.dtype, checkpoint, device)
     if ranks is not None and ranks.rank.group_size > 1:
         model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
+        ranks.all_loaded(config.load_timeout * _RANKS_FIRST)
         layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
     else:
         model, share = _build(folder, config.model, dtype_name, device), None

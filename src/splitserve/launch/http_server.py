@@ -6,6 +6,7 @@ Signals stay with whoever owns the process (see `lifecycle.py`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from splitserve.errors import ConfigError, SplitserveError
+from splitserve.errors import AddressTakenError, ConfigError, SplitserveError
 from splitserve.launch.tls import TlsFiles
 
 # uvicorn looks at its flags ten times a second.
@@ -32,7 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port} ({why}): choose another --host or --port") from None
+        kind = AddressTakenError if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(f"cannot listen on {host}:{port} ({why}): choose another --host or --port") from None
     return sock
 
 

@@ -206,6 +206,11 @@ class LocalCluster:
         self._workers = [(role, c) for role, c in self._workers if c is not child]
 
     @property
+    def shapes(self) -> list[WorkerShape]:
+        """Of the workers of pairs."""
+        return list(self._shapes.values())
+
+    @property
     def log_folder(self) -> Path:
         if self._folder is None:
             raise ClusterError("the cluster is not running: start it first")

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.engine.sources import resolve_model
+from splitserve.launch.console import standard_output
+from splitserve.launch.fit import check_fit
 from splitserve.launch.local import ClusterError, LocalCluster
 
 # Seconds between two looks at the processes.
@@ -22,7 +24,9 @@ _WATCH_INTERVAL = 0.5
 def run_up(cluster: LocalCluster, model: str, *, load_timeout: float = 900.0) -> int:
     """Start, show, watch, drain. Returns the exit code: 0 after a Ctrl-C, 1 where the cluster cannot serve."""
     console = Console(stderr=True)
-    resolve_model(model)
+    folder = resolve_model(model)
+    for shape in cluster.shapes:
+        check_fit(folder, model, tp_size=shape.tp_size, pp_size=shape.pp_size)
     with _signals() as ended:
         try:
             with cluster:
@@ -81,7 +85,7 @@ def _signals() -> Iterator[threading.Event]:
 
 def _show(cluster: LocalCluster, model: str) -> None:
     """What to do with it, on standard output."""
-    console = Console()
+    console = standard_output()
     table = Table("worker", "role", "url", "pid", "status")
     for w in cluster.workers:
         table.add_row(w.name, w.role.value, w.url, str(w.pid), w.status)

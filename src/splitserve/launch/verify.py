@@ -25,6 +25,8 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
+from splitserve.launch.console import standard_output
+from splitserve.launch.fit import check_fit
 from splitserve.launch.local import ONE_RANK, LocalCluster
 from splitserve.launch.passage import PASSAGE
 from splitserve.launch.shape import WorkerShape
@@ -114,12 +116,14 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
     if options.transfer_backend not in USER_BACKENDS:
         raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
     prompts = None if options.prompts_file is None else read_prompts(options.prompts_file)
-    resolve_model(options.model)
+    folder = resolve_model(options.model)
+    for shape in (options.prefill_shape, options.decode_shape):
+        check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
     report = _run(options, prompts, Console(stderr=True))
     if as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
-        Console().print(render(report))
+        standard_output().print(render(report))
     return 0 if report.equal or report.quantization is not None else 1
 
 

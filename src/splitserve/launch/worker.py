@@ -35,6 +35,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.errors import SplitserveError, WorkerUnavailableError
 from splitserve.launch.checks import router_key
 from splitserve.launch.cluster_token import settle_host
+from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.logs import setup_logger
@@ -86,6 +87,7 @@ def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: Pr
         if config.parallel.nnodes > 1:
             head_socket = bind_head(config)
         folder = resolve_model(config.model.model)
+        check_worker_fit(config, folder)
         tokenizer = Tokenizer.load(folder)
     except BaseException:
         sock.close()

@@ -21,6 +21,7 @@ from typing import Any, Self, TypedDict, Unpack, overload
 
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
+from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.shape import WorkerShape
 from splitserve.launch.up import wait_ready
@@ -66,6 +67,7 @@ class Engine:
             raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")
         config = worker_config(model, transfer_backend, options)
         folder = resolve_model(model, progress=progress)
+        check_worker_fit(config, folder)
         tokenizer = Tokenizer.load(folder)
         self._progress = progress
         self._num_places = min(config.scheduler.max_running_requests, config.scheduler.max_queued_requests)

@@ -59,7 +59,15 @@ class PromptRequest:
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
-    """Whether this is one prompt, not a list of prompts. An empty list is a list of none."""
+    """Whether this is one prompt, not a list of prompts. An empty list is a list of none.
+
+    Raises TypeError for what is neither.
+    """
+    if isinstance(prompts, bytes | Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+        raise TypeError(
+            f"prompts is {type(prompts).__name__}: give a text, a list of token ids or of a chat's messages, or a list "
+            "of such prompts"
+        )
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping))
 
 

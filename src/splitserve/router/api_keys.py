@@ -8,6 +8,7 @@ It knows nothing of HTTP.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
@@ -62,8 +63,14 @@ def read_keys(path: Path, option: str) -> dict[str, str]:
     if not holders:
         raise ConfigError(f"{option} {path}: no key in it; write one a line, e.g. from: openssl rand -hex 32")
     if mode & _OTHERS_MAY_READ:
-        logger.warning("others on this machine may read the keys: chmod 600 %s", path)
+        _warn_of_others(path)
     return holders
+
+
+@functools.cache
+def _warn_of_others(path: Path) -> None:
+    """Once, however often the file is read."""
+    logger.warning("others on this machine may read the keys: chmod 600 %s", path)
 
 
 def first_key(path: Path, option: str) -> str:

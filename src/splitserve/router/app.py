@@ -250,7 +250,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "healthy": worker.healthy,
         "ready": worker.unready_reason is None,
         "reason": worker.unready_reason,
-        "draining": worker.is_draining,
+        "draining": worker.drains,
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "num_running": worker.num_running,
         "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,

@@ -15,6 +15,8 @@ from splitserve.router.policies import POLICIES
 
 # As browsers send it: no path, no capitals.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
+# A URL but for its scheme.
+_ADDRESS = re.compile(r"[\w.-]+:\d+/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,5 +224,6 @@ def parse_url(text: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"{text!r} is not the URL of a worker or router: write http://HOST:PORT")
+        meant = text.strip() if _ADDRESS.fullmatch(text.strip()) else "HOST:PORT"
+        raise ConfigError(f"{text!r} is not the URL of a worker or router: write http://{meant}")
     return text.strip().rstrip("/")

@@ -17,7 +17,7 @@ from splitserve.router.api_keys import first_key, key_header
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of
+from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of, in_log
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
@@ -141,7 +141,7 @@ class MiniLoadBalancer:
         self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
     ) -> None:
         visit.fail(side, status)
-        logger.warning("request failed route=%s side=%s status=%d error=%s", visit.route, side, status, body[:500])
+        logger.warning("request failed route=%s side=%s status=%d error=%s", visit.route, side, status, in_log(body))
         self.metrics.errors.labels(visit.route, side, str(status)).inc()
         if not client.started:
             await client.respond(status, body, extra)

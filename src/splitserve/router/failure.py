@@ -16,6 +16,14 @@ import msgspec
 from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError
 
 Headers = dict[str, str]
+# Of an answer, in a line of the log.
+_LOGGED_BYTES = 500
+
+
+def in_log(body: bytes) -> str:
+    """The beginning of an answer, as one line of text."""
+    text = body[:_LOGGED_BYTES].decode(errors="replace")
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 class Cause(enum.IntEnum):

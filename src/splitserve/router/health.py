@@ -40,6 +40,7 @@ class HealthMonitor:
         watches = Watches(self._watch)
         try:
             while True:
+                self._registry.forget_left()
                 await watches.update(self._registry.all())
                 for worker in self._registry.forget_lost():
                     logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)

@@ -6,8 +6,9 @@ A worker's life here
    path is not proven (`proof.py`) it is passed over for those whose is.
 3. The next successful check or registration puts it back. What failed by its fault is held against it for some seconds
    more: it is passed over while there are others, then gets one request at a time until one ends well (`worker.py`).
-4. It deregisters when it drains. A registered one that stays away for `FORGET_AFTER` seconds is forgotten. One that
-   changes its role by our order (`role_order.py`) keeps its place until it announces itself in the new one.
+4. It deregisters when it drains, and is listed until our requests there have ended. A registered one that stays away
+   for `FORGET_AFTER` seconds is forgotten. One that changes its role by our order (`role_order.py`) keeps its place
+   until it announces itself in the new one.
 
 It knows nothing of requests and HTTP.
 """
@@ -74,7 +75,7 @@ class WorkerRegistry:
     ) -> bool:
         """Add or refresh the worker at `url`. True if it is new, or has come back in another role."""
         known = self._workers.get(url)
-        if known is not None and known.mode is mode:
+        if known is not None and known.mode is mode and not known.is_leaving:
             known.bootstrap_port = bootstrap_port
             known.is_static = known.is_static or is_static
             known.mark_healthy(self._clock.now())
@@ -96,11 +97,18 @@ class WorkerRegistry:
             del self._workers[worker.url]
 
     def deregister(self, url: str) -> bool:
-        """It leaves. True if it was there and is gone."""
+        """It leaves: at once, or when our requests there have ended (`forget_left`). True if it was there."""
         known = self._workers.get(url)
-        if known is not None and known.switching_to is not None:
+        if known is None or known.switching_to is not None:
             return False
-        return self.remove(url)
+        known.is_leaving = True
+        self.forget_left()
+        return True
+
+    def forget_left(self) -> None:
+        """Drop those that have deregistered and have none of our requests any more."""
+        for worker in [w for w in self._workers.values() if w.is_leaving and not w.calls]:
+            del self._workers[worker.url]
 
     def get(self, url: str) -> Worker:
         """Raises UnknownWorkerError."""
@@ -254,7 +262,7 @@ def _why_unready(worker: Worker) -> str:
     """In few words, and without an address: whoever comes may hear it."""
     if not worker.healthy:
         return "unhealthy"
-    return "draining" if worker.is_draining else "not proven"
+    return "draining" if worker.drains else "not proven"
 
 
 def _can_serve(takers: Mapping[DisaggregationMode, Sequence[Worker]]) -> bool:

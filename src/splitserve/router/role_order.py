@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import RoleSwitchRunningError, WorkerUnavailableError
-from splitserve.router.failure import UpstreamError
+from splitserve.router.failure import UpstreamError, in_log
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Worker
@@ -71,7 +71,7 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
     try:
         answer = await _ask(upstream, worker, order)
     except UpstreamError as error:
-        logger.warning("worker keeps its role url=%s mode=%s cause=%s", worker.url, worker.mode, error.body[:500])
+        logger.warning("worker keeps its role url=%s mode=%s cause=%s", worker.url, worker.mode, in_log(error.body))
         raise
     finally:
         worker.switching_to, worker.is_draining = None, False

@@ -25,7 +25,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import Call, PairExchange, forward_single
-from splitserve.router.failure import Cause, Headers, UpstreamError
+from splitserve.router.failure import Cause, Headers, UpstreamError, in_log
 from splitserve.router.journal import Journal
 from splitserve.router.local_prefill import num_uncached_tokens
 from splitserve.router.logprobs import wants_merge
@@ -195,7 +195,7 @@ class Tries:
         kind = "migration" if self.journal.lines else "retry"
         self._metrics.retries.labels(kind, error.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
-        logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, error.body[:500])
+        logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, in_log(error.body))
         return target
 
     def _count_told(self) -> None:

@@ -43,6 +43,8 @@ class Worker:
     returned_at: float = -math.inf
     # An operator wants no new requests there.
     is_draining: bool = False
+    # It has deregistered, and requests of ours are still to end there.
+    is_leaving: bool = False
     # While it changes its role by our order: the role it is to have.
     switching_to: DisaggregationMode | None = None
     # Requests this router has under way there.
@@ -72,14 +74,18 @@ class Worker:
 
     @property
     def takes_requests(self) -> bool:
-        return self.healthy and not self.is_draining
+        return self.healthy and not self.drains
+
+    @property
+    def drains(self) -> bool:
+        return self.is_draining or self.is_leaving
 
     @property
     def unready_reason(self) -> str | None:
         """Why it gets no requests while others of its mode are ready; None: it is, too."""
         if not self.healthy:
             return "it does not answer, or says that it is not ready"
-        return "it drains" if self.is_draining else self.proof.doubt
+        return "it drains" if self.drains else self.proof.doubt
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
         """Of a prompt with these blocks (by block size), as far as is known."""

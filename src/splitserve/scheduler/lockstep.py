@@ -8,7 +8,7 @@ tokens of all ranks come together, so all must be in the same step, each knowing
 3. When all have joined, the hub tells all who brings what, and the step runs (`LockstepEngine`). So it goes on.
 
 Where nobody has anything to compute nobody is called, and nothing happens. A rank that ends, or whose part of a step
-fails, breaks the group: the others would wait for it in the middle of a layer.
+fails so that it is out of step, breaks the group: the others would wait for it in the middle of a layer.
 
 Neither half has threads or sockets of its own. Whoever carries the messages between them (`launch/lockstep_channel.py`)
 calls them: `Hub` from one thread, `Member.hear` from any. What the hub says to one rank must keep its order.
@@ -135,6 +135,11 @@ class Member:
             return self._called == self._step and self._broken is None
 
     @property
+    def is_broken(self) -> bool:
+        with self._changed:
+            return self._broken is not None
+
+    @property
     def is_ready(self) -> bool:
         """`wait` would not wait."""
         return not self._is_waiting
@@ -191,7 +196,10 @@ class SharedEngine(Protocol):
     """An engine whose steps are those of several ranks."""
 
     def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
-        """As that of Engine. What is returned is told how many tokens each rank brings; the plan may be empty."""
+        """As that of Engine. What is returned is told how many tokens each rank brings; the plan may be empty.
+
+        It raises RanksLostError where the ranks are out of step, EngineError where only this plan's requests fail.
+        """
         ...
 
 
@@ -201,6 +209,11 @@ class LockstepEngine:
     def __init__(self, engine: SharedEngine, member: Member) -> None:
         self._engine = engine
         self._member = member
+
+    @property
+    def is_broken(self) -> bool:
+        """There will be no more steps."""
+        return self._member.is_broken
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.prepare(plan)()
@@ -229,10 +242,10 @@ class JointStep:
         num_tokens = self._member.wait()
         try:
             return self._run(num_tokens)
-        except EngineError as error:
+        except RanksLostError as error:
             # The others may be waiting in a layer that this rank never came to.
             self._member.leave(error.message)
-            raise
+            raise EngineError(error.message) from error
 
 
 class GroupEngine:
@@ -252,6 +265,8 @@ class GroupEngine:
             try:
                 return step()
             except EngineError as error:
-                raise RanksLostError(error.message) from error
+                if self._engine.is_broken:
+                    raise RanksLostError(error.message) from error
+                raise
 
         return run

@@ -148,6 +148,10 @@ class Scheduler:
         self._has_worked = True
         if self._set.speculation is not None:
             self._set.speculation.observe(batch.plan, result)
+        for request, outcome in zip(batch.requests, result.requests, strict=True):
+            if outcome.error and not request.is_finished:
+                logger.error("request %s failed in a step: %s", request.rid, outcome.error)
+                self.role.abort(request.rid, EngineError(outcome.error))
         self.role.finish_step(*still_open(batch, result))
         self._outbox.flush()
 

@@ -27,7 +27,7 @@ from splitserve.core.batch import (
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import SamplingParams, mix64
 from splitserve.core.verify import specs_to_draw, verified
-from splitserve.errors import EngineError
+from splitserve.errors import EngineError, RanksLostError
 
 Slots = npt.NDArray[np.uint64]
 
@@ -50,7 +50,9 @@ class FakeEngine:
         self._window = window
         self.vocab_size = vocab_size
         self._table = page_table
-        self._failure: EngineError | None = None
+        self._failure: EngineError | RanksLostError | None = None
+        # Requests that fail in their next step, and why.
+        self._failures: dict[str, str] = {}
         # Tokens of every step run so far.
         self.step_sizes: list[int] = []
         # One value a token: [num_pages, page_size].
@@ -109,11 +111,17 @@ class FakeEngine:
 
         return run
 
-    def fail_next(self, error: EngineError) -> None:
+    def fail_next(self, error: EngineError | RanksLostError) -> None:
         """Raise `error` in the next step."""
         self._failure = error
 
+    def fail_request(self, rid: str, error: str) -> None:
+        """It alone fails, in its next step."""
+        self._failures[rid] = error
+
     def _run(self, step: RequestStep, slots: npt.NDArray[np.int64]) -> RequestResult:
+        if step.rid in self._failures:
+            return RequestResult(error=self._failures.pop(step.rid))
         flat = self._pool.reshape(-1)
         token_ids = [self._drawn[step.row] if token == LAST_DRAWN else token for token in step.token_ids]
         flat[slots[step.start :]] = _values(token_ids, step.start)

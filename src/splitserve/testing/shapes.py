@@ -20,7 +20,7 @@ import transformers
 
 from splitserve.chaos.leaks import held
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.child import ChildProcess
+from splitserve.launch.child import PROGRAM, ChildProcess
 from splitserve.launch.cluster_token import write_token_file
 from splitserve.launch.ready_file import ReadyInfo
 from splitserve.launch.shape import WorkerShape
@@ -63,14 +63,16 @@ class Shapes:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def start(self, mode: DisaggregationMode, shape: WorkerShape, *args: str) -> ChildProcess:
+    def start(
+        self, mode: DisaggregationMode, shape: WorkerShape, *args: str, program: Sequence[str] = PROGRAM
+    ) -> ChildProcess:
         """One worker, not yet ready."""
         self._num_started += 1
         command = ["serve", self._model, "--port", "0", "--disaggregation-mode", mode, *shape.args, *self._args, *args]
         if mode is DisaggregationMode.PREFILL:
             command += ["--disaggregation-bootstrap-port", "0"]
         name = f"{mode}-{self._num_started}"
-        return self._closing.enter_context(running(command, self._folder, name=name, env=_ENVIRONMENT))
+        return self._closing.enter_context(running(command, self._folder, name=name, env=_ENVIRONMENT, program=program))
 
     def start_nodes(
         self, mode: DisaggregationMode, shape: WorkerShape, num_nodes: int, *args: str

@@ -126,10 +126,28 @@ def test_ranks_on_several_nodes_are_for_kubernetes():
 
 def test_scaling_names_pools_that_are_there():
     config = parse_config(b"")
-    assert check_replicas(config, {"decode": 3}) == {"decode": 3}
+    now = {"prefill": 1, "decode": 1}
+    assert check_replicas(config, {"decode": 3}, now) == {"decode": 3}
     for wrong in ({"encode": 1}, {"decode": -1}, {"decode": 5000}, {"colocated": 1}):
         with pytest.raises(ConfigError):
-            check_replicas(config, wrong)
+            check_replicas(config, wrong, now)
+
+
+@pytest.mark.parametrize("wrong", [{"decode": 0}, {"prefill": 0}, {"prefill": 0, "decode": 0}])
+def test_scaling_to_what_serves_nothing_is_refused(wrong):
+    config = parse_config(b"")
+    with pytest.raises(ConfigError, match=r"nothing could be served with .*cluster down"):
+        check_replicas(config, wrong, {"prefill": 1, "decode": 2})
+
+
+def test_a_pair_may_be_scaled_to_nothing_beside_colocated_workers_and_back():
+    config = parse_config(b"pools: {prefill: {}, decode: {}, colocated: {}}")
+    now = {"prefill": 1, "decode": 1, "colocated": 1}
+    assert check_replicas(config, {"prefill": 0, "decode": 0}, now)
+    now = {"prefill": 0, "decode": 0, "colocated": 1}
+    assert check_replicas(config, {"prefill": 1, "decode": 2}, now)
+    with pytest.raises(ConfigError, match="need each other"):
+        check_replicas(config, {"prefill": 1}, now)
 
 
 def test_the_examples_are_good():

@@ -137,6 +137,19 @@ async def test_a_status_that_waits_waits_for_the_supervisor_too(monkeypatch):
     assert done.stdout.splitlines()[-1].startswith("c: ready")
 
 
+async def test_nobody_waits_for_a_process_that_is_not_started_any_more(monkeypatch):
+    before = await Controlled().status()
+    processes = [msgspec.structs.replace(process, state="failed") for process in before.processes]
+    failed = msgspec.structs.replace(before, processes=processes)
+    monkeypatch.setattr(ControlClient, "status", lambda _: failed)
+    monkeypatch.setattr(ControlClient, "scale", lambda *_: failed)
+    done = CliRunner().invoke(cli.app, ["cluster", "status", "--name", "c", "--wait", "3600"])
+    assert done.exit_code == 1
+    done = CliRunner().invoke(cli.app, ["cluster", "scale", "decode=3", "--name", "c", "--wait", "3600"])
+    assert isinstance(done.exception, ConfigError)
+    assert f"{processes[0].name}" in done.exception.message
+
+
 def test_scale_says_what_is_wanted_now(monkeypatch):
     def scale(_: ControlClient, replicas: dict[str, int]) -> ClusterStatus:
         status = asyncio.run(Controlled().status())

@@ -28,10 +28,15 @@ class World:
         self.removing: set[str] = set()
         self.starts: dict[str, list[float]] = defaultdict(list)
         self.failures: list[Failed] = []
+        self.exit_codes: dict[str, int] = {}
 
     def tick(self, seconds: float = 0.5) -> None:
         self.clock.advance(seconds)
-        seen = {name: Observation(phase=phase, detail=phase.value) for name, phase in self.phases.items()}
+        seen = {
+            name: Observation(phase=phase, detail=phase.value, exit_code=code, log_tail="a\nend\n" if code else "")
+            for name, phase in self.phases.items()
+            for code in [self.exit_codes.get(name)]
+        }
         for action in self.reconciler.tick(self.clock.now(), seen):
             match action:
                 case Start(name, pool):
@@ -114,6 +119,49 @@ def test_a_crash_loop_slows_down_to_the_longest_pause_and_is_forgiven_after_serv
     world.phases["decode-0"] = Phase.ENDED
     world.tick()
     assert world.failures[-1].pause == SETTINGS.backoff
+
+
+def test_a_worker_whose_options_are_wrong_is_not_started_again():
+    world = World(prefill=1, decode=1)
+    world.tick()
+    world.phases[ROUTER] = Phase.READY
+    world.tick()
+    world.phases["decode-0"], world.exit_codes["decode-0"] = Phase.ENDED, 2
+    world.phases["prefill-0"], world.exit_codes["prefill-0"] = Phase.ENDED, 1
+    for _ in range(100):
+        world.finish_removals()
+        world.tick(1.0)
+    assert len(world.starts["decode-0"]) == 1
+    assert len(world.starts["prefill-0"]) == 2
+    assert world.state("decode-0") is SlotState.FAILED
+    assert [(f.name, f.pause) for f in world.failures if f.name == "decode-0"] == [("decode-0", None)]
+    assert next(slot.detail for slot in world.reconciler.slots if slot.name == "decode-0") == "end"
+    assert not world.reconciler.is_settled
+    # Whoever has mended it asks for it anew.
+    del world.exit_codes["decode-0"]
+    world.reconciler.scale("decode", 0, world.clock.now())
+    world.serve()
+    world.reconciler.scale("decode", 1, world.clock.now())
+    world.serve()
+    assert world.running("decode") == ["decode-0"]
+    world.phases["prefill-0"], world.exit_codes["prefill-0"] = Phase.ENDED, 2
+    world.tick()
+    # It had served: whatever that code says, its options are good.
+    assert world.failures[-1].pause == 2.0
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+def test_going_down_takes_along_what_has_failed_for_good(hurries):
+    world = World(decode=1)
+    world.tick()
+    world.phases[ROUTER], world.exit_codes[ROUTER] = Phase.ENDED, 2
+    for _ in range(3):
+        world.tick()
+        world.finish_removals()
+    assert world.state(ROUTER) is SlotState.FAILED
+    (world.reconciler.stop_now if hurries else world.reconciler.shut_down)()
+    world.serve()
+    assert world.reconciler.is_over
 
 
 def test_a_worker_that_never_gets_ready_counts_as_failed_and_one_that_waits_for_room_does_not():

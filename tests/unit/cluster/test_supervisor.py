@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 from splitserve.clock import ManualClock
 from splitserve.cluster.commands import Credentials
 from splitserve.cluster.config import ClusterConfig, parse_config
+from splitserve.cluster.control import FOLDER_VARIABLE, socket_path
 from splitserve.cluster.placer import Observation, Phase, ProcessSpec
 from splitserve.cluster.router_client import RouterClient
 from splitserve.cluster.supervisor import Supervisor
+from splitserve.cluster.up import run_cluster_up
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.launch.ready_file import ReadyInfo
@@ -33,9 +37,16 @@ class DictPlacer:
         self.seen: dict[str, Observation] = {}
         self.next_port = 1000
         self.is_closed = False
+        # Who ends as soon as it is started.
+        self.unstartable = ""
 
     def start(self, spec: ProcessSpec) -> None:
         assert spec.name not in self.seen
+        if spec.name == self.unstartable:
+            tail = "loading\nerror: There is no folder x\n"
+            ended = Observation(phase=Phase.ENDED, detail="exited with code 2", log_tail=tail, exit_code=2)
+            self.seen[spec.name] = ended
+            return
         self.specs[spec.name] = spec
         port = int(spec.args[spec.args.index("--port") + 1])
         self.next_port += 1
@@ -147,9 +158,9 @@ async def test_who_goes_moves_its_requests_first(world):
 
 async def test_who_cannot_move_its_requests_ends_them(world):
     world.router.refuses = True
-    world.supervisor.scale({"decode": 0})
+    world.supervisor.scale({"decode": 1})
     await world.turns()
-    assert set(await world.states()) == {"router", "prefill-0"}
+    assert set(await world.states()) == {"router", "prefill-0", "decode-0"}
     assert any("its requests end there: no other decode worker" in event for event in world.events)
 
 
@@ -202,3 +213,36 @@ async def test_scaling_a_pool_that_is_not_there_is_refused(world):
     for replicas in wrong:
         with pytest.raises(ConfigError):
             world.supervisor.scale(replicas)
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_a_worker_that_cannot_be_started_ends_a_cluster_that_never_was_one(has_served):
+    world = World(parse_config(CONFIG))
+    if has_served:
+        await world.turns()
+        world.supervisor.scale({"decode": 3})
+    world.placer.unstartable = "decode-2" if has_served else "decode-1"
+    await world.turns(20)
+    (event,) = [event for event in world.events if "not started any more" in event]
+    assert "exited with code 2" in event
+    assert "loading\nerror: There is no folder x" in event
+    if has_served:
+        assert world.supervisor.failure is None
+        assert (await world.states())["decode-2"] == "failed"
+        assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
+    else:
+        assert str(world.supervisor.failure) == "decode-1: There is no folder x"
+        assert not world.placer.seen
+        await world.supervisor.run()
+        assert world.placer.is_closed
+
+
+def test_a_cluster_that_does_not_come_to_be_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "run"))
+    # What holds it stands for the other cluster.
+    with socket_path("splitserve").with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is up"):
+            run_cluster_up(parse_config(CONFIG), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -6,7 +6,8 @@ import pytest
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
-from splitserve.disaggregation.group import GroupManager
+from splitserve.disaggregation.follower import _Followed
+from splitserve.disaggregation.group import GroupManager, GroupReceiver, GroupSender
 from splitserve.disaggregation.group_wire import GiveUp, RoomReport, SendPages, decode_order, decode_report, encode
 from splitserve.disaggregation.state import IllegalTransition, KVPoll
 from splitserve.disaggregation.wire import Cause
@@ -466,3 +467,43 @@ def test_orders_and_reports_survive_the_link():
     assert decode_order(encode(GiveUp(number=1, cause=cause))) == GiveUp(number=1, cause=cause)
     report = RoomReport(number=3, num_orders=2, state=KVPoll.FAILED, is_quiescent=True, failure=cause)
     assert decode_report(encode(report)) == report
+
+
+# -- work ---------------------------------------------------------------------------------------------------------
+
+
+def looks_of_one_life(num_others, monkeypatch):
+    """How often a room is looked at, on both sides, beside so many that wait: when nothing happens, and in one life."""
+    world = two_and_two()
+    for room in range(2, 2 + num_others):
+        paired(world, room=room, target=(7,))
+    looks = []
+
+    def counting(cls, name):
+        method = getattr(cls, name)
+
+        def counted(self, *args):
+            looks.append(name)
+            return method(self, *args)
+
+        monkeypatch.setattr(cls, name, counted)
+
+    counting(GroupSender, "poll")
+    counting(GroupReceiver, "poll")
+    counting(_Followed, "report")
+    world.tick()
+    idle = len(looks)
+    sender, receiver = paired(world)
+    send(world, sender)
+    world.tick()
+    assert states(sender, receiver) == [KVPoll.SUCCESS] * 2
+    sender.clear()
+    receiver.clear()
+    world.tick()
+    monkeypatch.undo()
+    return idle, len(looks) - idle
+
+
+def test_rooms_that_wait_cost_nothing(monkeypatch):
+    assert looks_of_one_life(1, monkeypatch) == looks_of_one_life(40, monkeypatch)
+    assert looks_of_one_life(40, monkeypatch)[0] == 0

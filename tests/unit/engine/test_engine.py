@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from splitserve.config import CacheConfig, ModelConfig
-from splitserve.core.batch import RequestStep, SampleSpec, StepPlan, StepResult
+from splitserve.core.batch import InputLogprobSpec, RequestStep, SampleSpec, StepPlan, StepResult
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine import runner as runner_module
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.errors import ConfigError, EngineError
+from splitserve.testing.fake_grammar import FakeMatcher
 from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -88,8 +91,46 @@ def test_a_bad_step_is_an_engine_error_and_the_next_one_runs(
 def test_logits_that_are_not_numbers_are_an_error_not_a_token(engine: BuiltEngine) -> None:
     with torch.no_grad():
         engine.loaded.model.lm_head.weight[0, 0] = torch.nan
-    with pytest.raises(EngineError, match=r"not numbers.*bfloat16 or float32"):
-        engine.runner(np.zeros((1, 1), np.int32)).execute(StepPlan((step([1]),)))
+    (result,) = engine.runner(np.zeros((1, 1), np.int32)).execute(StepPlan((step([1]),))).requests
+    assert result.token_id is None
+    assert re.search("not numbers.*bfloat16 or float32", result.error)
+
+
+def with_scores(request: RequestStep) -> RequestStep:
+    return replace(request, input_logprobs=InputLogprobSpec(0, request.token_ids[1:]))
+
+
+class BrokenMatcher(FakeMatcher):
+    """Whose library gives up."""
+
+    def fill_bitmask(self, words: memoryview) -> None:
+        raise RuntimeError("bad state")
+
+
+@pytest.mark.parametrize("kind", ["drawing", "scoring", "drawing with its logprob", "grammar"])
+def test_what_one_request_brings_fails_that_request_alone(engine: BuiltEngine, kind: str) -> None:
+    runner = engine.runner(np.arange(32, dtype=np.int32).reshape(4, 8))
+    good = with_scores(step([4, 5, 6], row=1))
+    alone = runner.execute(StepPlan((good,))).requests[0]
+    bad = step([1, 2, 3], row=0)
+    assert bad.sample is not None
+    if kind == "grammar":
+        bad = replace(bad, sample=replace(bad.sample, grammar=BrokenMatcher(1, 1, frozenset())))
+    else:
+        with torch.no_grad():
+            engine.loaded.model.get_input_embeddings().weight[2] = torch.nan
+    if kind == "scoring":
+        bad = with_scores(replace(bad, sample=None))
+    elif kind == "drawing with its logprob":
+        bad = replace(bad, sample=replace(bad.sample, return_logprob=True))
+    found = runner.execute(StepPlan((bad, good))).requests
+    assert re.search("grammar failed.*bad state" if kind == "grammar" else "not numbers", found[0].error)
+    assert found[0].token_id is None
+    assert not found[0].input_logprobs
+    assert (found[1].token_id, found[1].error) == (alone.token_id, "")
+    assert [score.logprob for score in found[1].input_logprobs] == pytest.approx(
+        [score.logprob for score in alone.input_logprobs], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)

@@ -101,15 +101,16 @@ def test_a_rank_that_asks_to_leave_still_computes_the_step_that_all_have_joined(
 class Failing:
     """SharedEngine whose steps fail, or whose plans do."""
 
-    def __init__(self, *, fails_early: bool) -> None:
+    def __init__(self, *, fails_early: bool, error: EngineError | RanksLostError | None = None) -> None:
         self._fails_early = fails_early
+        self._error = error or RanksLostError("out of memory")
 
     def prepare(self, plan: StepPlan):
         if self._fails_early:
             raise EngineError("no such page")
 
         def run(num_tokens: tuple[int, ...]) -> StepResult:
-            raise EngineError("out of memory")
+            raise self._error
 
         return run
 
@@ -131,6 +132,17 @@ def test_a_failure_in_a_step_is_the_end_of_all_ranks(ranks: list[Rank]) -> None:
             failing.result(DEADLINE)
     with pytest.raises(EngineError, match="data parallel rank 0 left the group in step 1: out of memory"):
         ranks[2].step(1)
+
+
+def test_a_failure_that_leaves_the_ranks_in_step_is_its_requests_alone(ranks: list[Rank]) -> None:
+    failing = Failing(fails_early=False, error=EngineError("too many to draw"))
+    engine = GroupEngine(LockstepEngine(failing, ranks[0].member))
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        failed = pool.submit(engine.execute, StepPlan(()))
+        assert [a.result(DEADLINE) for a in [pool.submit(r.step, 0) for r in ranks[1:]]] == [(0, 0, 0)] * 2
+        with pytest.raises(EngineError, match="too many to draw"):
+            failed.result(DEADLINE)
+        assert list(pool.map(Rank.step, ranks, range(NUM_RANKS))) == [(0, 1, 2)] * NUM_RANKS
 
 
 def test_nobody_waits_for_ever(endpoints: LockstepEndpoints) -> None:

@@ -76,6 +76,12 @@ def test_what_is_wrong_with_the_call_is_raised_before_anything_runs(sampling, to
         requests_for("a", sampling, None)
 
 
+@pytest.mark.parametrize("prompts", [5, None, b"text", {"role": "user", "content": "a"}, iter(["a"])])
+def test_what_is_neither_a_prompt_nor_a_list_of_them_is_a_type_error(prompts):
+    with pytest.raises(TypeError, match="give a text, a list of token ids"):
+        requests_for(prompts, None, None)
+
+
 @pytest.mark.parametrize("prompt", [5.5, [{"content": "no role"}]])
 def test_what_is_no_prompt_fails_alone(prompt):
     good, bad = requests_for(["a", prompt], None, None)

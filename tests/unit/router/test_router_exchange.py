@@ -153,6 +153,16 @@ async def test_a_worker_that_is_not_there_fails_the_pair_at_once_and_is_passed_o
                     assert f"{side} worker" in (await response.json())["error"]["message"]
 
 
+async def test_what_failed_is_one_line_of_text_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def failing(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(status=500, body='{"error": "Größe\nb"}'.encode())
+
+    async with serve_pair(failing, failing, max_retries=0) as pair:
+        assert (await pair.post("/generate", {"text": "a"}))[0] == 500
+    (line,) = [record.getMessage() for record in caplog.records if "request failed" in record.getMessage()]
+    assert line.endswith('error={"error": "Größe b"}')
+
+
 async def test_of_two_failures_the_request_at_fault_outranks_the_partner_left_alone() -> None:
     decode_failed = asyncio.Event()
 

@@ -75,6 +75,13 @@ def test_a_key_is_known_by_its_name_or_its_line(clients: Path) -> None:
     ]
 
 
+def test_a_key_file_that_others_may_read_is_warned_of_once(clients: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clients.chmod(0o644)
+    for _ in range(3):
+        read_keys(clients, "--api-key-file")
+    assert caplog.text.count(f"chmod 600 {clients}") == 1
+
+
 def test_two_keys_of_one_name_both_hold(tmp_path: Path) -> None:
     keys = ApiKeys(read_keys(write(tmp_path / "k", f"{ALICE} a\n{BOB} a\n"), "--api-key-file"))
     assert keys.holder_of(ALICE) == keys.holder_of(BOB) == "a"

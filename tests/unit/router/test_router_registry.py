@@ -65,6 +65,42 @@ def test_an_unhealthy_worker_is_passed_over_until_it_registers_again() -> None:
     assert chosen(r.select()) == ("p", "d2")
 
 
+class Waiting:
+    """Call."""
+
+    def break_off(self) -> None: ...
+
+
+def test_a_worker_that_leaves_is_listed_until_our_requests_there_have_ended() -> None:
+    r = registry(("p", PREFILL), ("d1", DECODE), ("d2", DECODE), ("d3", DECODE))
+    leaver, call = r.get("d1"), Waiting()
+    leaver.calls.add(call)
+    assert r.deregister("d1")
+    assert [(w.url, w.unready_reason) for w in r.all() if w.drains] == [("d1", "it drains")]
+    assert {chosen(r.select()) for _ in range(6)} == {("p", "d2"), ("p", "d3")}
+    r.forget_left()
+    assert r.get("d1") is leaver
+    leaver.calls.remove(call)
+    r.forget_left()
+    # Who has none goes at once.
+    assert r.deregister("d2")
+    assert [w.url for w in r.pool(DECODE)] == ["d3"]
+    assert not r.deregister("d2")
+
+
+def test_a_worker_that_left_and_comes_back_is_another_one() -> None:
+    r = registry(("p", PREFILL), ("d", DECODE))
+    leaver, call = r.get("d"), Waiting()
+    leaver.calls.add(call)
+    r.deregister("d")
+    assert r.add("d", DECODE)
+    assert r.get("d") is not leaver
+    assert chosen(r.select()) == ("p", "d")
+    leaver.calls.remove(call)
+    r.forget_left()
+    assert [w.url for w in r.all()] == ["p", "d"]
+
+
 def test_a_registered_worker_that_stays_away_is_forgotten_and_a_given_one_is_not() -> None:
     clock = ManualClock()
     r = registry(("d1", DECODE), clock=clock)

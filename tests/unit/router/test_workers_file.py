@@ -93,6 +93,7 @@ def test_a_file_is_json_lines_with_comments(path: Path) -> None:
         ('{"url": "http://d9:1"}', "mode Field required"),
         ('{"url": "http://d9:1", "mode": "both"}', "mode Input should be 'prefill', 'decode' or 'null'"),
         ('{"url": "d9", "mode": "decode"}', "'d9' is not the URL of a worker or router: write http://HOST:PORT"),
+        ('{"url": "d9:80", "mode": "decode"}', "'d9:80' is not the URL of a worker or router: write http://d9:80"),
         ('{"url": "http://p9:1", "mode": "prefill"}', "a prefill worker must give its bootstrap_port"),
         ('{"url": "http://d1:1/", "mode": "decode"}', "this worker's url has come before"),
     ],

@@ -109,6 +109,19 @@ def test_an_engine_failure_ends_its_requests_alone():
     world.check_nothing_is_held()
 
 
+def test_a_request_that_fails_in_a_step_ends_alone():
+    world = ColocatedWorld()
+    for rid in ("bad", "good"):
+        world.submit(request(rid, range(30)))
+    world.turn()
+    world.fake_engine.fail_request("bad", "the logits are not numbers")
+    world.run_until_idle()
+    assert world.finish("bad").reason == "engine_error"
+    assert "the logits are not numbers" in world.finish("bad").message
+    assert world.tokens("good") == expected_tokens(range(30), SamplingParams(temperature=0.0), 8)
+    world.check_nothing_is_held()
+
+
 def test_calls_are_answered_with_what_is_held():
     world = ColocatedWorld()
     world.submit(request("a", range(64)))

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from splitserve.errors import ConfigError
-
 
 class Sliceable(Protocol):
     """A tensor, or one in a file of which only what is asked for is read."""
@@ -51,8 +49,3 @@ def even_range(size: int, rank: int, num_ranks: int) -> range:
 def even_sizes(size: int, num_ranks: int) -> list[int]:
     """Of all ranks' shares."""
     return [len(even_range(size, rank, num_ranks)) for rank in range(num_ranks)]
-
-
-def cannot_cut(name: str, why: str, remedy: str = "Use pipeline stages, or one rank") -> ConfigError:
-    """What says that a model is not for tensor parallel ranks."""
-    return ConfigError(f"Model {name} cannot be cut over tensor parallel ranks: {why}. {remedy}.")

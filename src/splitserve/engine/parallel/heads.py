@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitserve.engine.parallel.cut import cannot_cut
+from splitserve.engine.parallel.refusal import cannot_cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ import torch
 
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.body import Absent, Entry, Exit, Place, Stage
-from splitserve.engine.parallel.cut import Cut, cannot_cut
+from splitserve.engine.parallel.cut import Cut
 from splitserve.engine.parallel.heads import Heads
 from splitserve.engine.parallel.latents import latent_words
 from splitserve.engine.parallel.meeting import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.refusal import cannot_cut
 from splitserve.engine.parallel.styles import STYLES, Before, Held, Style, connect, cut_of
 from splitserve.engine.parallel.vocabulary import connect_embedding, connect_head
 from splitserve.errors import ConfigError

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.parallel.cut import cannot_cut
 from splitserve.engine.parallel.load import Share
+from splitserve.engine.parallel.refusal import cannot_cut
 from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
 from splitserve.errors import EngineError
 

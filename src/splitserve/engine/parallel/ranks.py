@@ -8,6 +8,7 @@ Whatever goes wrong, a peer's end included, is an exception, and then the ranks 
 from __future__ import annotations
 
 import datetime
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,24 +17,27 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import ConfigError, RanksLostError
+from splitserve.errors import RanksLostError, WorkerUnavailableError
 
 # torch 2.13 deprecates the older names, which 2.11 has alone.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Seconds that a rank waits for another one in the middle of a step.
+# Seconds that a rank waits for the others to meet, and later for one in the middle of a step.
 TIMEOUT = 300.0
 
 
 class Ranks:
     """An open group of processes. `close` it, where all are alive."""
 
-    def __init__(self, rank: ParallelRank, device: torch.device, stages: Sequence[Any]) -> None:
-        """`stages`: process group of each stage's ranks."""
+    def __init__(self, rank: ParallelRank, device: torch.device, stages: Sequence[Any], store: Any) -> None:
+        """`stages`: process group of each stage's ranks. `store`: where all ranks leave word for each other."""
         self.rank = rank
         self.device = device
+        self._store = store
+        self._met_at = time.monotonic()
         self._stage = stages[rank.pp_rank]
         self._first_of_stage = rank.index - rank.tp_rank
         # Sends under way, with what they read.
@@ -89,6 +93,23 @@ class Ranks:
         dist.recv(hidden, self.rank.index - self.rank.tp_size)
         return hidden
 
+    def all_loaded(self, timeout: float) -> None:
+        """Wait until every rank has loaded its share, up to `timeout` seconds after they met.
+
+        No collective: how far apart ranks are here is not bounded by how long one may wait for another in a step.
+        Raises RanksLostError, which names those that have not.
+        """
+        left = max(0.0, self._met_at + timeout - time.monotonic())
+        self._store.set(_word("loaded", self.rank), b"")
+        try:
+            self._store.wait([_word("loaded", other) for other in self.rank.group()], _seconds(left))
+        except Exception as error:
+            missing = _missing(self._store, "loaded", self.rank)
+            raise RanksLostError(
+                f"{missing} had not loaded the model {timeout:.0f} s after all ranks had met: see the log, or raise "
+                "--load-timeout"
+            ) from error
+
     def least(self, number: int) -> int:
         """The least that any rank of any stage says. Raises RanksLostError where one does not answer."""
         found = torch.tensor([number], dtype=torch.int64)
@@ -123,36 +144,57 @@ def open_ranks(
 
     Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step.
     `listening`: at the driver, for tcp, the descriptor of a socket that listens there; it is the store's from now on.
-    Raises ConfigError where they do not meet.
+    Raises WorkerUnavailableError where they do not meet.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    wait = datetime.timedelta(seconds=timeout)
+    wait = _seconds(timeout)
+    store: Any = None
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        rendezvous = _rendezvous(rank, init_method, wait, listening)
-        dist.init_process_group(backend, **rendezvous, rank=rank.index, world_size=rank.group_size, timeout=wait)
+        store = _store(rank, init_method, wait, listening)
+        store.set(_word("here", rank), b"")
+        dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.group_size, timeout=wait)
         stages = [
             dist.new_group([stage * rank.tp_size + i for i in range(rank.tp_size)], timeout=wait)
             for stage in range(rank.pp_size)
         ]
     except Exception as error:
-        raise ConfigError(
-            f"Rank {rank.index} of {rank.group_size} did not meet the others at {init_method} within {timeout:.0f} s: "
-            f"{error}. Check that all ranks were started, with the same address."
+        missing = "" if store is None else f" {_missing(store, 'here', rank)} did not come."
+        raise WorkerUnavailableError(
+            f"Rank {rank.index} of {rank.group_size} did not meet the others at {init_method} within {timeout:.0f} s:"
+            f"{missing} {error}. Check that all ranks were started, with the same address."
         ) from error
-    return Ranks(rank, device, stages)
+    return Ranks(rank, device, stages, store)
 
 
-def _rendezvous(
-    rank: ParallelRank, init_method: str, wait: datetime.timedelta, listening: int | None
-) -> dict[str, Any]:
-    """Where the ranks leave word for each other while they meet, in init_process_group's words."""
+def _word(what: str, rank: ParallelRank) -> str:
+    return f"{what}-{rank.index}"
+
+
+def _missing(store: Any, what: str, rank: ParallelRank) -> str:
+    """The ranks that have not left this word, for people."""
+    try:
+        names = [other.name for other in rank.group() if not store.check([_word(what, other)])]
+    except Exception:
+        # Its owner is gone.
+        names = []
+    return f"Rank {'; rank '.join(names)}" if names else "Some rank"
+
+
+def _seconds(seconds: float) -> datetime.timedelta:
+    """As torch takes it: to the millisecond, and 0 would be for ever."""
+    return datetime.timedelta(milliseconds=max(1, round(1000 * seconds)))
+
+
+def _store(rank: ParallelRank, init_method: str, wait: datetime.timedelta, listening: int | None) -> Any:
+    """Where the ranks leave word for each other."""
     where = urlsplit(init_method)
     if where.scheme != "tcp":
-        return {"init_method": init_method}
-    store = TCPStore(
+        store, _, _ = next(rendezvous(init_method, rank.index, rank.group_size, timeout=wait))
+        return store
+    return TCPStore(
         str(where.hostname),
         where.port or 0,
         rank.group_size,
@@ -161,7 +203,6 @@ def _rendezvous(
         wait_for_workers=False,
         master_listen_fd=listening,
     )
-    return {"store": store}
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.engine.parallel.meeting import Meeting, NoAttention
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import EngineError
+from splitserve.errors import EngineError, RanksLostError
 
 
 class SharedRunner:
@@ -29,12 +29,17 @@ class SharedRunner:
 
     def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
         """Read the page table. What is returned runs the step, given how many tokens each rank brings; every rank calls
-        its own, with the same numbers. Both raise EngineError: the second one leaves the ranks out of step."""
-        run = self._runner.prepare(plan) if plan.requests else self._take_part
+        its own, with the same numbers. Both raise EngineError, which fails the plan's requests alone. The second one
+        raises RanksLostError where the ranks are out of step."""
+        # The loop runs one step after the other, so no token is still to be drawn.
+        run = self._runner.begin(plan) if plan.requests else self._take_part
         return functools.partial(self._step, run)
 
     def _step(self, run: Callable[[], StepResult], num_tokens: tuple[int, ...]) -> StepResult:
-        self._meeting.begin(num_tokens)
+        try:
+            self._meeting.begin(num_tokens)
+        except EngineError as error:
+            raise RanksLostError(error.message) from error
         return run()
 
     def _take_part(self) -> StepResult:
@@ -43,5 +48,7 @@ class SharedRunner:
             with torch.inference_mode():
                 self._model(input_ids=nothing, position_ids=nothing, use_cache=False, step_attention=NoAttention())
         except Exception as error:
-            raise EngineError(f"A step of other ranks failed on this one: {type(error).__name__}: {error}") from error
+            raise RanksLostError(
+                f"A step of other ranks failed on this one: {type(error).__name__}: {error}"
+            ) from error
         return StepResult()

@@ -13,6 +13,7 @@ from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, Sam
 from splitserve.core.sampling import SamplingParams
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.head import LanguageHead
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.parallel.follower import FollowerRunner
 from splitserve.engine.parallel.orders import StepOrder, array, decode, encode, step_order
@@ -169,3 +170,61 @@ def test_what_fails_when_all_ranks_are_done_fails_its_step_alone(world: World, m
     world.driver.execute(StepPlan((step(0, (5, 6), 0),)))
     world.follow()
     world.assert_same_kv()
+
+
+@pytest.mark.parametrize("name", ["score", "draw"])
+def test_a_driver_that_fails_between_calls_of_the_model_makes_the_rest_of_them(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The other ranks would wait in them."""
+    calls: list[list[float]] = []
+    head = LanguageHead.__call__
+
+    def counted(self: LanguageHead, hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.flatten().tolist())
+        return head(self, hidden)
+
+    def fails(*_: object) -> None:
+        raise MemoryError("too many at once")
+
+    monkeypatch.setattr(LanguageHead, "__call__", counted)
+    monkeypatch.setattr(f"splitserve.engine.runner.{name}", fails)
+    # Each row's logits in a call of its own.
+    monkeypatch.setattr("splitserve.engine.runner._MAX_LOGITS", 1)
+    with pytest.raises(EngineError, match=r"r0, r1\) failed: MemoryError: too many at once"):
+        world.driver.execute(StepPlan((step(0, (5, 6, 7, 8), 0, scores=2), step(1, (9, 10), 0))))
+    ours, calls[:] = calls[:], []
+    world.follow()
+    assert len(ours) == 4
+    assert ours == calls
+    world.assert_same_kv()
+
+
+def test_a_rank_that_meets_others_in_the_body_alone_is_out_of_step_where_that_fails(
+    world: World, tiny_model: Callable[[TinyKind], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner(tiny_model("llama"), world.attentions[0], PAGE_SIZE, world.table, meets=True)
+    plan = StepPlan((step(0, (5, 6), 0),))
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("splitserve.engine.runner.draw", fails)
+        with pytest.raises(EngineError, match="no more"):
+            runner.execute(plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.attentions[0], "plan", fails)
+        with pytest.raises(RanksLostError, match="out of step: RuntimeError: no more"):
+            runner.execute(plan)
+
+
+def test_a_driver_that_fails_in_a_call_of_the_head_ends_the_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(LanguageHead, "__call__", fails)
+    with pytest.raises(RanksLostError, match="out of step: RuntimeError: connection closed by peer"):
+        world.driver.execute(StepPlan((step(0, (5, 6), 0),)))

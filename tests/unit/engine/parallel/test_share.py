@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -27,7 +28,11 @@ def stage_of(
     folder: Path, pp_rank: int, pp_size: int = 2, pp_layers: tuple[int, ...] = (), **model: Any
 ) -> LoadedModel:
     rank = ParallelRank(pp_rank=pp_rank, pp_size=pp_size)
-    ranks = Ranks(rank, torch.device("cpu"), [None] * pp_size)
+    store = dist.HashStore()
+    for other in rank.group():
+        # They have loaded theirs.
+        store.set(f"loaded-{other.index}", b"")
+    ranks = Ranks(rank, torch.device("cpu"), [None] * pp_size, store)
     return load_model(ModelConfig(model=str(folder), device="cpu", threads=1, **model), ranks, pp_layers)
 
 
@@ -114,7 +119,7 @@ def test_a_checkpoint_in_several_files_is_one(tiny_folder: Folder, tmp_path: Pat
 
 
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_loaded() -> None:
-    ranks = Ranks(ParallelRank(pp_size=2), torch.device("cpu"), [None, None])
+    ranks = Ranks(ParallelRank(pp_size=2), torch.device("cpu"), [None, None], dist.HashStore())
     nowhere = ModelConfig(model="/nowhere")
     with pytest.raises(ConfigError, match="draft model"):
         build_engine(nowhere, CacheConfig(), draft_model="small", ranks=ranks)
