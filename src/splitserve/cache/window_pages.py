@@ -241,7 +241,9 @@ class WindowPages:
         assert pins == self._pins, "window pages are pinned by nobody, or not by who runs on them"
         mapped = np.flatnonzero(self.table >= 0).tolist()
         assert len(set(self.table[mapped].tolist())) == len(mapped), "a window page has two owners"
-        assert set(self._idle) == {page for page in mapped if not pins[page]}, "idle window pages are not those unpinned"
+        assert set(self._idle) == {page for page in mapped if not pins[page]}, (
+            "idle window pages are not those unpinned"
+        )
         assert set(self._begins) <= set(mapped), "a window page that is gone has a beginning"
         found = self._pages.available() + len(mapped) + self._num_aside
         assert found == self.num_pages, f"{found} window pages free, held and aside of {self.num_pages}"
@@ -302,6 +304,7 @@ class NoWindowPages:
     """All layers' KV is in one pool."""
 
     can_admit = True
+    table = None
 
     def __init__(self) -> None:
         self._claim = Claim(0, 0, 0)

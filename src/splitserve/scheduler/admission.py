@@ -7,9 +7,10 @@ is; instead there must stay free
    may still generate where these are fewer: so many steps pass before anybody has to give way;
 2. enough that the longest running request could end, were all others retracted whose pages can be taken back.
 
-With a reserve as large as the longest answer nobody ever has to give way. Of window pages, where layers with sliding
-windows have a pool of their own, each is promised what its window takes of these tokens; rule 2 needs no more there, for
-that is the same however long a request becomes. It does not know in what order requests come.
+With a reserve as large as the longest answer nobody ever has to give way. It does not know in what order requests come.
+
+Where layers with sliding windows have a pool of their own, each is promised window pages for the tokens of rule 1; rule
+2 needs none, since a window takes the same however long its request becomes.
 """
 
 from __future__ import annotations

@@ -166,7 +166,9 @@ def test_nothing_is_lost_and_whoever_reads_finds_it(life, window, page_size, spa
     world.close()
 
 
-@given(st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=8), prompts, st.integers(1, 9), st.integers(1, 3))
+@given(
+    st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=8), prompts, st.integers(1, 9), st.integers(1, 3)
+)
 @settings(max_examples=200, deadline=None)
 def test_a_match_is_the_longest_behind_which_all_that_is_seen_is_there(published, asked, window, page_size):
     world = World(window=window, page_size=page_size, num_pages=60, spare=2)

@@ -57,7 +57,7 @@ def test_saved_pages_come_back_into_others_whatever_became_of_theirs() -> None:
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in tensors]
     copy = pool.save([4, 1, 2])
-    assert sum(part.nbytes for part in copy) == 3 * pool.bytes_per_page
+    assert sum(part.nbytes for part in copy.parts) == 3 * pool.bytes_per_page
     for tensor in tensors:
         tensor.zero_()
     pool.restore(copy, 1, [0, 5])
