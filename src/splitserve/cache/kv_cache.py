@@ -225,7 +225,8 @@ class PagedKVCache:
         if self.window is None and isinstance(self.windows, NoWindowPages):
             return
         holding, row = self._held(request)
-        if self.windows.leave(holding.claim, request.pages, request.num_computed_tokens):
+        num_prompt_tokens = request.num_prompt_tokens
+        if self.windows.leave(holding.claim, request.pages, request.num_computed_tokens, num_prompt_tokens):
             self.num_releases += 1
         if self.window is None:
             return

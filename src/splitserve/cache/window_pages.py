@@ -167,15 +167,20 @@ class WindowPages:
         has_first = claim.first < claim.stop
         return 0 if has_first else first_token_read(self.window, num_tokens) % self.page_size
 
-    def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> bool:
+    def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
         """So many tokens are computed: what lies before the window of the next one is idle now. Whether anything is.
 
-        Steps under way see no more either: those of the request that begin later than the tokens' own.
+        Steps under way see no more either: those of the request that begin later than the tokens' own. What holds none
+        of the `num_prompt_tokens` tokens of a prompt is the first to be taken: others' prompts rarely end in an answer.
         """
         first = self.first_page(num_tokens)
         if first <= claim.first:
             return False
-        self._unpin(pages[claim.first : min(first, claim.stop)])
+        left = pages[claim.first : min(first, claim.stop)]
+        self._unpin(left)
+        for page in left[max(0, kv_to_page_num(num_prompt_tokens, self.page_size) - claim.first) :]:
+            if page in self._idle:
+                self._idle.move_to_end(page, last=False)
         self._move(claim, first, max(first, claim.stop))
         return True
 
@@ -324,7 +329,7 @@ class NoWindowPages:
     def skip(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> int:
         return 0
 
-    def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> bool:
+    def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
         return False
 
     def shrink(self, claim: Claim, pages: Sequence[int], keep: int) -> None:

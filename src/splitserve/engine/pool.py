@@ -90,7 +90,7 @@ def num_pages_for(
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)
-    num_pages = _most_pages(one_page, int(free * fraction / cache.num_sharers), num_window_pages)
+    num_pages = most_pages(one_page, int(free * fraction / cache.num_sharers), num_window_pages)
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
@@ -100,7 +100,7 @@ def num_pages_for(
     return num_pages
 
 
-def _most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[int], int]) -> int:
+def most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[int], int]) -> int:
     """The largest number of pages that fits, with the window pages beside it."""
     windowed = one_page.bytes_per_window_page
     full = one_page.bytes_per_page - windowed
