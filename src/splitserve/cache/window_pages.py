@@ -310,6 +310,7 @@ class NoWindowPages:
 
     can_admit = True
     table = None
+    num_pages = num_available = 0
 
     def __init__(self) -> None:
         self._claim = Claim(0, 0, 0)

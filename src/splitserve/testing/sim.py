@@ -318,6 +318,7 @@ class SimWorker:
         state = self.scheduler.state()
         assert self.role.is_idle()
         assert state.pages_free + state.pages_cached == state.pages_total
+        assert state.window_pages_free == state.window_pages_total
         assert state.rows_free == state.rows_total
         assert state.retraction_host_bytes == 0
         assert state.metadata_slots_free == state.metadata_slots_total
