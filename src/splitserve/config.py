@@ -77,8 +77,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     # File in memory that holds one pool for several workers of this host; None: a pool of our own.
     shared_pool: str | None = None
     # Where some layers have sliding windows: pages of their own pool for each one of the other layers', at most. 1: all
-    # layers have one pool, and keep all tokens.
-    swa_full_tokens_ratio: float = 0.5
+    # layers have one pool, and keep all tokens. None: by the window (`engine/window_pool.py`).
+    swa_full_tokens_ratio: float | None = None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

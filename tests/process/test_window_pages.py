@@ -77,6 +77,7 @@ def test_a_pair(model: tuple[str, Reference], tmp_path: Path, prefill_shape, dec
             assert 0 < state["window_pages_total"] < state["pages_total"] / 4
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(lambda p: shapes.generate_apart(*pair, p, sampling_params=EXACT), PROMPTS))
+        assert [answer.status_code for answer in answers] == [200] * len(answers), [a.text for a in answers]
         outputs = [answer.json()["output_ids"] for answer in answers]
         assert outputs == [reference(prompt, NUM_NEW) for prompt in PROMPTS]
         limit = time.monotonic() + DEADLINE

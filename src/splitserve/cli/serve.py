@@ -136,12 +136,12 @@ def serve(
         float | None, typer.Option(help="Of the device's free memory, for the KV pool; default: 0.15, GPU: 0.85.")
     ] = None,
     swa_full_tokens_ratio: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Where some layers have sliding windows: tokens in their pool for one in the others', at most; "
-            "1: one pool for all."
+            help="Where some layers have sliding windows: tokens in their pool for each one in the others', at most; "
+            "default: window / 2048, 1: one pool for all."
         ),
-    ] = 0.5,
+    ] = None,
     disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
     decode_prefix_cache: Annotated[
         bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")

@@ -14,13 +14,16 @@ from splitserve.cache.window_pages import least_window_pages, window_pages_at_mo
 from splitserve.core.layout import KVLayout
 from splitserve.engine.parallel.ranks import Ranks
 
+# Requests of so many tokens fill both pools alike, where nobody says another ratio.
+FORESEEN_TOKENS = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class WindowDemand:
     """What a worker's scheduler may ask of a windowed layers' own pool."""
 
-    # Its pages for each one of the full layers' pool, at most; 1: there is one pool.
-    full_tokens_ratio: float
+    # Its pages for each one of the full layers' pool, at most; 1: there is one pool. None: `FORESEEN_TOKENS` says.
+    full_tokens_ratio: float | None
     # Tokens of prompts in all steps under way.
     step_tokens: int
     max_requests: int
@@ -29,8 +32,11 @@ class WindowDemand:
 
     def num_window_pages(self, num_pages: int, page_size: int, window: int) -> int:
         """Beside so many pages of the full layers, for layers that see `window` tokens; 0: there is one pool."""
+        ratio = window / FORESEEN_TOKENS if self.full_tokens_ratio is None else self.full_tokens_ratio
+        if ratio >= 1.0:
+            return 0
         most = self.max_requests * window_pages_at_most(window, page_size) + kv_to_page_num(self.step_tokens, page_size)
-        wanted = min(math.ceil(num_pages * self.full_tokens_ratio), most)
+        wanted = min(math.ceil(num_pages * ratio), most)
         found = max(wanted, least_window_pages(window, page_size, self.step_tokens))
         return found if found < num_pages else 0
 

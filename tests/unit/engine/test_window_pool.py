@@ -28,13 +28,13 @@ def one_page(windows: Sequence[int | None]) -> KVLayout:
     num_full=st.integers(1, 3),
     num_windowed=st.integers(0, 5),
     budget=st.integers(0, 400_000),
-    ratio=st.floats(0.01, 1.0),
+    ratio=st.floats(0.01, 1.0) | st.none(),
     window=st.integers(1, 60),
     step_tokens=st.integers(0, 40),
     max_requests=st.integers(1, 9),
 )
 def test_both_pools_take_the_memory_there_is_and_no_more(
-    num_full: int, num_windowed: int, budget: int, ratio: float, window: int, step_tokens: int, max_requests: int
+    num_full: int, num_windowed: int, budget: int, ratio: float | None, window: int, step_tokens: int, max_requests: int
 ) -> None:
     layout = one_page([None] * num_full + [window] * num_windowed)
     demand = WindowDemand(ratio, step_tokens, max_requests)
@@ -58,6 +58,12 @@ def test_a_stage_of_windowed_layers_alone_leaves_the_bound_to_the_others() -> No
     assert most_pages(layout, 30 * 128, lambda n: demand.num_window_pages(n, PAGE_SIZE, 20)) > 1 << 30
     # With less memory it is the one that sets it.
     assert most_pages(layout, 20 * 128, lambda n: demand.num_window_pages(n, PAGE_SIZE, 20)) == 40
+
+
+@pytest.mark.parametrize(("window", "num_pages"), [(128, 250), (1024, 2000), (2047, 3999), (2048, 0), (4096, 0)])
+def test_where_nobody_says_more_small_windows_have_small_pools_and_large_ones_none(window: int, num_pages: int) -> None:
+    assert WindowDemand(None, 0, 1000).num_window_pages(4000, PAGE_SIZE, window) == num_pages
+    assert WindowDemand(1.0, 0, 1000).num_window_pages(4000, PAGE_SIZE, window) == 0
 
 
 @pytest.mark.parametrize(
