@@ -78,6 +78,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_host_memory: int = 0
     # File in memory that holds one pool for several workers of this host; None: a pool of our own.
     shared_pool: str | None = None
+    # Where some layers have sliding windows: pages of their own pool for each one of the other layers', at most. 1: all
+    # layers have one pool, and keep all tokens. None: by the window (`engine/window_pool.py`).
+    swa_full_tokens_ratio: float | None = None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

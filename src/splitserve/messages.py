@@ -169,6 +169,9 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     pages_cached: int
     # Held for requests that ended while a peer may still touch their pages.
     pages_leased: int = 0
+    # Where layers with sliding windows have a pool of their own: its pages, and of these those in nobody's window.
+    window_pages_total: int = 0
+    window_pages_free: int = 0
     rows_total: int
     rows_free: int
     metadata_slots_total: int = 0

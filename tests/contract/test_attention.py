@@ -276,6 +276,48 @@ def test_layers_with_and_without_a_window_share_a_step(backend: str) -> None:
             np.testing.assert_allclose(out, expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 5, 9])
+def test_layers_with_windows_have_pages_of_their_own_and_what_has_left_is_nowhere(backend: str, window: int) -> None:
+    kind, rng = BACKENDS[backend], np.random.default_rng(window)
+    size = 8 * kind.head_size_unit
+    shapes = [LayerShape(0, 2, size, size, None), LayerShape(1, 2, size, size, window)]
+    layout = replace(layout_for(shapes, kind.dtype, page_size=4, num_pages=40), num_window_pages=24)
+    pool = KVPool(layout, CPU)
+    for tensor in (*pool.keys.values(), *pool.values.values()):
+        tensor.fill_(torch.nan)
+    assert (len(pool.keys[0]), len(pool.keys[1])) == (40, 24)
+    attention = kind.make(pool)
+    # Of two requests; those of the windowed layer's own pool change places.
+    pages, windows = np.split(rng.permutation(40)[:24], 2), np.split(rng.permutation(24), 2)
+    known = [[np.zeros((2, 0, 2, size), np.float32) for _ in shapes] for _ in pages]
+    # Prompts in chunks, one beside a decode, then both decode.
+    for step_lengths in ((17, 30), (13, 1), (1, 1), (1, 1), (1, 1)):
+        starts = np.array([k[0].shape[1] for k in known])
+        lengths = np.array(step_lengths)
+        used = -(-(starts + lengths) // 4)
+        seen = [w[:n].copy() for w, n in zip(windows, used, strict=True)]
+        for numbers, start in zip(seen, starts, strict=True):
+            gone = first_token_read(window, int(start)) // 4
+            for tensor in (pool.keys[1], pool.values[1]):
+                tensor[numbers[:gone]] = torch.nan
+            numbers[:gone] = -1
+        full = tuple(p[:n].astype(np.int64) for p, n in zip(pages, used, strict=True))
+        batch = PagedBatch(starts, lengths, full, 4, tuple(n.astype(np.int64) for n in seen))
+        step = attention.plan(batch)
+        for layer, layer_window in enumerate((None, window)):
+            normal = (rng.normal(size=(lengths.sum(), heads, size)).astype(np.float32) for heads in (4, 2, 2))
+            q, k, v = (rounded(x, kind.dtype) for x in normal)
+            tensors = (torch.from_numpy(x).to(getattr(torch, kind.dtype)) for x in (q, k, v))
+            out = step.forward(layer, *tensors, AttentionParams(0.5, layer_window)).float().numpy()
+            for r, (begin, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+                rows = slice(begin, end)
+                known[r][layer] = np.concatenate((known[r][layer], np.stack((k[rows], v[rows]))), axis=1)
+                params = AttentionParams(0.5, layer_window)
+                expected = naive(q[rows].astype(np.float64), *known[r][layer], int(starts[r]), params)
+                np.testing.assert_allclose(out[rows], expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
+
+
 @pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(window: int | None) -> None:

@@ -20,6 +20,7 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.arena import Arena
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.disaggregation.checksum import Checksums
+from splitserve.disaggregation.reshard import RoomPages
 from splitserve.disaggregation.transports import missing
 from splitserve.disaggregation.transports.base import PeerAddress, WriteState
 from splitserve.disaggregation.transports.session import SessionTransport
@@ -99,7 +100,7 @@ def _checksum(case: Case, runs: int) -> TransferFigures:
     seconds = []
     for _ in range(runs):
         began = time.perf_counter()
-        checksums.of(range(case.num_pages), range(num_tokens), num_tokens, tokens_a_page)
+        checksums.of(RoomPages(range(case.num_pages)), range(num_tokens), num_tokens, tokens_a_page)
         seconds.append(time.perf_counter() - began)
     return TransferFigures.of(
         "checksum",

@@ -21,6 +21,10 @@ class HostCopies(Protocol):
     @property
     def bytes_per_page(self) -> int: ...
 
+    def bytes_of(self, pages: Sequence[int]) -> int:
+        """What a copy of the pages takes: less than so many pages, where some have no window page."""
+        ...
+
     def save(self, pages: Sequence[int]) -> Any:
         """A copy of the pages, in this order. Raises MemoryError where the host has none left."""
         ...
@@ -55,14 +59,17 @@ class HostMemory:
 
     def save(self, pages: Sequence[int]) -> HostCopy | None:
         """A copy of the pages, counted until it is dropped; None without room for it."""
-        if not pages or not self.has_room(len(pages)):
+        if not pages:
+            return None
+        num_bytes = self._copies.bytes_of(pages)
+        if self.num_bytes + num_bytes > self.limit:
             return None
         try:
             data = self._copies.save(pages)
         except MemoryError as error:
             logger.warning("the host has no memory for %d pages of KV: %s", len(pages), error)
             return None
-        copy = HostCopy(data, len(pages) * self._copies.bytes_per_page)
+        copy = HostCopy(data, num_bytes)
         self.num_bytes += copy.num_bytes
         return copy
 

@@ -7,7 +7,8 @@ The life of a request in here:
    sum of all promises never exceeds what is free or can be evicted, so growing up to the promise never fails.
 2. `extend` makes sure that pages for the tokens of the next step are there. Beyond the promise it may find none.
 3. `share` publishes the whole pages computed so far, so that others find them while the request still runs.
-4. `forget` gives back, while it goes on, what no layer will look at again, where all layers have sliding windows.
+4. `forget` gives back, while it goes on, what no layer will look at again: pages, where all layers have sliding
+   windows, and where some have, their window pages (`window_pages.py`).
 5. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
 
 Between `step_began` and `step_ended` the engine may touch whatever the step's requests held when it began. What they
@@ -21,15 +22,16 @@ contain.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.host_tier import HostTier
 from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import PrefixCache, PrefixHandle
+from splitserve.cache.prefix import PrefixCache, PrefixHandle, PrefixMatch
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import ReqToTokenPool
+from splitserve.cache.window_pages import Claim, NoWindowPages, WindowPages
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request
 
@@ -48,6 +50,8 @@ class Holding:
     # request.pages[:num_shared] are not the request's own: the prefix cache's, kept by `handle`, or forgotten.
     num_shared: int
     handle: PrefixHandle | None
+    # Of the window pages.
+    claim: Claim
     # request.pages[:num_forgotten] are nobody's: numbers that fill their places, and must not be looked at.
     num_forgotten: int = 0
 
@@ -64,6 +68,7 @@ class StepUnderWay:
     requests: frozenset[Request]
     pages: list[int] = field(default_factory=list)
     handles: list[PrefixHandle] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
     # Released: all that they held, and their rows.
     leaving: list[tuple[Holding, int]] = field(default_factory=list)
 
@@ -78,6 +83,7 @@ class PagedKVCache:
         shared: SharedPages | None = None,
         host: HostTier | None = None,
         window: int | None = None,
+        windows: WindowPages | NoWindowPages | None = None,
     ) -> None:
         self.pages = pages
         self.rows = rows
@@ -89,6 +95,8 @@ class PagedKVCache:
         self.host = host
         # Tokens that the layer which sees most sees; None: some layer sees all, and nothing is forgotten.
         self.window = None if shared else window
+        # Where some layers have windows and a smaller pool: window pages beside `pages`, which are all layers' else.
+        self.windows = windows or NoWindowPages()
         self._holdings: dict[str, Holding] = {}
         # The sum of what all holdings are owed.
         self._owed = 0
@@ -115,23 +123,28 @@ class PagedKVCache:
     def num_tokens_total(self) -> int:
         return self.pages.num_pages * self.page_size
 
-    def try_admit(self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0) -> bool:
+    def try_admit(
+        self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0, num_foreseen: int = 0
+    ) -> bool:
         """Admit `request` with a promise of pages for `num_tokens` tokens; False, changing nothing, without room.
 
         `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens, which must be among
-        those promised, are looked up in the prefix cache and behind it on the host.
+        those promised, are looked up in the prefix cache and behind it on the host. Window pages, where there are any,
+        are promised for `num_foreseen` tokens, if that is more.
         """
         if self.rows.available_size() == 0:
             return False
-        match = self.prefix.match(request.tokens(0, max_prefix))
+        match = self._match(request.tokens(0, max_prefix))
         self.prefix.lock(match.handle)
         num_promised = kv_to_page_num(num_tokens, self.page_size)
         owed = max(0, num_promised - len(match.pages))
-        if owed + headroom > self.num_grantable_pages:
+        claim = self.windows.claim(match.pages, max(num_tokens, num_foreseen))
+        if owed + headroom > self.num_grantable_pages or not self.windows.can_admit:
+            self.windows.release(claim, match.pages)
             self.prefix.unlock(match.handle)
             return False
         self._owed += owed
-        self._holdings[request.rid] = Holding(request, num_promised, len(match.pages), match.handle)
+        self._holdings[request.rid] = Holding(request, num_promised, len(match.pages), match.handle, claim)
         request.row = self.rows.alloc()
         request.pages = list(match.pages)
         self.rows.write(request.row, 0, request.pages)
@@ -144,10 +157,11 @@ class PagedKVCache:
             self.prefix_host_hits += num_fetched
         return True
 
-    def extend(self, request: Request, num_tokens: int) -> bool:
+    def extend(self, request: Request, num_tokens: int, *, is_arriving: bool = False) -> bool:
         """Give `request` pages for its first `num_tokens` tokens; False, changing nothing, if there are none left.
 
         Never False within what it was promised, but while a step is under way: then it may rest on pages set aside.
+        `is_arriving`: their KV is computed elsewhere, and comes where the next token sees it. Right after `try_admit`.
         """
         if num_tokens <= len(request.pages) * self.page_size:
             return True
@@ -156,10 +170,14 @@ class PagedKVCache:
         paid = min(missing, holding.num_pages_owed)
         if missing - paid > self.num_grantable_pages:
             return False
+        begin = self.windows.skip(holding.claim, request.pages, num_tokens) if is_arriving else 0
+        if not self.windows.has_room(holding.claim, len(request.pages) + missing):
+            return False
         new = self._take(missing)
         self.rows.write(row, len(request.pages), new)
         request.pages.extend(new)
         self._owed -= paid
+        self.windows.grow(holding.claim, request.pages, begin=begin)
         return True
 
     def shrink(self, request: Request, num_tokens: int) -> None:
@@ -169,7 +187,8 @@ class PagedKVCache:
             return
         holding, _ = self._held(request)
         owed = holding.num_pages_owed
-        self.pages.free(request.pages[keep:])
+        self.windows.shrink(holding.claim, request.pages, keep)
+        self._free_pages(request.pages[keep:])
         del request.pages[keep:]
         self._owed += holding.num_pages_owed - owed
         self.num_releases += 1
@@ -186,6 +205,11 @@ class PagedKVCache:
             return
         self.prefix.lock(match.handle)
         self.prefix.unlock(holding.handle)
+        left = self.windows.exchange(holding.claim, request.pages[:whole], match.pages)
+        if self._steps:
+            self._steps[-1].window_pages += left
+        else:
+            self.windows.free(left)
         self._give_back(request, duplicates)
         request.pages[:whole] = match.pages
         self.rows.write(row, 0, match.pages)
@@ -196,10 +220,16 @@ class PagedKVCache:
 
         A prompt that is to be published stays whole until it is computed, and what is published until all of it has
         left. In the page table the first page that is still seen stands in their place.
+        Window pages are given back at once, and what is published stays as long as nobody else needs its window pages.
         """
-        if self.window is None:
+        if self.window is None and isinstance(self.windows, NoWindowPages):
             return
         holding, row = self._held(request)
+        num_prompt_tokens = request.num_prompt_tokens
+        if self.windows.leave(holding.claim, request.pages, request.num_computed_tokens, num_prompt_tokens):
+            self.num_releases += 1
+        if self.window is None:
+            return
         first = first_token_read(self.window, request.num_computed_tokens) // self.page_size
         first = min(first, len(request.pages) - 1)
         if first <= holding.num_forgotten or first < holding.num_shared:
@@ -232,6 +262,9 @@ class PagedKVCache:
         """The one that began first has ended."""
         step = self._steps.popleft()
         self._free(step.pages, step.handles)
+        if step.window_pages:
+            self.windows.free(step.window_pages)
+            self.num_releases += 1
         for holding, row in step.leaving:
             self._let_go(holding, row)
 
@@ -270,7 +303,7 @@ class PagedKVCache:
         """Forget everything no request uses; how many pages that freed."""
         num_free = self.pages.available()
         for evicted in self.prefix.evict(self.prefix.num_pages):
-            self.pages.free(evicted.pages)
+            self._free_pages(evicted.pages)
         if self.host is not None:
             self.host.clear()
         return self.pages.available() - num_free
@@ -299,6 +332,7 @@ class PagedKVCache:
                 f"{self.pages.num_pages} pages, but {self.pages.available()} free + {self.prefix.num_pages} cached + "
                 f"{len(own)} held ({len(set(own))} different)"
             )
+        self.windows.check([(h.claim, h.request.pages) for h in (*self._holdings.values(), *leaving)])
         num_rows = len(held) + len(leaving)
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
@@ -326,10 +360,15 @@ class PagedKVCache:
             self.num_releases += 1
         for handle in handles:
             self.prefix.unlock(handle)
+        self._free_pages(pages)
+
+    def _free_pages(self, pages: Sequence[int]) -> None:
+        self.windows.drop(pages)
         self.pages.free(pages)
 
     def _let_go(self, holding: Holding, row: int) -> None:
         request = holding.request
+        self.windows.release(holding.claim, request.pages)
         self._free(request.pages[holding.num_shared :], [holding.handle])
         self.rows.free(row)
         request.pages = []
@@ -340,6 +379,12 @@ class PagedKVCache:
         if holding is None or request.row is None:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
         return holding, request.row
+
+    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest cached prefix that a request can go on behind."""
+        match = self.prefix.match(tokens)
+        usable = self.windows.num_usable(match.pages)
+        return match if usable == len(match.pages) else self.prefix.match(tokens[: usable * self.page_size])
 
     def _fetch(self, request: Request, max_prefix: int) -> int:
         """Copy back what the host has behind the pages found; how many tokens. Others find them from now on, too."""
@@ -361,5 +406,5 @@ class PagedKVCache:
             for evicted in self.prefix.evict(short):
                 if self.host is not None:
                     self.host.keep(evicted)
-                self.pages.free(evicted.pages)
+                self._free_pages(evicted.pages)
         return self.pages.alloc(count)

@@ -11,6 +11,7 @@ def held(state: Mapping[str, Any]) -> str:
     balanced = (
         state["num_running_reqs"] == state["num_waiting_reqs"] == state["pages_leased"] == 0
         and state["pages_free"] + state["pages_cached"] == state["pages_total"]
+        and state.get("window_pages_free") == state.get("window_pages_total")
         and state["rows_free"] == state["rows_total"]
         and state["num_retracted_reqs"] == state["retraction_host_bytes"] == 0
         and state["metadata_slots_free"] == state["metadata_slots_total"]

@@ -141,6 +141,13 @@ def serve(
     mem_fraction_static: Annotated[
         float | None, typer.Option(help="Of the device's free memory, for the KV pool; default: 0.15, GPU: 0.85.")
     ] = None,
+    swa_full_tokens_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Where some layers have sliding windows: tokens in their pool for each one in the others', at most; "
+            "default: window / 2048, 1: one pool for all."
+        ),
+    ] = None,
     disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="Keep no prefixes.")] = False,
     decode_prefix_cache: Annotated[
         bool, typer.Option(help="Decode: keep prefixes, so that prefill sends only what is new.")
@@ -220,6 +227,7 @@ def serve(
             enable_decode_prefix_cache=decode_prefix_cache,
             prefix_host_memory=num_bytes(prefix_host_memory, "--prefix-host-memory"),
             shared_pool=None if shared_pool is None else str(shared_pool),
+            swa_full_tokens_ratio=swa_full_tokens_ratio,
         ),
         scheduler=SchedulerConfig(
             chunked_prefill_size=chunked_prefill_size,

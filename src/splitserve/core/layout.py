@@ -52,11 +52,24 @@ def first_token_read(window: int | None, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The pool of one rank. Component i is memory region i of the rank's transport."""
+    """The pool of one rank. Component i is memory region i of the rank's transport.
+
+    Where only some layers of a model have sliding windows, these may have a smaller pool of their own: pages of it are
+    window pages, with numbers of their own, each of the tokens of one page of the full layers' pool.
+    """
 
     page_size: int
     num_pages: int
     components: tuple[KVComponent, ...]
+    # Pages of each component with a window; 0: there is one pool, and they have as many as the others.
+    num_window_pages: int = 0
+
+    def has_window_pages(self, window: int | None) -> bool:
+        """Whether a component with that window is in the windowed layers' pool."""
+        return window is not None and self.num_window_pages > 0
+
+    def num_pages_of(self, component: KVComponent) -> int:
+        return self.num_window_pages if self.has_window_pages(component.window) else self.num_pages
 
     @property
     def window(self) -> int | None:
@@ -66,8 +79,13 @@ class KVLayout:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page over all components."""
+        """Bytes of one page over all components, window page included."""
         return sum(c.page_bytes(self.page_size) for c in self.components)
+
+    @property
+    def bytes_per_window_page(self) -> int:
+        """Of these, those of components with windows."""
+        return sum(c.page_bytes(self.page_size) for c in self.components if c.window is not None)
 
     @property
     def bytes_per_token(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from splitserve.core.layout import KVLayout, Region
 from splitserve.disaggregation.convert import memory_of, unpack
-from splitserve.disaggregation.reshard import plan_unpack
+from splitserve.disaggregation.reshard import RoomPages, plan_unpack
 
 
 class Arrivals:
@@ -19,7 +19,7 @@ class Arrivals:
         self._pool = [memory_of(region) for region in pool]
         self._wire_dtype = wire_dtype
 
-    def widen(self, pages: Sequence[int], tokens: range, num_tokens: int) -> None:
+    def widen(self, pages: RoomPages, tokens: range, num_tokens: int) -> None:
         """`tokens` of a room of `num_tokens`."""
         for cast in plan_unpack(self._layout, pages, tokens, num_tokens, self._wire_dtype):
             unpack(cast, self._pool)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout, Region, first_token_read
 from splitserve.disaggregation.convert import memory_of
 from splitserve.disaggregation.pairing import Pair
+from splitserve.disaggregation.reshard import RoomPages
 
 _MASK64 = (1 << 64) - 1
 
@@ -50,7 +51,7 @@ class Checksums:
 
     def of(
         self,
-        pages: Sequence[int],
+        pages: RoomPages,
         tokens: range,
         num_tokens: int,
         other_page_size: int,
@@ -63,11 +64,12 @@ class Checksums:
         total, page_size = 0, self._layout.page_size
         for piece in self._whole if slices is None else slices:
             component = self._layout.components[piece.component]
+            numbers = pages.of(component.window, self._layout)
             # Of a sliding-window layer only what decode will read has travelled.
             first = first_token_read(component.window, num_tokens)
             seed = piece.first_head << 52 | piece.number << 40
             for start, stop in _pieces(range(max(tokens.start, first), tokens.stop), page_size, other_page_size):
-                page, slot = pages[start // page_size], start % page_size
+                page, slot = numbers[start // page_size], start % page_size
                 rows = self._rows(component, piece, page, range(slot, slot + stop - start))
                 total += xxhash.xxh3_64_intdigest(rows, seed=seed | start)
         return total & _MASK64

@@ -130,7 +130,7 @@ class DecodePreallocQueue:
             return False
         if not self._admit(entry):
             return False
-        self._cache.extend(request, entry.num_tokens)
+        self._cache.extend(request, entry.num_tokens, is_arriving=True)
         entry.metadata_index = self._slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
         asked = request.tokens(0, entry.num_tokens) if entry.is_retracted else ()
@@ -140,6 +140,7 @@ class DecodePreallocQueue:
             num_tokens=entry.num_tokens,
             num_held_tokens=request.num_computed_tokens,
             prompt_ids=asked,
+            window_pages=self._cache.windows.of(request.pages),
         )
         return True
 

@@ -40,7 +40,14 @@ class _FakeRoom(Room):
 
 
 class FakeKVSender(_FakeRoom):
-    def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
+    def send(
+        self,
+        pages: Sequence[int],
+        *,
+        is_last: bool,
+        metadata_index: int | None = None,
+        window_pages: Sequence[int] = (),
+    ) -> None:
         if self.poll() is KVPoll.WAITING_FOR_INPUT:
             self.advance(KVEvent.STARTED)
         if is_last and self.poll() is KVPoll.TRANSFERRING:
@@ -63,6 +70,7 @@ class FakeKVReceiver(_FakeRoom):
         num_tokens: int,
         num_held_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
     ) -> None:
         if self.is_final:
             return

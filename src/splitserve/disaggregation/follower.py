@@ -132,14 +132,20 @@ class FollowerRooms:
                     room.end.clear()
             case _ if room.end is None:
                 pass
-            case SendPages(pages=pages, is_last=is_last, metadata_index=metadata_index):
-                cast(RankSender, room.end).send(pages, is_last=is_last, metadata_index=metadata_index)
+            case SendPages() as sent:
+                cast(RankSender, room.end).send(
+                    sent.pages,
+                    is_last=sent.is_last,
+                    metadata_index=sent.metadata_index,
+                    window_pages=sent.window_pages,
+                )
             case AnnouncePages() as target:
                 cast(RankReceiver, room.end).init(
                     target.pages,
                     target.metadata_index,
                     num_tokens=target.num_tokens,
                     num_held_tokens=target.num_held_tokens,
+                    window_pages=target.window_pages,
                 )
             case GiveUp(cause=cause):
                 room.end.give_up(cause.to_error(room.bootstrap.key))

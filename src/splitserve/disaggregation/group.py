@@ -276,16 +276,29 @@ class _GroupRoom(Generic[End]):
 
 
 class GroupSender(_GroupRoom[RankSender]):
-    def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
+    def send(
+        self,
+        pages: Sequence[int],
+        *,
+        is_last: bool,
+        metadata_index: int | None = None,
+        window_pages: Sequence[int] = (),
+    ) -> None:
         with self._group.lock:
             if (state := self.poll()) is KVPoll.FAILED:
                 return
             if state is KVPoll.BOOTSTRAPPING:
                 raise ValueError(f"room {self.key}: send before every rank knows decode's pages")
-            self.local.send(pages, is_last=is_last, metadata_index=metadata_index)
+            self.local.send(pages, is_last=is_last, metadata_index=metadata_index, window_pages=window_pages)
             self._has_started = True
             self._order(
-                SendPages(number=self.number, pages=list(pages), is_last=is_last, metadata_index=metadata_index)
+                SendPages(
+                    number=self.number,
+                    pages=list(pages),
+                    is_last=is_last,
+                    metadata_index=metadata_index,
+                    window_pages=list(window_pages),
+                )
             )
 
     def stats(self) -> TransferStats | None:
@@ -312,6 +325,7 @@ class GroupReceiver(_GroupRoom[RankReceiver]):
         num_tokens: int,
         num_held_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
     ) -> None:
         with self._group.lock:
             if (state := self.poll()) is KVPoll.FAILED:
@@ -319,7 +333,12 @@ class GroupReceiver(_GroupRoom[RankReceiver]):
             # Every rank must have shaken hands.
             advance(state, KVEvent.STARTED)
             self.local.init(
-                pages, metadata_index, num_tokens=num_tokens, num_held_tokens=num_held_tokens, prompt_ids=prompt_ids
+                pages,
+                metadata_index,
+                num_tokens=num_tokens,
+                num_held_tokens=num_held_tokens,
+                prompt_ids=prompt_ids,
+                window_pages=window_pages,
             )
             self._has_started = True
             self._order(
@@ -329,5 +348,6 @@ class GroupReceiver(_GroupRoom[RankReceiver]):
                     metadata_index=metadata_index,
                     num_tokens=num_tokens,
                     num_held_tokens=num_held_tokens,
+                    window_pages=list(window_pages),
                 )
             )

@@ -43,6 +43,7 @@ class SendPages(Order, frozen=True):
     pages: list[int]
     is_last: bool
     metadata_index: int | None
+    window_pages: list[int] = []
 
 
 class AnnouncePages(Order, frozen=True):
@@ -52,6 +53,7 @@ class AnnouncePages(Order, frozen=True):
     metadata_index: int
     num_tokens: int
     num_held_tokens: int
+    window_pages: list[int] = []
 
 
 class GiveUp(Order, frozen=True):

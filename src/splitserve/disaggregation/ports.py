@@ -34,8 +34,17 @@ class AskedPrompt:
 class SenderPort(Protocol):
     def poll(self) -> KVPoll: ...
 
-    def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
+    def send(
+        self,
+        pages: Sequence[int],
+        *,
+        is_last: bool,
+        metadata_index: int | None = None,
+        window_pages: Sequence[int] = (),
+    ) -> None:
         """Queue our pages to be written after those sent before: the i-th page sent goes to the i-th page announced.
+
+        `window_pages`: theirs, where our pool has such; -1 for what decode will not read.
 
         The last call also writes our metadata row `metadata_index` into the row decode announced. It may send no pages.
         """
@@ -73,8 +82,11 @@ class ReceiverPort(Protocol):
         num_tokens: int,
         num_held_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
     ) -> None:
         """Announce the target pages, in token order, and the metadata row. Once, in WaitingForInput.
+
+        `window_pages`: theirs, where our pool has such; -1 for what we will not read.
 
         `num_held_tokens`: the KV of the first so many is in these pages already; nobody writes to them.
         `prompt_ids`: ask prefill to compute these, for nobody else will.

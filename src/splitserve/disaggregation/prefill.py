@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitserve.cache.blocks import kv_to_page_num
+from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.request import Request, RoomKey
 from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow, ReqToMetadataIdxAllocator
 from splitserve.disaggregation.ports import ManagerPort, SenderPort
@@ -35,11 +36,11 @@ class PrefillEntry:
     # Pages [0, num_pages_sent) of the prompt have been handed to the sender.
     num_pages_sent: int = 0
 
-    def send_chunk(self, page_size: int) -> None:
+    def send_chunk(self, cache: PagedKVCache) -> None:
         """Send the whole pages computed since the last call. The prompt is not finished yet."""
-        self._send(self.request.num_computed_tokens // page_size)
+        self._send(cache, self.request.num_computed_tokens // cache.page_size)
 
-    def send_last_chunk(self, page_size: int, metadata: MetadataBuffers) -> None:
+    def send_last_chunk(self, cache: PagedKVCache, metadata: MetadataBuffers) -> None:
         """Send what is left, the last page as full as it is, and then the metadata row."""
         request = self.request
         assert self.metadata_index is not None
@@ -52,12 +53,13 @@ class PrefillEntry:
                 logprob=request.output_logprobs[-1] if request.output_logprobs else None,
             ),
         )
-        self._send(kv_to_page_num(request.num_prefill_tokens, page_size), is_last=True)
+        self._send(cache, kv_to_page_num(request.num_prefill_tokens, cache.page_size), is_last=True)
 
-    def _send(self, end: int, *, is_last: bool = False) -> None:
+    def _send(self, cache: PagedKVCache, end: int, *, is_last: bool = False) -> None:
         if end > self.num_pages_sent or is_last:
             pages = self.request.pages[self.num_pages_sent : end]
-            self.sender.send(pages, is_last=is_last, metadata_index=self.metadata_index if is_last else None)
+            index = self.metadata_index if is_last else None
+            self.sender.send(pages, is_last=is_last, metadata_index=index, window_pages=cache.windows.of(pages))
             self.num_pages_sent = end
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from splitserve.core.request import BootstrapInfo
 from splitserve.disaggregation.checksum import target_slices
 from splitserve.disaggregation.peers import PrefillPeer, Source
+from splitserve.disaggregation.reshard import RoomPages
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
 from splitserve.disaggregation.wire import TransferInfo
@@ -33,6 +34,11 @@ class Target:
     num_tokens: int
     num_held_tokens: int
     prompt_ids: list[int]
+    window_pages: list[int]
+
+    @property
+    def room_pages(self) -> RoomPages:
+        return RoomPages(self.pages, self.window_pages)
 
     @property
     def arriving(self) -> range:
@@ -77,6 +83,7 @@ class KVReceiver(Room):
         num_tokens: int,
         num_held_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
     ) -> None:
         with self.context.lock:
             if self.poll() is KVPoll.FAILED:
@@ -85,7 +92,9 @@ class KVReceiver(Room):
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
             self.unsettled = {source.session_id for source in self.peer.sources}
-            self._target = Target(list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids))
+            self._target = Target(
+                list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids), list(window_pages)
+            )
             self._host.announce(self, self._target)
         self.context.wake()
 
@@ -101,6 +110,7 @@ class KVReceiver(Room):
             num_tokens=target.num_tokens,
             num_held_tokens=target.num_held_tokens,
             prompt_ids=target.prompt_ids if is_between_drivers else [],
+            window_pages=target.window_pages,
         )
 
     def complete(self) -> None:
@@ -112,7 +122,7 @@ class KVReceiver(Room):
                 self.fail(error)
                 return
         if self.context.arrivals is not None:
-            self.context.arrivals.widen(target.pages, target.arriving, target.num_tokens)
+            self.context.arrivals.widen(target.room_pages, target.arriving, target.num_tokens)
         self.advance(KVEvent.COMPLETED)
 
     def _checksum_error(self, source: Source, target: Target) -> KVTransferError | None:
@@ -121,7 +131,7 @@ class KVReceiver(Room):
             return None
         other_page_size = source.info.args.layout.page_size
         slices = target_slices(source.pairs)
-        found = checksums.of(target.pages, target.arriving, target.num_tokens, other_page_size, slices)
+        found = checksums.of(target.room_pages, target.arriving, target.num_tokens, other_page_size, slices)
         if found == expected:
             return None
         return KVTransferError(

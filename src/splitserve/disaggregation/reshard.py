@@ -26,6 +26,18 @@ from splitserve.disaggregation.pairing import Pair, overlap
 _PACKING_GAIN = 4
 
 
+class RoomPages(NamedTuple):
+    """A room's pages in one pool, in token order from token 0 on."""
+
+    pages: Sequence[int]
+    # Of each its window page, -1 where it has none; empty where layers with windows have no pool of their own.
+    window_pages: Sequence[int] = ()
+
+    def of(self, window: int | None, layout: KVLayout) -> Sequence[int]:
+        """Those of components with that window."""
+        return self.window_pages if layout.has_window_pages(window) else self.pages
+
+
 class Plan(NamedTuple):
     copies: Copies
     casts: list[CastPlan]
@@ -71,8 +83,8 @@ class _Geometry(NamedTuple):
 def plan(
     src: KVLayout,
     dst: KVLayout,
-    src_pages: Sequence[int],
-    dst_pages: Sequence[int],
+    src_pages: RoomPages,
+    dst_pages: RoomPages,
     tokens: range,
     num_tokens: int,
     pairs: Sequence[Pair] | None = None,
@@ -82,7 +94,7 @@ def plan(
 ) -> Plan:
     """What carries `tokens` of a room of `num_tokens` prompt tokens from `src_pages` into `dst_pages`.
 
-    Both lists hold the room's pages in token order from token 0, as far as `tokens` reach. Region i is component i.
+    Both sides' pages reach as far as `tokens`. Region i is component i.
     `pairs` is this source's part in the target (`sources_of`); None: all that it holds of it. Of a sliding-window layer
     go only the tokens that decode will read. Where `wire_dtype` is narrower than the target's, rows travel as that, and
     `plan_unpack` is to follow. Copies of less than `pack_below` bytes on average become a CastPlan where that makes
@@ -90,14 +102,15 @@ def plan(
     """
     if not 0 <= tokens.start <= tokens.stop <= num_tokens or tokens.step != 1:
         raise ValueError(f"tokens {tokens} are not a range of the room's {num_tokens}")
-    ours = _checked("source", src_pages, src, tokens.stop)
-    theirs = _checked("target", dst_pages, dst, tokens.stop)
     groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
     for pair in overlap(src, dst) if pairs is None else pairs:
         groups[_geometry(src, dst, pair, wire_dtype)].append((pair.src, pair.dst))
     copies, casts = [np.empty(0, dtype=COPY)], []
     for geometry, found in groups.items():
-        cast = _cast_plan(geometry, found, (src, ours), (dst, theirs), geometry.tokens(tokens, num_tokens))
+        carried = geometry.tokens(tokens, num_tokens)
+        ours = _checked("source", src_pages, src, geometry.window, tokens.stop, carried)
+        theirs = _checked("target", dst_pages, dst, geometry.window, tokens.stop, carried)
+        cast = _cast_plan(geometry, found, (src, ours), (dst, theirs), carried)
         direct = _direct(cast)
         if direct is None or _is_worth_packing(cast, direct, pack_below):
             casts.append(cast)
@@ -106,28 +119,29 @@ def plan(
     return Plan(np.concatenate(copies), [cast for cast in casts if cast.num_bytes])
 
 
-def plan_unpack(
-    dst: KVLayout, dst_pages: Sequence[int], tokens: range, num_tokens: int, wire_dtype: str
-) -> list[CastPlan]:
+def plan_unpack(dst: KVLayout, dst_pages: RoomPages, tokens: range, num_tokens: int, wire_dtype: str) -> list[CastPlan]:
     """What widens `tokens` of a room that travelled as `wire_dtype`, inside the target's own pages.
 
     Once all of the room has arrived.
     """
-    pages = _checked("target", dst_pages, dst, num_tokens)
     groups: dict[_Geometry, list[tuple[int, int]]] = defaultdict(list)
     for i, c in enumerate(dst.components):
         if (narrow := travels_as(c.dtype, wire_dtype)) != c.dtype:
             sides = [_side(c, dst.page_size, c.first_head, dtype) for dtype in (narrow, c.dtype)]
             groups[_between(sides[0], sides[1], c.num_heads, c)].append((i, i))
-    side = (dst, pages)
-    return [_cast_plan(g, found, side, side, g.tokens(tokens, num_tokens)) for g, found in groups.items()]
+    casts = []
+    for geometry, found in groups.items():
+        carried = geometry.tokens(tokens, num_tokens)
+        side = dst, _checked("target", dst_pages, dst, geometry.window, num_tokens, carried)
+        casts.append(_cast_plan(geometry, found, side, side, carried))
+    return casts
 
 
 def plan_copies(
     src: KVLayout,
     dst: KVLayout,
-    src_pages: Sequence[int],
-    dst_pages: Sequence[int],
+    src_pages: RoomPages,
+    dst_pages: RoomPages,
     tokens: range,
     num_tokens: int,
     pairs: Sequence[Pair] | None = None,
@@ -139,13 +153,16 @@ def plan_copies(
     return copies
 
 
-def _checked(side: str, pages: Sequence[int], layout: KVLayout, num_tokens: int) -> Rows:
-    array = np.asarray(pages, dtype=np.int64)
-    if len(array) * layout.page_size < num_tokens:
-        raise ValueError(f"{len(array)} {side} pages of {layout.page_size} tokens do not hold {num_tokens} tokens")
-    if len(array) and (array.min() < 0 or array.max() >= layout.num_pages):
-        raise ValueError(f"{side} pages reach outside the pool of {layout.num_pages} pages")
-    return array
+def _checked(side: str, room: RoomPages, layout: KVLayout, window: int | None, num_tokens: int, carried: Rows) -> Rows:
+    """The pages that components with that window have: of `num_tokens` tokens, of which some are `carried`."""
+    pages = np.asarray(room.of(window, layout), dtype=np.int64)
+    if len(pages) * layout.page_size < num_tokens:
+        raise ValueError(f"{len(pages)} {side} pages of {layout.page_size} tokens do not hold {num_tokens} tokens")
+    used = pages[carried // layout.page_size] if layout.has_window_pages(window) else pages
+    num_pages = layout.num_window_pages if layout.has_window_pages(window) else layout.num_pages
+    if len(used) and (used.min() < 0 or used.max() >= num_pages):
+        raise ValueError(f"{side} pages reach outside the pool of {num_pages} pages")
+    return pages
 
 
 def _geometry(src: KVLayout, dst: KVLayout, pair: Pair, wire_dtype: str | None) -> _Geometry:

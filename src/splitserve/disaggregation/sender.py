@@ -22,7 +22,7 @@ from splitserve.disaggregation.checksum import source_slices
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.outgoing import Outgoing
 from splitserve.disaggregation.pairing import Pair
-from splitserve.disaggregation.reshard import Plan, plan
+from splitserve.disaggregation.reshard import Plan, RoomPages, plan
 from splitserve.disaggregation.room import Context, Room, abort_error
 from splitserve.disaggregation.state import KVEvent, KVPoll
 from splitserve.disaggregation.transports.base import PeerAddress, WriteState
@@ -91,8 +91,9 @@ class KVSender(Room):
         self.lost: dict[int, str] = {}
         # One for each decode rank that has announced the room.
         self._parts: list[Part] = []
-        # All pages sent so far: those of the room from token 0 on.
+        # All pages sent so far: those of the room from token 0 on. And their window pages, where our pool has such.
         self._pages: list[int] = []
+        self._window_pages: list[int] = []
         self._last_sent = False
         self._chunks: deque[_Chunk] = deque()
         self._first_send_at = self._last_send_at = 0.0
@@ -100,7 +101,14 @@ class KVSender(Room):
 
     # -- SenderPort, for the scheduler's thread -------------------------------------------------------------------
 
-    def send(self, pages: Sequence[int], *, is_last: bool, metadata_index: int | None = None) -> None:
+    def send(
+        self,
+        pages: Sequence[int],
+        *,
+        is_last: bool,
+        metadata_index: int | None = None,
+        window_pages: Sequence[int] = (),
+    ) -> None:
         with self.context.lock:
             if self.poll() is KVPoll.FAILED:
                 return
@@ -115,6 +123,7 @@ class KVSender(Room):
                 self._first_send_at = now
             first = len(self._pages)
             self._pages += pages
+            self._window_pages += window_pages
             self._chunks.append(_Chunk(first, len(self._pages), metadata_index))
             self._last_sent, self._last_send_at = is_last, now
         self.context.wake()
@@ -268,8 +277,8 @@ class KVSender(Room):
         tokens = plan(
             ours.layout,
             theirs.layout,
-            self._pages[: chunk.stop],
-            info.pages,
+            RoomPages(self._pages[: chunk.stop], self._window_pages[: chunk.stop]),
+            RoomPages(info.pages, info.window_pages),
             range(start, stop),
             info.num_tokens,
             part.peer.pairs,
@@ -286,7 +295,8 @@ class KVSender(Room):
         if not tokens or checksums is None or not self.context.args.checksums(theirs):
             return
         slices = source_slices(part.peer.pairs)
-        more = checksums.of(self._pages, tokens, part.info.num_tokens, theirs.layout.page_size, slices)
+        pages = RoomPages(self._pages, self._window_pages)
+        more = checksums.of(pages, tokens, part.info.num_tokens, theirs.layout.page_size, slices)
         part.checksum = ((part.checksum or 0) + more) % (1 << 64)
 
     def _metadata_row(self, index: int, part: Part) -> Plan:

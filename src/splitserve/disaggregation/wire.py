@@ -32,7 +32,7 @@ from splitserve.disaggregation.transports.base import PeerAddress
 from splitserve.errors import KVTransferError, SplitserveError
 from splitserve.messages import TransferStats
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class WireError(ValueError):
@@ -186,6 +186,8 @@ class TransferInfo(Body, frozen=True):
     # What to compute, where no router brings the request: decode lost the KV of these and asks for it again. Only from
     # driver to driver.
     prompt_ids: list[int] = []
+    # Of each of the pages its window page, where layers with windows have a pool of their own; -1: nothing is written.
+    window_pages: list[int] = []
 
 
 class AbortRoom(Body, frozen=True):

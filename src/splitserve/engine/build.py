@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -19,13 +20,14 @@ from splitserve.engine.attention.choose import choose_attention
 from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
-from splitserve.engine.inputs import PageTable
+from splitserve.engine.inputs import PageTable, WindowTable
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.follower import FollowerRunner
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.shared import SharedRunner
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
+from splitserve.engine.window_pool import WindowDemand, window_of_some
 from splitserve.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class BuiltEngine:
     max_graph_batch: int = 0
     # The pool's table of owners, where several workers compute in it.
     shared: SharedPages | None = None
+    # Tokens that the windowed layers see at most, where these have window pages; None: nobody has.
+    window: int | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -92,9 +96,16 @@ class BuiltEngine:
         return FollowerRunner(self.loaded, self.attention, self.layout.page_size)
 
     def runner(
-        self, page_table: PageTable, *, has_graphs: bool = True, tell: Callable[[bytes], None] | None = None
+        self,
+        page_table: PageTable,
+        *,
+        has_graphs: bool = True,
+        tell: Callable[[bytes], None] | None = None,
+        window_table: WindowTable | None = None,
     ) -> ModelRunner:
         """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
+
+        `window_table` has their window pages, where the layout has any: then it must be given.
 
         Of several ranks, the driver's: `tell` brings each order to the others. Those have no graphs, and no warm-up.
 
@@ -103,13 +114,17 @@ class BuiltEngine:
         """
         if (tell is None) != (self.ranks is None):
             raise EngineError("the driver of several ranks must be able to tell them of its steps, and it alone")
+        if (window_table is None) != (self.layout.num_window_pages == 0):
+            raise EngineError("window pages and their table go together")
+        self.pool.window_table = window_table
         share = self.loaded.share
         meets = share is not None and share.meeting is not None
-        runner = ModelRunner(self.loaded, self.attention, self.layout.page_size, page_table, tell, meets=meets)
+        page_size = self.layout.page_size
+        runner = ModelRunner(self.loaded, self.attention, page_size, page_table, tell, window_table, meets=meets)
         if tell is not None:
             return runner
         if self.pool.padding_page is not None and self.loaded.share is None:
-            runner.warm_up(self.pool.padding_page)
+            runner.warm_up(self.pool.padding_page, self.pool.window_padding_page)
         if has_graphs:
             self.add_graphs(runner, page_table)
         return runner
@@ -141,6 +156,7 @@ class BuiltEngine:
                     max_pages=max_pages,
                     page_size=self.layout.page_size,
                     padding_page=padding_page,
+                    window_padding_page=self.pool.window_padding_page,
                     device=self.pool.device,
                 )
         except Exception as error:
@@ -168,12 +184,14 @@ def build_engine(
     shareable_pool: bool = False,
     ranks: Ranks | None = None,
     pp_layers: Sequence[int] = (),
+    windows: WindowDemand | None = None,
 ) -> BuiltEngine:
     """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
 
     `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can
     map the pool. `ranks`: of several that compute the model together, this one and the others; each calls this. Then
-    all have the same number of pages. `pp_layers`: layers of each pipeline stage; empty: as even as can be.
+    all have the same number of pages. `pp_layers`: layers of each pipeline stage; empty: as even as can be. `windows`:
+    where only some layers have sliding windows, these get a pool of their own; None: there is one pool for all.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
@@ -181,7 +199,7 @@ def build_engine(
         _refuse_on_ranks(cache, draft_model)
     loaded = load_model(model, ranks, pp_layers)
     draft = None if draft_model is None else _load_draft(draft_model, model, loaded)
-    return engine_over(loaded, model, cache, draft=draft, shareable_pool=shareable_pool)
+    return engine_over(loaded, model, cache, draft=draft, shareable_pool=shareable_pool, windows=windows)
 
 
 def _refuse_on_ranks(cache: CacheConfig, draft_model: str | None) -> None:
@@ -201,15 +219,17 @@ def engine_over(
     *,
     draft: LoadedModel | None = None,
     shareable_pool: bool = False,
+    windows: WindowDemand | None = None,
 ) -> BuiltEngine:
     """The same over models that are there already."""
     draft_layers = draft.layers if draft else ()
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1, draft=draft_layers)
-    num_pages = num_pages_for(one_page, cache, loaded.device)
+    window, beside = _window_pages(one_page, loaded, cache, windows)
+    num_pages = num_pages_for(one_page, cache, loaded.device, beside)
     if loaded.share is not None:
         num_pages = loaded.share.ranks.least(num_pages)
     if cache.shared_pool is None:
-        layout = replace(one_page, num_pages=num_pages)
+        layout = replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages))
         has_padding_page = loaded.device.type == "cuda"
         pool = KVPool(
             layout,
@@ -218,7 +238,7 @@ def engine_over(
             has_padding_page=has_padding_page,
             is_whole=loaded.share is None or loaded.share.meeting is not None,
         )
-        return _engine(loaded, draft, pool, model)
+        return _engine(loaded, draft, pool, model, window=window if layout.num_window_pages else None)
     shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
     if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
         raise ConfigError(
@@ -229,14 +249,36 @@ def engine_over(
     return _engine(loaded, draft, KVPool(layout, loaded.device, shared=shared), model, shared)
 
 
+def _window_pages(
+    one_page: KVLayout, loaded: LoadedModel, cache: CacheConfig, windows: WindowDemand | None
+) -> tuple[int | None, Callable[[int], int]]:
+    """(largest window where only some layers have one, how many window pages there are beside so many pages)."""
+    window = window_of_some(one_page, loaded.share.ranks if loaded.share else None) if windows else None
+    if windows is None or window is None:
+        return None, lambda num_pages: 0
+    if windows.obstacle is not None:
+        logger.warning(
+            "layers of %s with sliding windows keep all tokens: their own pool cannot be had with %s",
+            loaded.name,
+            windows.obstacle,
+        )
+        return None, lambda num_pages: 0
+    return window, functools.partial(windows.num_window_pages, page_size=cache.page_size, window=window)
+
+
 def _engine(
-    loaded: LoadedModel, draft: LoadedModel | None, pool: KVPool, model: ModelConfig, shared: SharedPages | None = None
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    pool: KVPool,
+    model: ModelConfig,
+    shared: SharedPages | None = None,
+    window: int | None = None,
 ) -> BuiltEngine:
     name = model.attention_backend
     attention = choose_attention(name, loaded, pool)
     guesser = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
     # Shared pools are memory of the CPU.
-    return BuiltEngine(loaded, pool, attention, guesser, 0 if shared else model.cuda_graph_max_batch, shared)
+    return BuiltEngine(loaded, pool, attention, guesser, 0 if shared else model.cuda_graph_max_batch, shared, window)
 
 
 def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:

@@ -40,14 +40,21 @@ def bucket_for(num_requests: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= num_requests), None)
 
 
-def padded(batch: PagedBatch, size: int, padding_page: int) -> PagedBatch:
-    """A decode step of `size` requests: those of `batch`, and behind them some that write to the padding page."""
+def padded(batch: PagedBatch, size: int, padding_page: int, window_padding_page: int | None = None) -> PagedBatch:
+    """A decode step of `size` requests: those of `batch`, and behind them some that write to the padding page.
+
+    `window_padding_page`: that of the windowed layers' own pool; None: there is none.
+    """
     extra = size - len(batch.starts)
+    window_pages = None
+    if window_padding_page is not None:
+        window_pages = (*(batch.window_pages or ()), *[np.array([window_padding_page], np.int64)] * extra)
     return PagedBatch(
         starts=np.concatenate((batch.starts, np.zeros(extra, np.int64))),
         lengths=np.concatenate((batch.lengths, np.ones(extra, np.int64))),
         pages=(*batch.pages, *[np.array([padding_page], np.int64)] * extra),
         page_size=batch.page_size,
+        window_pages=window_pages,
     )
 
 
@@ -76,15 +83,16 @@ class DecodeGraphs:
         page_size: int,
         padding_page: int,
         device: torch.device,
+        window_padding_page: int | None = None,
     ) -> None:
         self._body = body
         self._sizes = tuple(sorted(sizes))
-        self._padding_page = padding_page
+        self._padding_pages = padding_page, window_padding_page
         nobody = PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), page_size)
         self._recordings: dict[int, _Recording] = {}
         for size in reversed(self._sizes):
             fixed = attention.fixed_decode(size, max_pages)
-            fixed.fill(padded(nobody, size, padding_page))
+            fixed.fill(padded(nobody, size, *self._padding_pages))
             token_ids = torch.zeros(1, size, dtype=torch.int64, device=device)
             self._recordings[size] = self._record(record, token_ids, torch.zeros_like(token_ids), fixed)
 
@@ -109,7 +117,7 @@ class DecodeGraphs:
         recording = self._recordings[size]
         recording.token_ids[:, :num_requests].copy_(inputs.token_ids)
         recording.positions[:, :num_requests].copy_(inputs.positions)
-        recording.attention.fill(padded(batch, size, self._padding_page))
+        recording.attention.fill(padded(batch, size, *self._padding_pages))
         recording.replay()
         return recording.hidden[0, :num_requests]
 

@@ -18,6 +18,8 @@ from splitserve.engine.upload import to_device
 from splitserve.errors import EngineError
 
 PageTable = npt.NDArray[np.int32]
+# Page -> page of the windowed layers' own pool (`cache/window_pages.py`).
+WindowTable = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,24 @@ class StepInputs:
 
 
 def build_inputs(
-    plan: StepPlan, page_table: PageTable, page_size: int, vocab_size: int, device: torch.device
+    plan: StepPlan,
+    page_table: PageTable,
+    page_size: int,
+    vocab_size: int,
+    device: torch.device,
+    window_table: WindowTable | None = None,
 ) -> StepInputs:
     """Flatten a plan of at least one request.
 
     Raises EngineError where a request has no tokens, one that the model does not know, or too few pages.
     """
+    pages = tuple(_pages_of(r, page_table, page_size) for r in plan.requests)
     batch = PagedBatch(
         starts=np.array([r.start for r in plan.requests], dtype=np.int64),
         lengths=np.array([len(r.token_ids) for r in plan.requests], dtype=np.int64),
-        pages=tuple(_pages_of(r, page_table, page_size) for r in plan.requests),
+        pages=pages,
         page_size=page_size,
+        window_pages=None if window_table is None else tuple(window_table[p].astype(np.int64) for p in pages),
     )
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
     if token_ids.max() >= vocab_size or token_ids.min() < LAST_DRAWN:

@@ -7,6 +7,7 @@
 4. `save` copies pages to the host's memory for a request that gives way, `restore` back into other pages.
 
 A draft model's layers are further components of the same pages: whatever moves a page moves its KV too.
+Where layers with windows have window pages (`cache/window_pages.py`), the copy of a page has its window page with it.
 
 The pool does not know which page belongs to whom. Memory nobody wrote to reads as zero, and on a CPU it costs nothing.
 """
@@ -14,9 +15,11 @@ The pool does not know which page belongs to whom. Memory nobody wrote to reads 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]
 import torch
 
@@ -68,10 +71,16 @@ def _tensors(shape: LayerShape) -> list[tuple[str, int]]:
     return [(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)]
 
 
-def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) -> int:
+def num_pages_for(
+    one_page: KVLayout,
+    cache: CacheConfig,
+    device: torch.device,
+    num_window_pages: Callable[[int], int] = lambda num_pages: 0,
+) -> int:
     """Pages the pool gets: `max_total_tokens` rounded up, or what `mem_fraction` of the free memory holds.
 
-    `one_page` is a layout of the pool's shape; its `num_pages` does not matter. Raises ConfigError where none fits.
+    `one_page` is a layout of the pool's shape; its numbers of pages do not matter. `num_window_pages`: beside so many
+    pages; 0: layers with windows have as many as others. Raises ConfigError where none fits.
     """
     if cache.max_total_tokens is not None:
         if cache.max_total_tokens < 1:
@@ -81,7 +90,7 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)
-    num_pages = int(free * fraction / cache.num_sharers) // one_page.bytes_per_page
+    num_pages = most_pages(one_page, int(free * fraction / cache.num_sharers), num_window_pages)
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
@@ -91,6 +100,24 @@ def num_pages_for(one_page: KVLayout, cache: CacheConfig, device: torch.device) 
     return num_pages
 
 
+def most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[int], int]) -> int:
+    """The largest number of pages that fits, with the window pages beside it."""
+    windowed = one_page.bytes_per_window_page
+    full = one_page.bytes_per_page - windowed
+    if not windowed and full:
+        return num_bytes // full
+
+    def fits(num_pages: int) -> bool:
+        return num_pages * full + (num_window_pages(num_pages) or num_pages) * windowed <= num_bytes
+
+    # It fits, and where there are full layers here one more than the other does not; else other ranks set the bound.
+    low, high = num_bytes // one_page.bytes_per_page, num_bytes // full if full else 1 << 31
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def _free_memory(device: torch.device) -> int:
     """Bytes free on the device, now."""
     if device.type == "cuda":
@@ -98,6 +125,16 @@ def _free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCopy:
+    """Pages in the host's memory: [number of pages, page_size, heads, head_dim] of each component, in their order."""
+
+    parts: list[torch.Tensor]
+    # Of components with window pages: those that pages had, by the pages' places.
+    window_parts: list[torch.Tensor]
+    window_places: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -135,6 +172,9 @@ class KVPool:
         self.layout = layout
         self._is_whole = is_whole
         self.padding_page = layout.num_pages if has_padding_page else None
+        self.window_padding_page = layout.num_window_pages if has_padding_page and layout.num_window_pages > 0 else None
+        # Page -> window page, or -1; the scheduler's, where there are window pages.
+        self.window_table: npt.NDArray[np.int32] | None = None
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -145,7 +185,8 @@ class KVPool:
         self.draft_token_to_kv_pool = DraftKV(device, drafts)
         self._regions: list[Region] = []
         # Memory of the CPU; a device's is the tensors' alone.
-        held = replace(layout, num_pages=layout.num_pages + has_padding_page)
+        num_window_pages = layout.num_window_pages + (self.window_padding_page is not None)
+        held = replace(layout, num_pages=layout.num_pages + has_padding_page, num_window_pages=num_window_pages)
         self._arena = _arena(pool_bytes(held), device, shareable, shared)
         if self._arena is None:
             memory = torch.zeros(pool_bytes(held), dtype=torch.uint8, device=device)
@@ -169,31 +210,62 @@ class KVPool:
     def bytes_per_page(self) -> int:
         return self.layout.bytes_per_page
 
-    def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        """A copy of the pages in the host's memory, outside the pool: [len(pages), page_size, heads, head_dim] each.
+    def bytes_of(self, pages: Sequence[int]) -> int:
+        """What a copy of the pages takes."""
+        if self.window_table is None:
+            return len(pages) * self.bytes_per_page
+        num_window_pages = int((self.window_table[list(pages)] >= 0).sum())
+        windowed = self.layout.bytes_per_window_page
+        return len(pages) * (self.bytes_per_page - windowed) + num_window_pages * windowed
+
+    def save(self, pages: Sequence[int]) -> PagesCopy:
+        """A copy of the pages in the host's memory, outside the pool.
 
         Raises MemoryError where there is no room for it, and where it would be a part of the pages only.
         """
         if not self._is_whole:
             raise MemoryError("other ranks have the rest of these pages")
+        window_pages = self._window_pages(pages)
+        places = np.flatnonzero(window_pages >= 0)
         index = torch.tensor(pages, device=self.device)
+        window_index = torch.tensor(window_pages[places], device=self.device)
         try:
-            return [part.index_select(0, index).cpu() for part in self._parts()]
+            parts = [part.index_select(0, index).cpu() for part in self._parts(windowed=False)]
+            window_parts = [part.index_select(0, window_index).cpu() for part in self._parts(windowed=True)]
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
+        return PagesCopy(parts, window_parts, places)
 
-    def restore(self, copy: list[torch.Tensor], first: int, pages: Sequence[int]) -> None:
-        """Write the pages [first, first + len(pages)) of a copy to `pages`."""
+    def restore(self, copy: PagesCopy, first: int, pages: Sequence[int]) -> None:
+        """Write the pages [first, first + len(pages)) of a copy to `pages`; window pages as far as both have them."""
         index = torch.tensor(pages, device=self.device)
-        for part, saved in zip(self._parts(), copy, strict=True):
+        for part, saved in zip(self._parts(windowed=False), copy.parts, strict=True):
             part.index_copy_(0, index, saved[first : first + len(pages)].to(self.device))
+        window_pages = self._window_pages(pages)
+        rows = np.flatnonzero((copy.window_places >= first) & (copy.window_places < first + len(pages)))
+        rows = rows[window_pages[copy.window_places[rows] - first] >= 0]
+        window_index = torch.tensor(window_pages[copy.window_places[rows] - first], device=self.device)
+        for part, saved in zip(self._parts(windowed=True), copy.window_parts, strict=True):
+            part.index_copy_(0, window_index, saved[torch.from_numpy(rows)].to(self.device))
+
+    def _window_pages(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Of each of the pages, its window page, -1 where it has none."""
+        if self.window_table is None:
+            return np.full(len(pages), -1, np.int64)
+        return self.window_table[list(pages)].astype(np.int64)
 
     def regions(self) -> tuple[Region, ...]:
         """Region i is component i of the layout."""
         return tuple(self._regions)
 
-    def _parts(self) -> list[torch.Tensor]:
-        return [part for side in self._sides() for part in side.values()]
+    def _parts(self, *, windowed: bool) -> list[torch.Tensor]:
+        """The tensors of components in the windowed layers' own pool, or of all others."""
+        own = {c.layer for c in self.components if self.layout.has_window_pages(c.window)}
+        draft = self.draft_token_to_kv_pool
+        sides = (self.keys, self.values, self.latents)
+        parts = [part for side in sides for layer, part in side.items() if (layer in own) == windowed]
+        drafted = () if windowed else (draft.keys, draft.values, draft.latents)
+        return parts + [part for side in drafted for part in side.values()]
 
     def _sides(self) -> tuple[dict[int, torch.Tensor], ...]:
         draft = self.draft_token_to_kv_pool
@@ -213,7 +285,7 @@ def pool_bytes(layout: KVLayout) -> int:
 
 
 def _sizes(layout: KVLayout) -> list[int]:
-    return [layout.num_pages * c.page_bytes(layout.page_size) for c in layout.components]
+    return [layout.num_pages_of(c) * c.page_bytes(layout.page_size) for c in layout.components]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -29,7 +29,7 @@ from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import BitmaskFiller, FilledBitmask
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.head import LanguageHead
-from splitserve.engine.inputs import PageTable, StepInputs, build_inputs
+from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.logprobs import score, score_drawn
 from splitserve.engine.outcomes import Drawn, Scored, results_of
@@ -62,11 +62,13 @@ class ModelRunner:
         page_size: int,
         page_table: PageTable,
         tell: Callable[[bytes], None] | None = None,
+        window_table: WindowTable | None = None,
         *,
         meets: bool = False,
     ) -> None:
         """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none.
 
+        `window_table`: where layers with windows have a pool of their own.
         `meets`: others run steps of their own at the same time, and all meet in the body.
         """
         self._loaded = loaded
@@ -74,6 +76,7 @@ class ModelRunner:
         self._page_size = page_size
         # Owned and written by the scheduler; read at the start of a step.
         self._page_table = page_table
+        self._window_table = window_table
         self._tell = tell
         self._meets = meets
         self._num_told = 0
@@ -111,7 +114,9 @@ class ModelRunner:
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         with _errors_of(plan), torch.inference_mode():
-            return build_inputs(plan, self._page_table, self._page_size, self._loaded.vocab_size, self._loaded.device)
+            table, windows = self._page_table, self._window_table
+            vocab_size = self._loaded.vocab_size
+            return build_inputs(plan, table, self._page_size, vocab_size, self._loaded.device, windows)
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
         return self._begin(plan, inputs)()
@@ -178,11 +183,13 @@ class ModelRunner:
         if self._loaded.device.type == "cuda":
             torch.cuda.current_stream(self._loaded.device).synchronize()
 
-    def warm_up(self, padding_page: int) -> None:
+    def warm_up(self, padding_page: int, window_padding_page: int | None = None) -> None:
         """Have everything compiled that is compiled on first use, by steps of nobody that write to the padding page."""
         for num_tokens in (2, 1):
-            pages = np.full(-(-num_tokens // self._page_size), padding_page)
-            batch = PagedBatch(np.array([0]), np.array([num_tokens]), (pages,), self._page_size)
+            num_pages = -(-num_tokens // self._page_size)
+            windows = None if window_padding_page is None else (np.full(num_pages, window_padding_page),)
+            pages = (np.full(num_pages, padding_page),)
+            batch = PagedBatch(np.array([0]), np.array([num_tokens]), pages, self._page_size, windows)
             token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=self._loaded.device)
             with torch.inference_mode():
                 hidden = self._hidden_states(StepInputs(token_ids, torch.zeros_like(token_ids), batch, batch.offsets))

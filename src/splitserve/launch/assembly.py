@@ -10,6 +10,7 @@ from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.slots import DecodeReqToTokenPool
+from splitserve.cache.window_pages import WindowPages
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, WorkerConfig
 from splitserve.engine.build import BuiltEngine
@@ -20,6 +21,7 @@ from splitserve.events.publisher import EventPublisher
 from splitserve.launch.rank_channel import DriverChannel
 from splitserve.launch.rank_group import DriverPlace
 from splitserve.launch.roles import RoleAssembly, Shared, to_the_end
+from splitserve.launch.window_demand import window_demand
 from splitserve.scheduler.admission import Admission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.inbox import FrontEndPipe
@@ -120,7 +122,7 @@ def _runner(
     config: WorkerConfig, engine: BuiltEngine, cache: PagedKVCache, channel: DriverChannel | None
 ) -> tuple[ModelRunner | DraftingRunner, Speculation | None]:
     """What runs the steps, and what puts guesses into them."""
-    table, speculative = cache.rows.table, config.speculative
+    table, windows, speculative = cache.rows.table, cache.windows.table, config.speculative
     # A role that decodes adds its graphs when it is installed.
     if engine.draft is not None:
         drafting = engine.drafting_runner(table, has_graphs=False)
@@ -129,7 +131,8 @@ def _runner(
     if speculative.algorithm is SpeculativeAlgorithm.NGRAM:
         proposer = NgramProposer(speculative.ngram_max_match)
         speculation = Speculation(proposer, cache, speculative.num_draft_tokens)
-    return engine.runner(table, has_graphs=False, tell=channel.tell if channel else None), speculation
+    tell = channel.tell if channel else None
+    return engine.runner(table, has_graphs=False, tell=tell, window_table=windows), speculation
 
 
 def _grammars(
@@ -173,7 +176,17 @@ def _cache(config: WorkerConfig, engine: BuiltEngine) -> PagedKVCache:
     rows = DecodeReqToTokenPool(scheduler.max_running_requests, longest, page_size, scheduler.num_preallocated_rows)
     owned = engine.shared.owned() if engine.shared else None
     pages = PageAllocator(engine.layout.num_pages, owned)
-    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared, window=window_of(engine))
+    windows = _window_pages(config, engine)
+    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared, None, window_of(engine), windows)
+
+
+def _window_pages(config: WorkerConfig, engine: BuiltEngine) -> WindowPages | None:
+    if engine.window is None:
+        return None
+    layout, step_tokens = engine.layout, window_demand(config).step_tokens
+    return WindowPages(
+        layout.num_pages, layout.num_window_pages, layout.page_size, engine.window, step_tokens=step_tokens
+    )
 
 
 def window_of(engine: BuiltEngine) -> int | None:

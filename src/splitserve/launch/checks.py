@@ -90,6 +90,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
         ("--max-total-tokens", _is_positive(config.cache.max_total_tokens), "must be at least 1"),
         ("--mem-fraction-static", _is_fraction(config.cache.mem_fraction), "must be in (0, 1]"),
+        ("--swa-full-tokens-ratio", _is_fraction(config.cache.swa_full_tokens_ratio), "must be in (0, 1]"),
         ("--chunked-prefill-size", config.scheduler.chunked_prefill_size >= 1, "must be at least 1"),
         ("--local-prefill-size", config.scheduler.local_prefill_size >= 1, "must be at least 1"),
         ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),

@@ -30,6 +30,7 @@ from splitserve.launch.rank_end import end_rank, end_with_input
 from splitserve.launch.rank_group import RankPlace, meet, pipe_net
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
+from splitserve.launch.window_demand import window_demand
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
         shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
         ranks=ranks,
         pp_layers=config.parallel.pp_layers,
+        windows=window_demand(config),
     )
     closing.callback(engine.close)
     if config.disaggregation.mode is not DisaggregationMode.NULL:

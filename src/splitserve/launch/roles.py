@@ -130,7 +130,8 @@ class RoleAssembly:
         if mode is not DECODE:
             return True
         # Of a sliding-window layer prefill sends what this request will read; a shorter one would miss some of it.
-        return config.enable_decode_prefix_cache and not has_windows(engine)
+        # Where those layers have window pages, these say what is there.
+        return config.enable_decode_prefix_cache and (engine.window is not None or not has_windows(engine))
 
 
 class AssembledRole:

@@ -33,6 +33,7 @@ from splitserve.launch.rank_end import end_rank, end_with_input, let_others_spea
 from splitserve.launch.rank_group import DriverPlace, meet, pipe_net
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
+from splitserve.launch.window_demand import window_demand
 from splitserve.messages import SchedulerFailed, SchedulerReady
 from splitserve.scheduler.inbox import FrontEndPipe
 
@@ -74,6 +75,7 @@ def main() -> int:
                 draft_model=start.config.speculative.draft_model,
                 # Also where its role hands nothing over yet.
                 shareable_pool=needs_shareable_pool(start.config.disaggregation.transfer_backend),
+                windows=window_demand(start.config),
             )
             closing.callback(engine.close)
             loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, publisher, place)

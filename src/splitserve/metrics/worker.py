@@ -43,6 +43,7 @@ _GAUGES = {
     "pages_free": "Pages of the KV pool that hold nothing.",
     "pages_cached": "Pages of the KV pool that hold cached prefixes.",
     "pages_leased": "Pages of the KV pool that a peer may still write to or read from.",
+    "window_pages_free": "Pages of the sliding-window layers' own KV pool that no request's window is in.",
 }
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
@@ -178,7 +179,8 @@ def _gauge(state: SchedulerState, name: str) -> float:
 
 def kv_cache_usage(state: SchedulerState) -> float:
     """Share of the pool in requests' hands, in [0, 1]: what is neither free nor only cached."""
-    return (state.pages_total - state.pages_free - state.pages_cached) / max(state.pages_total, 1)
+    held = (state.pages_total - state.pages_free - state.pages_cached) / max(state.pages_total, 1)
+    return max(held, (state.window_pages_total - state.window_pages_free) / max(state.window_pages_total, 1))
 
 
 def gb_per_s(transfer: TransferStats) -> float:

@@ -8,6 +8,9 @@ is; instead there must stay free
 2. enough that the longest running request could end, were all others retracted whose pages can be taken back.
 
 With a reserve as large as the longest answer nobody ever has to give way. It does not know in what order requests come.
+
+Where layers with sliding windows have a pool of their own, each is promised window pages for the tokens of rule 1; rule
+2 needs none, since a window takes the same however long its request becomes.
 """
 
 from __future__ import annotations
@@ -46,7 +49,11 @@ class Admission:
             return False
         num_tokens = min(request.num_tokens, self.tokens_at_most(request))
         if self._lets_end(running, self._pages(num_tokens)) and self._cache.try_admit(
-            request, num_tokens=num_tokens, headroom=self._headroom(request), max_prefix=max_prefix
+            request,
+            num_tokens=num_tokens,
+            headroom=self._headroom(request),
+            max_prefix=max_prefix,
+            num_foreseen=min(request.num_tokens + self._num_reserved, self.tokens_at_most(request)),
         ):
             return True
         self._refused = state

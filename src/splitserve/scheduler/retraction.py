@@ -143,7 +143,7 @@ class Retraction:
         if item.copy is None or item.num_saved_tokens <= request.num_computed_tokens:
             return
         first = max(len(request.pages), item.num_forgotten_pages)
-        self._cache.extend(request, item.num_saved_tokens)
+        self._cache.extend(request, item.num_saved_tokens, is_arriving=True)
         self._memory.restore(item.copy, first - item.num_forgotten_pages, request.pages[first:])
         request.num_computed_tokens = item.num_saved_tokens
         # What was forgotten is not there now either.

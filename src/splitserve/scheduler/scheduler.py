@@ -188,6 +188,8 @@ class Scheduler:
             pages_total=self._cache.pages.num_pages,
             pages_free=self._cache.pages.available(),
             pages_cached=prefix.num_pages,
+            window_pages_total=self._cache.windows.num_pages,
+            window_pages_free=self._cache.windows.num_available,
             rows_total=len(self._cache.rows.table),
             rows_free=self._cache.rows.available_size(),
             prefix_cache_queries=self._cache.prefix_queries,

@@ -35,7 +35,9 @@ Slots = npt.NDArray[np.uint64]
 class FakeEngine:
     """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own, or one it shares.
 
-    With a `window` each draw depends on the last so many slots, and pages before them are not looked at.
+    With a `window` each draw depends on the last so many slots, and pages before them are not looked at. With
+    `num_window_pages` too it has two layers: one that sees all, and one with that window and a pool of its own. Then
+    `window_table` is the scheduler's, and each draw depends on all slots of the one and the last ones of the other.
     """
 
     def __init__(
@@ -46,8 +48,13 @@ class FakeEngine:
         vocab_size: int = 512,
         pool: Slots | None = None,
         window: int | None = None,
+        num_window_pages: int = 0,
     ) -> None:
-        self._window = window
+        # Of the first layer, and of the second one, if it exists.
+        self._window = None if num_window_pages else window
+        self._second_window = window if num_window_pages else None
+        self.window_table: npt.NDArray[np.int32] | None = None
+        self._window_pool: Slots = np.zeros((num_window_pages, page_size), dtype=np.uint64)
         self.vocab_size = vocab_size
         self._table = page_table
         self._failure: EngineError | RanksLostError | None = None
@@ -62,27 +69,45 @@ class FakeEngine:
         # Begun and not ended: one at a time, but in a pipeline.
         self._under_way: deque[StepPlan] = deque()
         # Two float32 elements are the eight bytes of one value.
-        component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=2, window=window)
-        self.layout = KVLayout(page_size, num_pages, (component,))
+        windows = [self._window, self._second_window] if num_window_pages else [self._window]
+        components = (KVComponent("k", i, "float32", 1, 0, 1, 2, window=w) for i, w in enumerate(windows))
+        self.layout = KVLayout(page_size, num_pages, tuple(components), num_window_pages)
 
     def regions(self) -> tuple[Region, ...]:
-        return (Region(self._pool.ctypes.data, self._pool.nbytes),)
+        pools = (self._pool, self._window_pool) if self._second_window else (self._pool,)
+        return tuple(Region(pool.ctypes.data, pool.nbytes) for pool in pools)
 
     @property
     def bytes_per_page(self) -> int:
         return self.layout.bytes_per_page
 
-    def save(self, pages: Sequence[int]) -> Slots:
-        return self._pool[list(pages)]
+    def bytes_of(self, pages: Sequence[int]) -> int:
+        windowed = self.layout.bytes_per_window_page if self._second_window else 0
+        num_window_pages = sum(page >= 0 for page in self._window_pages(pages))
+        return len(pages) * (self.bytes_per_page - windowed) + num_window_pages * windowed
 
-    def restore(self, copy: Slots, first: int, pages: Sequence[int]) -> None:
-        self._pool[list(pages)] = copy[first : first + len(pages)]
+    def save(self, pages: Sequence[int]) -> tuple[Slots, list[Slots | None]]:
+        windowed = [self._window_pool[page].copy() if page >= 0 else None for page in self._window_pages(pages)]
+        return self._pool[list(pages)], windowed
+
+    def restore(self, copy: tuple[Slots, list[Slots | None]], first: int, pages: Sequence[int]) -> None:
+        self._pool[list(pages)] = copy[0][first : first + len(pages)]
+        for page, saved in zip(self._window_pages(pages), copy[1][first : first + len(pages)], strict=True):
+            if page >= 0 and saved is not None:
+                self._window_pool[page] = saved
+
+    def _window_pages(self, pages: Sequence[int]) -> list[int]:
+        """Of each its window page, -1 where it has none."""
+        if self.window_table is None:
+            return [-1] * len(pages)
+        found: list[int] = self.window_table[list(pages)].tolist()
+        return found
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.prepare(plan)()
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        slots = [self._slots(step.row, step.end) for step in plan.requests]
+        slots = [(self._slots(step.row, step.end), self._window_slots(step)) for step in plan.requests]
 
         def run() -> StepResult:
             self.step_sizes.append(plan.num_tokens)
@@ -119,12 +144,18 @@ class FakeEngine:
         """It alone fails, in its next step."""
         self._failures[rid] = error
 
-    def _run(self, step: RequestStep, slots: npt.NDArray[np.int64]) -> RequestResult:
+    def _run(
+        self, step: RequestStep, where: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]
+    ) -> RequestResult:
         if step.rid in self._failures:
             return RequestResult(error=self._failures.pop(step.rid))
-        flat = self._pool.reshape(-1)
+        slots, window_slots = where
+        flat, second = self._pool.reshape(-1), self._window_pool.reshape(-1)
         token_ids = [self._drawn[step.row] if token == LAST_DRAWN else token for token in step.token_ids]
         flat[slots[step.start :]] = _values(token_ids, step.start)
+        if window_slots is not None:
+            assert (window_slots[step.start :] >= 0).all(), "a token is computed that has no window page"
+            second[window_slots[step.start :]] = ~_values(token_ids, step.start)
         logprobs = step.input_logprobs
         scored = tuple(TokenLogprob(t, -1.0) for t in logprobs.targets) if logprobs else ()
         if step.sample is None:
@@ -133,6 +164,11 @@ class FakeEngine:
         ends = range(step.end - len(step.sample.proposals), step.end + 1)
         firsts = [0 if self._window is None else max(0, end - self._window) for end in ends]
         states = [int(np.bitwise_xor.reduce(flat[slots[f:e]])) for f, e in zip(firsts, ends, strict=True)]
+        if window_slots is not None and self._second_window is not None:
+            for i, end in enumerate(ends):
+                seen = window_slots[max(0, end - self._second_window) : end]
+                assert (seen >= 0).all(), "a token is seen that has no window page"
+                states[i] ^= _rotated(int(np.bitwise_xor.reduce(second[seen])))
         specs = specs_to_draw(step.sample)
         drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
         chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
@@ -148,6 +184,15 @@ class FakeEngine:
         slots: npt.NDArray[np.int64] = pages * page_size + tokens % page_size
         return slots
 
+    def _window_slots(self, step: RequestStep) -> npt.NDArray[np.int64] | None:
+        """Those of the second layer, -1 where there is none; None without such a layer."""
+        if self.window_table is None:
+            return None
+        page_size, tokens = self._pool.shape[1], np.arange(step.end)
+        pages = self.window_table[self._table[step.row, tokens // page_size]].astype(np.int64)
+        slots: npt.NDArray[np.int64] = np.where(pages >= 0, pages * page_size + tokens % page_size, -1)
+        return slots
+
 
 def expected_tokens(
     prompt_ids: Sequence[int],
@@ -155,8 +200,14 @@ def expected_tokens(
     count: int,
     vocab_size: int = 512,
     window: int | None = None,
+    is_hybrid: bool = False,
 ) -> list[int]:
-    """What the fake engine draws for this prompt when nothing went wrong: `count` tokens, stop conditions ignored."""
+    """What the fake engine draws for this prompt when nothing went wrong: `count` tokens, stop conditions ignored.
+
+    `is_hybrid`: that of two layers, one of which has the window.
+    """
+    if is_hybrid:
+        return _expected_of_two(prompt_ids, params, count, vocab_size, window)
     values = _values(prompt_ids, 0).tolist()
     state = functools.reduce(operator.xor, values if window is None else values[-window:])
     output: list[int] = []
@@ -168,6 +219,25 @@ def expected_tokens(
         if window is not None and len(values) > window:
             state ^= values[-1 - window]
     return output
+
+
+def _expected_of_two(
+    prompt_ids: Sequence[int], params: SamplingParams, count: int, vocab_size: int, window: int | None
+) -> list[int]:
+    values = _values(prompt_ids, 0).tolist()
+    output: list[int] = []
+    for _ in range(count):
+        seen = [~value % (1 << 64) for value in (values if window is None else values[-window:])]
+        state = functools.reduce(operator.xor, values) ^ _rotated(functools.reduce(operator.xor, seen))
+        spec = SampleSpec(params, len(values), prompt_ids, output)
+        output.append(_draw(state, spec, vocab_size))
+        values.append(int(_values(output[-1:], spec.position)[0]))
+    return output
+
+
+def _rotated(value: int) -> int:
+    """So that what is in both layers does not cancel out."""
+    return (value << 13 | value >> 51) % (1 << 64)
 
 
 def _values(token_ids: Sequence[int], start: int) -> Slots:

@@ -25,6 +25,7 @@ from splitserve.cache.radix import RadixCache
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.cache.told_prefix import ToldPrefixCache
+from splitserve.cache.window_pages import WindowPages
 from splitserve.clock import ManualClock
 from splitserve.config import SchedulePolicy
 from splitserve.core.batch import Engine, PipelinedEngine, TokenLogprob
@@ -60,6 +61,8 @@ class EngineWithMemory(Engine, HostCopies, Protocol):
     """An engine and the pool it computes into."""
 
     layout: KVLayout
+    # Set where the layout has window pages.
+    window_table: npt.NDArray[np.int32] | None
 
     def regions(self) -> tuple[Region, ...]: ...
 
@@ -197,8 +200,9 @@ class SimWorker:
         host = None
         if prefix_host_memory:
             host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size, self._record)
+        windows = self._window_pages(token_budget)
         window = self.engine.layout.window
-        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host, window)
+        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host, window, windows)
         self.inbox = inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
@@ -247,6 +251,17 @@ class SimWorker:
         elif late_steps:
             self._late = LateSteps(self.scheduler, self.engine, late_steps)
         self._loop = self._late or NormalLoop(self.scheduler, self.engine)
+
+    def _window_pages(self, token_budget: int) -> WindowPages | None:
+        layout = self.engine.layout
+        if not layout.num_window_pages:
+            return None
+        window = max(component.window or 0 for component in layout.components)
+        windows = WindowPages(
+            layout.num_pages, layout.num_window_pages, layout.page_size, window, step_tokens=token_budget
+        )
+        self.engine.window_table = windows.table
+        return windows
 
     @property
     def role(self) -> Role:
@@ -303,6 +318,7 @@ class SimWorker:
         state = self.scheduler.state()
         assert self.role.is_idle()
         assert state.pages_free + state.pages_cached == state.pages_total
+        assert state.window_pages_free == state.window_pages_total
         assert state.rows_free == state.rows_total
         assert state.retraction_host_bytes == 0
         assert state.metadata_slots_free == state.metadata_slots_total

@@ -27,6 +27,9 @@ class Pool:
         self.has_memory = True
         self.num_saved = 0
 
+    def bytes_of(self, pages):
+        return len(pages) * PAGE_BYTES
+
     def save(self, pages):
         if not self.has_memory:
             raise MemoryError("no more")

@@ -21,6 +21,9 @@ PAGE = 2
 class Pool:
     bytes_per_page = 1
 
+    def bytes_of(self, pages):
+        return len(pages)
+
     def save(self, pages):
         return list(pages)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.layout import Region
 from splitserve.disaggregation.checksum import Checksums
+from splitserve.disaggregation.reshard import RoomPages
 from splitserve.disaggregation.state import KVPoll
 from splitserve.testing.kv_world import World, layout
 
@@ -40,15 +41,15 @@ def test_both_sides_find_the_same_whatever_their_pages_and_chunks(data, n, sourc
     pages = -(-n // source_size)
     cuts = sorted({0, *data.draw(st.lists(st.integers(0, pages))), pages})
     parts = [
-        source.checksums.of(ours, range(a * source_size, min(b * source_size, n)), n, target_size)
+        source.checksums.of(RoomPages(ours), range(a * source_size, min(b * source_size, n)), n, target_size)
         for a, b in itertools.pairwise(cuts)
     ]
-    whole = target.checksums.of(theirs, range(n), n, source_size)
+    whole = target.checksums.of(RoomPages(theirs), range(n), n, source_size)
     assert sum(parts) % (1 << 64) == whole
     component, token = data.draw(st.integers(0, 3)), data.draw(st.integers(0, n - 1))
     tokens[component][token, data.draw(st.integers(0, 7))] ^= 1
     target.put(theirs, tokens)
-    assert target.checksums.of(theirs, range(n), n, source_size) != whole
+    assert target.checksums.of(RoomPages(theirs), range(n), n, source_size) != whole
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

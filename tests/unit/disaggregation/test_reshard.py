@@ -11,7 +11,7 @@ from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.disaggregation.convert import pack, unpack
 from splitserve.disaggregation.copies import num_bytes
 from splitserve.disaggregation.pairing import check_compatible, sources_of
-from splitserve.disaggregation.reshard import plan, plan_copies, plan_unpack
+from splitserve.disaggregation.reshard import RoomPages, plan, plan_copies, plan_unpack
 from splitserve.testing.kv_world import layout
 
 from .reshard_world import Cache, Cut, Kind, chunks_of, cuts, empty_pools, models, naive, pages_of, run
@@ -48,7 +48,9 @@ class Carried:
         options = {"wire_dtype": self.wire_dtype, "pack_below": self.data.draw(st.sampled_from([0, 10**9]))}
         for tokens in chunks_of(self.data.draw, num_tokens, source.page_size):
             sent = pages[: -(-tokens.stop // source.page_size)]
-            copies, casts = plan(source, self.target, sent, self.pages, tokens, num_tokens, pairs, **options)
+            copies, casts = plan(
+                source, self.target, RoomPages(sent), RoomPages(self.pages), tokens, num_tokens, pairs, **options
+            )
             run(copies, pools, self.pools, self.counts)
             for cast in casts:
                 for part in cast.split(self.data.draw(st.sampled_from([256, 4096, 2**20]))):
@@ -111,7 +113,9 @@ def test_a_room_that_travels_in_a_narrower_dtype_is_widened_inside_its_pages(dat
     source_ranks = src.ranks(cache.kinds)
     for tp_rank, target in dst.ranks(cache.kinds):
         arrived = Carried(data, cache, source_ranks, target, tp_rank, dst.tp, wire_dtype=wire_dtype)
-        for cast in plan_unpack(target, arrived.pages, range(cache.num_tokens), cache.num_tokens, wire_dtype):
+        for cast in plan_unpack(
+            target, RoomPages(arrived.pages), range(cache.num_tokens), cache.num_tokens, wire_dtype
+        ):
             unpack(cast, arrived.pools)
         rounded = Cache(cache.kinds, cache.num_tokens, "float32", 0)
         limit = 448 if wire_dtype == "float8_e4m3fn" else np.inf
@@ -191,7 +195,7 @@ def test_layouts_that_do_not_fit_are_named(other, words):
     theirs = replace(ours, components=(replace(ours.components[0], **other), *ours.components[1:]))
     assert words in check_compatible(ours, theirs)
     with pytest.raises(ValueError, match="layouts differ"):
-        plan_copies(ours, theirs, [], [], range(0), 0)
+        plan_copies(ours, theirs, RoomPages([]), RoomPages([]), range(0), 0)
 
 
 def test_neither_sixteen_bit_dtype_is_converted_to_the_other():
@@ -218,7 +222,7 @@ def pool(heads, *, first=0, total=8, axes="NHD", page_size=16, dtype="float16", 
 
 def whole_room(src, dst, **options):
     pages = list(range(128))
-    return plan(src, dst, pages, pages[::-1], range(2048), 2048, **options)
+    return plan(src, dst, RoomPages(pages), RoomPages(pages[::-1]), range(2048), 2048, **options)
 
 
 def test_equal_layouts_take_one_copy_for_each_page_of_each_component():
@@ -229,10 +233,12 @@ def test_equal_layouts_take_one_copy_for_each_page_of_each_component():
 
 def test_runs_contiguous_on_both_sides_are_one_copy_whatever_the_page_sizes():
     src = layout(layers=1)
-    copies = plan_copies(src, src, [1, 2, 3, 7, 8], [11, 12, 13, 14, 16], range(20), 20)
+    copies = plan_copies(src, src, RoomPages([1, 2, 3, 7, 8]), RoomPages([11, 12, 13, 14, 16]), range(20), 20)
     size = src.components[0].page_bytes(src.page_size)
     assert (copies["length"] // size).tolist() == [3, 1, 1] * 2
-    assert len(plan_copies(src, layout(page_size=12, layers=1), [3, 4, 5], [1], range(12), 12)) == 2
+    assert (
+        len(plan_copies(src, layout(page_size=12, layers=1), RoomPages([3, 4, 5]), RoomPages([1]), range(12), 12)) == 2
+    )
 
 
 def test_half_the_heads_travel_token_by_token_in_nhd_and_page_by_page_in_hnd():
@@ -268,7 +274,7 @@ def test_parts_of_a_cast_fit_the_memory_they_are_packed_in():
 def test_what_float8_and_float16_cannot_hold_saturates():
     src, dst = layout(1, page_size=1, layers=1), layout(1, page_size=1, layers=1, dtype="float8_e4m3fn")
     pools = [np.array([1e9, -3.14], np.float32).view(np.uint8), np.array([np.nan, -449], np.float32).view(np.uint8)]
-    (cast,) = plan(src, dst, [0], [0], range(1), 1).casts
+    (cast,) = plan(src, dst, RoomPages([0]), RoomPages([0]), range(1), 1).casts
     out = np.zeros(cast.num_bytes, np.uint8)
     pack(cast, pools, out)
     np.testing.assert_array_equal(out.view("float8_e4m3fn").astype(float), [448, -3.25, np.nan, -448])
@@ -286,9 +292,9 @@ def test_what_float8_and_float16_cannot_hold_saturates():
 )
 def test_pages_and_tokens_that_do_not_fit_are_refused(src_pages, dst_pages, tokens, words):
     with pytest.raises(ValueError, match=words):
-        plan_copies(layout(), layout(), src_pages, dst_pages, tokens, 8)
+        plan_copies(layout(), layout(), RoomPages(src_pages), RoomPages(dst_pages), tokens, 8)
 
 
 def test_copies_alone_do_not_convert():
     with pytest.raises(ValueError, match="float32 cannot be copied into float16"):
-        plan_copies(layout(), layout(dtype="float16"), [0], [0], range(4), 4)
+        plan_copies(layout(), layout(dtype="float16"), RoomPages([0]), RoomPages([0]), range(4), 4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.disaggregation.reshard import plan
+from splitserve.disaggregation.reshard import RoomPages, plan
 from splitserve.disaggregation.state import KVPoll
 from splitserve.testing.kv_world import World, layout
 
@@ -141,7 +141,7 @@ def test_a_session_that_is_stuck_leaves_staging_memory_to_the_others():
     staging = world.prefill.staging
     Room(world, 1, 60).send()
     world.tick()
-    (cast,) = plan(world.prefill.layout, world.decode.layout, [0], [0], range(4), 4).casts
+    (cast,) = plan(world.prefill.layout, world.decode.layout, RoomPages([0]), RoomPages([0]), range(4), 4).casts
     part = next(staging.parts(cast))
     assert staging.pack(part, world.network.busy_sessions()[0]) is None
     assert staging.pack(part, "another session") is not None

@@ -61,7 +61,7 @@ def test_the_layers_of_both_are_components_of_the_same_pages(
     draft.keys[1].copy_(torch.randn(draft.keys[1].shape))
     before = draft.keys[1][3].clone()
     copy = engine.pool.save([3])
-    assert sum(part.nbytes for part in copy) == engine.pool.bytes_per_page == engine.layout.bytes_per_page
+    assert sum(part.nbytes for part in copy.parts) == engine.pool.bytes_per_page == engine.layout.bytes_per_page
     draft.keys[1].zero_()
     engine.pool.restore(copy, 0, [6])
     assert torch.equal(draft.keys[1][6], before)

@@ -211,7 +211,7 @@ def test_saved_latents_come_back_into_other_pages(tiny_model: Callable[[TinyKind
         rows.copy_(torch.randn(rows.shape))
     before = {layer: rows.clone() for layer, rows in pool.latents.items()}
     copy = pool.save([4, 1])
-    assert sum(part.nbytes for part in copy) == 2 * pool.bytes_per_page
+    assert sum(part.nbytes for part in copy.parts) == 2 * pool.bytes_per_page
     pool.restore(copy, 0, [0, 5])
     for layer, rows in pool.latents.items():
         assert torch.equal(rows[[0, 5]], before[layer][[4, 1]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ CONFIGS = {
     "llama": transformers.LlamaConfig(**SHAPE, attention_bias=True),
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=16),
     "qwen3": transformers.Qwen3Config(**SHAPE),
+    "hybrid": transformers.Qwen3Config(
+        **SHAPE,
+        use_sliding_window=True,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
 PAGE_SIZE, NUM_REQUESTS, PAGES_EACH = 4, 9, 12
 
@@ -41,7 +48,7 @@ PAGE_SIZE, NUM_REQUESTS, PAGES_EACH = 4, 9, 12
 class World:
     """A model with kernels over a pool, in which each request has a prompt already."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, has_window_pages: bool = False) -> None:
         torch.manual_seed(0)
         bridge.register()
         self.model = transformers.AutoModelForCausalLM.from_config(
@@ -55,6 +62,9 @@ class World:
         assert isinstance(stack, DecoderStack)
         self.stack = stack
         layout = layout_for(shapes, "bfloat16", page_size=PAGE_SIZE, num_pages=NUM_REQUESTS * PAGES_EACH)
+        self.has_window_pages = has_window_pages
+        if has_window_pages:
+            layout = replace(layout, num_window_pages=layout.num_pages)
         self.backend = NativeBackend(KVPool(layout, torch.device("cpu")), library, widen=True)
         self.lengths = [3 + 4 * i for i in range(NUM_REQUESTS)]
         self.step(range(NUM_REQUESTS), [0] * NUM_REQUESTS, self.lengths)
@@ -63,7 +73,9 @@ class World:
         """Hidden states [T, hidden_size] of tokens that follow from their request and position."""
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         pages = tuple(r * PAGES_EACH + np.arange(-(-end // PAGE_SIZE)) for r, end in zip(requests, ends, strict=True))
-        batch = PagedBatch(np.array(starts), np.array(lengths), pages, PAGE_SIZE)
+        # In the other order, wherever the pools' numbers differ.
+        windows = tuple(NUM_REQUESTS * PAGES_EACH - 1 - p for p in pages) if self.has_window_pages else None
+        batch = PagedBatch(np.array(starts), np.array(lengths), pages, PAGE_SIZE, windows)
         owners = np.repeat(np.array(requests), batch.lengths)
         with torch.inference_mode():
             out = self.model.base_model(
@@ -114,6 +126,13 @@ def test_a_step_of_single_tokens_is_one_call_and_equals_its_layers_one_by_one(
     for batch, states in zip(batches, found, strict=True):
         assert torch.equal(states, world.decode(batch))
     assert len(programs) == len(batches)
+
+
+def test_window_pages_are_found_in_one_call_too(programs: list[int]) -> None:
+    one_pool, own_pool = World("hybrid"), World("hybrid", has_window_pages=True)
+    for batch in ((0,), (8, 2, 5), tuple(range(NUM_REQUESTS))):
+        assert torch.equal(own_pool.decode(batch), one_pool.decode(batch))
+    assert len(programs) == 6
 
 
 def test_what_a_request_gets_does_not_depend_on_its_company(threads: int) -> None:

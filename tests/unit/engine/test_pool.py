@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+from dataclasses import replace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -57,13 +59,32 @@ def test_saved_pages_come_back_into_others_whatever_became_of_theirs() -> None:
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in tensors]
     copy = pool.save([4, 1, 2])
-    assert sum(part.nbytes for part in copy) == 3 * pool.bytes_per_page
+    assert sum(part.nbytes for part in copy.parts) == 3 * pool.bytes_per_page
     for tensor in tensors:
         tensor.zero_()
     pool.restore(copy, 1, [0, 5])
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor[[0, 5]], old[[1, 2]])
         assert not tensor[[1, 2, 3, 4]].any()
+
+
+def test_layers_with_windows_can_have_a_pool_of_their_own_whose_pages_are_saved_with_those_they_belong_to() -> None:
+    shapes = [LayerShape(0, 2, 8, 8, None), LayerShape(1, 1, 4, 4, 20)]
+    layout = replace(layout_for(shapes, "float32", page_size=4, num_pages=6), num_window_pages=3)
+    pool = KVPool(layout, CPU)
+    assert [len(pool.keys[layer]) for layer in (0, 1)] == [6, 3]
+    assert [region.length for region in pool.regions()] == [6 * 4 * 64, 6 * 4 * 64, 3 * 4 * 16, 3 * 4 * 16]
+    pool.window_table = np.array([-1, 2, -1, 0, 1, -1], np.int32)
+    for tensor in (pool.keys[0], pool.values[0], pool.keys[1], pool.values[1]):
+        tensor.copy_(torch.randn(tensor.shape))
+    full, windowed = pool.keys[0].clone(), pool.values[1].clone()
+    copy = pool.save([2, 1, 3])
+    assert pool.bytes_of([2, 1, 3]) == sum(part.nbytes for part in (*copy.parts, *copy.window_parts))
+    assert pool.bytes_of([2, 1, 3]) == 3 * 4 * 128 + 2 * 4 * 32
+    # Of pages 1 and 3 window pages were saved; page 5 has none now, page 4 has.
+    pool.restore(copy, 1, [5, 4])
+    assert torch.equal(pool.keys[0][[5, 4]], full[[1, 3]])
+    assert torch.equal(pool.values[1], windowed[[0, 0, 2]])
 
 
 def test_regions_do_not_overlap() -> None:

@@ -112,6 +112,10 @@ class _Welcome(msgspec.Struct, frozen=True):
     regions: list[DeviceRegion | HostRegion]
 
 
+# Made here: sessions open in threads, and two that make it at once end the process.
+_welcomes = msgspec.msgpack.Decoder(_Welcome)
+
+
 class CudaIpcBackend:
     # Whatever a write's size, the GPU may have other work first.
     brief_bytes = 0
@@ -145,7 +149,7 @@ class CudaIpcBackend:
 
     def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> CudaIpcOutgoing:
         try:
-            told = msgspec.msgpack.decode(welcome, type=_Welcome)
+            told = _welcomes.decode(welcome)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed welcome: {error}") from error
         return CudaIpcOutgoing(sock, self, told)

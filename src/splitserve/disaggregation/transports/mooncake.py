@@ -80,6 +80,10 @@ class Welcome(msgspec.Struct, frozen=True):
     slot_bytes: int
 
 
+# Made here: sessions open in threads, and two that make it at once end the process.
+_welcomes = msgspec.msgpack.Decoder(Welcome)
+
+
 def mooncake_transport(options: TransportOptions) -> SessionTransport:
     """Options: protocol (tcp, rdma) and device (names of RDMA devices, by commas). Raises ConfigError."""
     return SessionTransport(MooncakeBackend(options), options)
@@ -107,7 +111,7 @@ class MooncakeBackend:
 
     def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> MooncakeOutgoing:
         try:
-            peer = msgspec.msgpack.decode(welcome, type=Welcome)
+            peer = _welcomes.decode(welcome)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the other side's transfer backend is not mooncake: {error}") from error
         ours, theirs = (library_version(), self.protocol), (peer.version, peer.protocol)

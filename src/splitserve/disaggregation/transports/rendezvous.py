@@ -46,12 +46,16 @@ class Welcome(msgspec.Struct, frozen=True):
     def read(cls, data: bytes, library: str) -> Welcome:
         """Raises ProtocolError where it is none, or of another library."""
         try:
-            welcome = msgspec.msgpack.decode(data, type=cls)
+            welcome = _welcomes.decode(data)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed welcome: {error}") from error
         if welcome.library != library:
             raise ProtocolError(f"{library} against {welcome.library}: install the same on both sides")
         return welcome
+
+
+# Made here: sessions open in threads, and two that make it at once end the process.
+_welcomes = msgspec.msgpack.Decoder(Welcome)
 
 
 class DoorStore(Store):

@@ -62,6 +62,10 @@ class _Welcome(msgspec.Struct, frozen=True):
     regions: list[tuple[FileRef, int, int]]
 
 
+# Made here: sessions open in threads, and two that make it at once end the process.
+_welcomes = msgspec.msgpack.Decoder(_Welcome)
+
+
 class ShmBackend:
     brief_bytes = BRIEF_BYTES
     joined_bytes = 8 << 20
@@ -82,7 +86,7 @@ class ShmBackend:
 
     def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ShmOutgoing:
         try:
-            return ShmOutgoing(sock, self._memory, msgspec.msgpack.decode(welcome, type=_Welcome))
+            return ShmOutgoing(sock, self._memory, _welcomes.decode(welcome))
         except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed welcome: {error}") from error
 

@@ -46,6 +46,17 @@ class PagedBatch:
     # tokens that no new token sees, of a model whose layers all have windows, may hold anything.
     pages: tuple[IntArray, ...]
     page_size: int
+    # The same in the pool of layers with windows, where that is another; -1 for pages that no new token sees. None:
+    # there is one pool.
+    window_pages: tuple[IntArray, ...] | None = None
+
+    def is_windowed(self, window: int | None) -> bool:
+        """Whether layers of that window have pages of their own."""
+        return window is not None and self.window_pages is not None
+
+    def pages_for(self, window: int | None) -> tuple[IntArray, ...]:
+        """`pages` as layers of that window have them."""
+        return self.pages if window is None or self.window_pages is None else self.window_pages
 
     @property
     def offsets(self) -> IntArray:

@@ -188,12 +188,25 @@ class _Planner:
 
 
 class _StepLists:
-    """The page lists of a step, one for each window, made when the first layer asks."""
+    """The page lists of a step, one for each window, and its slots, made when the first layer asks."""
 
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
         self._batch = batch
         self._device = device
         self._made: dict[int | None, tuple[PageLists, torch.Tensor]] = {}
+        # By whether a layer's pages are those of the windowed layers' own pool.
+        self._slots: dict[bool, torch.Tensor] = {}
+
+    def is_windowed(self, window: int | None) -> bool:
+        return self._batch.is_windowed(window)
+
+    def slots(self, window: int | None) -> torch.Tensor:
+        """Where layers of that window store the new tokens. [T]"""
+        is_windowed = self._batch.is_windowed(window)
+        if is_windowed not in self._slots:
+            slots = new_slots(self._batch, self._batch.pages_for(window))
+            self._slots[is_windowed] = to_device(slots, self._device)
+        return self._slots[is_windowed]
 
     def plan(self, planner: Planner) -> None:
         if planner.window not in self._made:
@@ -203,18 +216,17 @@ class _StepLists:
 
 
 class _Attending(ABC):
-    """The StepAttention of both kinds of step: new KV goes to `slots`, each kind of layer has a planned wrapper."""
+    """The StepAttention of both kinds of step: new KV goes to its slots, each kind of layer has a planned wrapper."""
 
-    def __init__(self, backend: FlashInferBackend, slots: torch.Tensor) -> None:
+    def __init__(self, backend: FlashInferBackend) -> None:
         self._backend = backend
-        self._slots = slots
         self._planners: dict[_Kind | LatentSizes, Planner] = {}
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         backend = self._backend
-        backend.store(layer, self._slots, key, value)
+        backend.store(layer, self._slots_for(params.window), key, value)
         kind = LatentSizes.of(query, value, params) if params.is_latent else _Kind.of(query, key, params)
         planner = self._planners.get(kind)
         if planner is None:
@@ -225,14 +237,21 @@ class _Attending(ABC):
     def _new_planner(self, kind: _Kind | LatentSizes) -> Planner:
         """Planned for this step."""
 
+    @abstractmethod
+    def _slots_for(self, window: int | None) -> torch.Tensor:
+        """Of the new tokens, in layers of that window. [T]"""
+
 
 class FlashInferStep(_Attending):
     """StepAttention."""
 
     def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
-        super().__init__(backend, to_device(new_slots(batch), backend.pool.device))
+        super().__init__(backend)
         self._lists = _StepLists(batch, backend.pool.device)
         self._is_decode = bool((batch.lengths == 1).all())
+
+    def _slots_for(self, window: int | None) -> torch.Tensor:
+        return self._lists.slots(window)
 
     def _new_planner(self, kind: _Kind | LatentSizes) -> Planner:
         if isinstance(kind, LatentSizes):
@@ -247,17 +266,19 @@ class FlashInferFixedDecode(_Attending):
     """FixedDecode. Wrappers are made by the first `forward`, which must come before any recording."""
 
     def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
-        super().__init__(backend, torch.zeros(num_requests, dtype=torch.int64, device=backend.pool.device))
+        super().__init__(backend)
         self._num_requests = num_requests
         self._max_pages = max_pages
         # By window. The library copies a step's arrays into these.
         self._buffers: dict[int | None, dict[str, torch.Tensor]] = {}
         self._lists: _StepLists | None = None
+        # By whether layers have the windowed layers' own pool; each step's are copied into these.
+        self._slots: dict[bool, tuple[int | None, torch.Tensor]] = {}
 
     def fill(self, batch: PagedBatch) -> None:
-        device = self._backend.pool.device
-        self._slots.copy_(to_device(new_slots(batch), device))
-        self._lists = _StepLists(batch, device)
+        self._lists = _StepLists(batch, self._backend.pool.device)
+        for window, slots in self._slots.values():
+            slots.copy_(self._lists.slots(window))
         for planner in self._planners.values():
             self._lists.plan(planner)
 
@@ -266,6 +287,13 @@ class FlashInferFixedDecode(_Attending):
         planner = self._latent_planner(kind) if isinstance(kind, LatentSizes) else self._plain_planner(kind)
         self._lists.plan(planner)
         return planner
+
+    def _slots_for(self, window: int | None) -> torch.Tensor:
+        assert self._lists is not None
+        is_windowed = self._lists.is_windowed(window)
+        if is_windowed not in self._slots:
+            self._slots[is_windowed] = window, self._lists.slots(window).clone()
+        return self._slots[is_windowed][1]
 
     def _plain_planner(self, kind: _Kind) -> Planner:
         backend = self._backend

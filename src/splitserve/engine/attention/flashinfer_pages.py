@@ -31,7 +31,7 @@ class PageLists:
 def page_lists(batch: PagedBatch, window: int | None = None) -> PageLists:
     """For layers of that window. The library counts positions from the end, so pages can be left out before it."""
     firsts = (first_visible(batch.starts, window) // batch.page_size).tolist()
-    seen = [pages[first:] for pages, first in zip(batch.pages, firsts, strict=True)]
+    seen = [pages[first:] for pages, first in zip(batch.pages_for(window), firsts, strict=True)]
     counts = np.array([len(pages) for pages in seen], np.int64)
     ends = batch.starts + batch.lengths
     return PageLists(

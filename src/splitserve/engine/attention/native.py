@@ -58,9 +58,10 @@ class _Singles:
         positions = batch.starts[owners] + places
         ends = positions + 1
         begins = first_visible(positions, window)
-        pages = np.zeros((len(owners), max((len(batch.pages[r]) for r in members.tolist()), default=0)), np.int64)
+        pages_of = batch.pages_for(window)
+        pages = np.zeros((len(owners), max((len(pages_of[r]) for r in members.tolist()), default=0)), np.int64)
         for i, r in enumerate(owners.tolist()):
-            pages[i, : len(batch.pages[r])] = batch.pages[r]
+            pages[i, : len(pages_of[r])] = pages_of[r]
         counts = -(-(ends - begins) // _PART_KEYS)
         firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
         requests = np.repeat(np.arange(len(owners)), counts)
@@ -93,12 +94,8 @@ class NativeStep(TorchSdpaStep):
         self._args: dict[AttentionParams, AttentionArgs] = {}
         # Memory that _args point to.
         self._partials: list[torch.Tensor] = []
-        self._store_args = StoreArgs(
-            slots=self._slots.data_ptr(),
-            zeroed=None if self._tails is None else self._tails.data_ptr(),
-            num_rows=len(self._slots),
-            num_zeroed=0 if self._tails is None else len(self._tails),
-        )
+        # As `_slots`.
+        self._store_args: dict[bool, StoreArgs] = {}
 
     @property
     def has_only_singles(self) -> bool:
@@ -109,10 +106,18 @@ class NativeStep(TorchSdpaStep):
     def pool(self) -> PagedKV:
         return self._pool
 
-    @property
-    def store_args(self) -> StoreArgs:
-        """For all layers; which states and which part of the pool is left out."""
-        return self._store_args
+    def store_args(self, window: int | None) -> StoreArgs:
+        """For all layers of that window; which states and which part of the pool is left out."""
+        is_windowed = self._batch.is_windowed(window)
+        if is_windowed not in self._store_args:
+            slots = self.slots_for(window)
+            self._store_args[is_windowed] = StoreArgs(
+                slots=slots.new.data_ptr(),
+                zeroed=None if slots.tails is None else slots.tails.data_ptr(),
+                num_rows=len(slots.new),
+                num_zeroed=0 if slots.tails is None else len(slots.tails),
+            )
+        return self._store_args[is_windowed]
 
     def single_args(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> AttentionArgs:
         """For all layers of one kind; what differs from layer to layer is left out.
@@ -123,10 +128,10 @@ class NativeStep(TorchSdpaStep):
             self._plan_singles(params.window)
         return self._args.get(params) or self._new_args(params, self._singles[params.window], query_shape, value_size)
 
-    def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
+    def _store(self, pages: torch.Tensor, new: torch.Tensor, window: int | None) -> None:
         if new.stride(2) != 1 or new.stride(1) != new.shape[2]:
             new = new.contiguous()
-        args = self._store_args
+        args = self.store_args(window)
         args.states, args.stride = new.data_ptr(), new.stride(0)
         args.pool, args.size = pages.data_ptr(), new.shape[1] * new.shape[2]
         self._library.store_tokens(ctypes.byref(args))
@@ -143,6 +148,7 @@ class NativeStep(TorchSdpaStep):
             super()._attend_prompts(query, keys, values, params, out)
             return
         batch, (num_kv_heads, group, head_size) = self._batch, query.shape[1:]
+        pages = batch.pages_for(params.window)
         if query.stride()[1:] != (group * head_size, head_size, 1):
             query = query.contiguous()
         for request in self._with_prompts:
@@ -152,7 +158,7 @@ class NativeStep(TorchSdpaStep):
                 keys=keys.data_ptr(),
                 values=values.data_ptr(),
                 outputs=out[rows].data_ptr(),
-                pages=batch.pages[request].ctypes.data,
+                pages=pages[request].ctypes.data,
                 query_stride=query.stride(0),
                 num_tokens=rows.stop - rows.start,
                 start=int(batch.starts[request]),

@@ -18,6 +18,7 @@ owner left behind, not even a NaN, reaches another request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +33,16 @@ from splitserve.engine.upload import to_device
 _BLOCK = 256
 # One-token requests with no more pages than so many tokens fill share a group, whatever their length.
 _SMALLEST_GROUP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Places in a pool, flat, that a step writes to."""
+
+    # Of the new tokens. [T]
+    new: torch.Tensor
+    # To be zeroed: behind the last token of pages that are begun; None: none are.
+    tails: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +125,20 @@ class TorchSdpaStep:
         self._pool = backend.pool
         self._dtype = backend.compute_dtype
         self._batch = batch
-        self._slots = self._to_device(new_slots(batch))
-        tails = _begun_tails(batch)
-        self._tails = self._to_device(tails) if len(tails) else None
+        # By whether a layer's pages are those of the windowed layers' own pool.
+        self._slots: dict[bool, Slots] = {}
         self._single_groups: dict[int | None, tuple[_Group, ...]] = {}
         self._prompts: dict[int | None, _Prompts] = {}
+
+    def slots_for(self, window: int | None) -> Slots:
+        """Where layers of that window store this step's tokens."""
+        is_windowed = self._batch.is_windowed(window)
+        if is_windowed not in self._slots:
+            pages = self._batch.pages_for(window)
+            tails = _begun_tails(self._batch, pages)
+            slots = self._to_device(new_slots(self._batch, pages))
+            self._slots[is_windowed] = Slots(slots, self._to_device(tails) if len(tails) else None)
+        return self._slots[is_windowed]
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -153,11 +173,11 @@ class TorchSdpaStep:
         """Write them; returns the layer's keys and values in the pool, twice the same where it keeps latents."""
         if params.is_latent:
             latents = self._pool.latents[layer]
-            self._store(latents, key)
+            self._store(latents, key, params.window)
             return latents, latents
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        self._store(keys, key)
-        self._store(values, value)
+        self._store(keys, key, params.window)
+        self._store(values, value, params.window)
         return keys, values
 
     def _attend_singles(
@@ -194,11 +214,11 @@ class TorchSdpaStep:
         v = v[:, None, visible].expand(-1, q.shape[1], -1, -1)
         out[block.q_start : block.q_end] = _attend(q, k, v, mask, params).permute(2, 0, 1, 3)
 
-    def _store(self, pages: torch.Tensor, new: torch.Tensor) -> None:
-        flat = pages.flatten(0, 1)
-        flat.index_copy_(0, self._slots, new)
-        if self._tails is not None:
-            flat.index_fill_(0, self._tails, 0.0)
+    def _store(self, pages: torch.Tensor, new: torch.Tensor, window: int | None) -> None:
+        flat, slots = pages.flatten(0, 1), self.slots_for(window)
+        flat.index_copy_(0, slots.new, new)
+        if slots.tails is not None:
+            flat.index_fill_(0, slots.tails, 0.0)
 
     @cached_property
     def _with_prompts(self) -> list[int]:
@@ -221,9 +241,9 @@ class TorchSdpaStep:
         return tuple(self._group(members, window) for members in _by_length(self._batch, singles, window))
 
     def _group(self, members: IntArray, window: int | None) -> _Group:
-        batch, page_size = self._batch, self._batch.page_size
+        batch, page_size, pages = self._batch, self._batch.page_size, self._batch.pages_for(window)
         first_pages = first_visible(batch.starts[members], window) // page_size
-        visible = [batch.pages[r][first:] for r, first in zip(members.tolist(), first_pages.tolist(), strict=True)]
+        visible = [pages[r][first:] for r, first in zip(members.tolist(), first_pages.tolist(), strict=True)]
         width = max(len(p) for p in visible)
         padded = np.stack([np.concatenate((p, np.repeat(p[:1], width - len(p)))) for p in visible])
         positions = first_pages[:, None] * page_size + np.arange(width * page_size)
@@ -249,7 +269,7 @@ class TorchSdpaStep:
             end = min(begin + _BLOCK, start + length)
             seen_from = int(first_visible(np.array(begin), window))
             blocks.append(_Block(offset + begin - start, offset + end - start, seen_from - base, end - base))
-        pages = batch.pages[request][first_page:]
+        pages = batch.pages_for(window)[request][first_page:]
         in_a_row = bool((np.diff(pages) == 1).all())
         where = slice(int(pages[0]), int(pages[-1]) + 1) if in_a_row else self._to_device(pages)
         return _Segment(where, tuple(blocks))
@@ -264,21 +284,21 @@ def dtype_of(pool: PagedKV) -> torch.dtype:
     return dtype
 
 
-def new_slots(batch: PagedBatch) -> IntArray:
-    """Slot (page x page_size + place in it) of every new token. [T]"""
+def new_slots(batch: PagedBatch, pages_of: Sequence[IntArray]) -> IntArray:
+    """Slot (page x page_size + place in it) of every new token, in the pool of these pages. [T]"""
     size = batch.page_size
     slots = []
-    for start, length, pages in zip(batch.starts, batch.lengths, batch.pages, strict=True):
+    for start, length, pages in zip(batch.starts, batch.lengths, pages_of, strict=True):
         positions = np.arange(start, start + length)
         slots.append(pages[positions // size] * size + positions % size)
     return np.concatenate(slots)
 
 
-def _begun_tails(batch: PagedBatch) -> IntArray:
+def _begun_tails(batch: PagedBatch, pages_of: Sequence[IntArray]) -> IntArray:
     """Slots after the last token in every request's last page, where this step is the first to write to that page."""
     size = batch.page_size
     tails = [np.zeros(0, np.int64)]
-    for start, length, pages in zip(batch.starts.tolist(), batch.lengths.tolist(), batch.pages, strict=True):
+    for start, length, pages in zip(batch.starts.tolist(), batch.lengths.tolist(), pages_of, strict=True):
         used = (start + length - 1) % size + 1
         if used < size and used <= length:
             tails.append(pages[-1] * size + np.arange(used, size))

@@ -144,7 +144,7 @@ class _Program:
             pools = (step.pool.keys[layer.index].data_ptr(), step.pool.values[layer.index].data_ptr())
             for j, states in enumerate((keys, values)):
                 # Assigning copies.
-                self._stores[2 * i + j] = step.store_args
+                self._stores[2 * i + j] = step.store_args(layer.params.window)
                 store = self._stores[2 * i + j]
                 store.states, store.pool, store.stride, store.size = states, pools[j], stride, num_kv_heads * head_dim
             self._attentions[i] = step.single_args(layer.params, shape, head_dim)

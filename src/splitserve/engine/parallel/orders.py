@@ -30,6 +30,8 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=Fal
     pages: bytes
     # Rows of the step whose logits are computed, call after call.
     head_rows: tuple[bytes, ...]
+    # As `pages`, of the windowed layers' own pool; None: there is none.
+    window_pages: bytes | None = None
 
     def batch(self, page_size: int) -> PagedBatch:
         """Raises EngineError where the order contradicts itself."""
@@ -37,10 +39,15 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=Fal
         if len(starts) != len(lengths) or len(array(self.token_ids)) != lengths.sum():
             raise EngineError(f"order {self.number} of the driver contradicts itself")
         ends = np.cumsum(-(-(starts + lengths) // page_size))
-        pages = np.frombuffer(self.pages, dtype=np.int32).astype(np.int64)
+        window_pages = None if self.window_pages is None else self._split(self.window_pages, ends)
+        return PagedBatch(starts, lengths, self._split(self.pages, ends), page_size, window_pages)
+
+    def _split(self, data: bytes, ends: IntArray) -> tuple[IntArray, ...]:
+        """The pages of each request, which end there in the list."""
+        pages = np.frombuffer(data, dtype=np.int32).astype(np.int64)
         if len(pages) != ends[-1]:
             raise EngineError(f"order {self.number} of the driver has {len(pages)} pages where {ends[-1]} are needed")
-        return PagedBatch(starts, lengths, tuple(np.split(pages, ends[:-1])), page_size)
+        return tuple(np.split(pages, ends[:-1]))
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -72,9 +79,14 @@ def step_order(
         token_ids=token_ids.tobytes(),
         starts=batch.starts.tobytes(),
         lengths=batch.lengths.tobytes(),
-        pages=np.concatenate(batch.pages).astype(np.int32).tobytes(),
+        pages=_joined(batch.pages),
         head_rows=tuple(np.array(rows, dtype=np.int64).tobytes() for rows in head_rows),
+        window_pages=None if batch.window_pages is None else _joined(batch.window_pages),
     )
+
+
+def _joined(pages: Sequence[IntArray]) -> bytes:
+    return np.concatenate(pages).astype(np.int32).tobytes()
 
 
 def array(data: bytes) -> IntArray:

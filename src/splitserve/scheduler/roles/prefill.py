@@ -88,7 +88,7 @@ class PrefillRole:
             if request.finish is not None and request.finish.type is FinishType.ABORT:
                 self.abort(request.rid, GrammarError(str(request.finish.message)))
             elif outcome.token_id is None:
-                entry.send_chunk(self._cache.page_size)
+                entry.send_chunk(self._cache)
                 # Decode reads no more of it than the next chunk does.
                 self._cache.forget(request)
             else:
@@ -152,7 +152,7 @@ class PrefillRole:
     def _hand_over(self, entry: PrefillEntry) -> None:
         entry.request.timeline.enter("transfer", self._clock.now())
         self._stop_computing(entry)
-        entry.send_last_chunk(self._cache.page_size, self._metadata)
+        entry.send_last_chunk(self._cache, self._metadata)
         self._inflight.add(entry)
 
     def _stop_computing(self, entry: PrefillEntry) -> None:

@@ -1,0 +1,54 @@
+"""How memory is divided where some of a model's layers have sliding windows and others see everything.
+
+The windowed layers' pool (`cache/window_pages.py`) has a share of the pages that the full layers have, but not more
+than all requests and steps can use. A request of any length takes no more of it than its window and a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from splitserve.cache.blocks import kv_to_page_num
+from splitserve.cache.window_pages import least_window_pages, window_pages_at_most
+from splitserve.core.layout import KVLayout
+from splitserve.engine.parallel.ranks import Ranks
+
+# Requests of so many tokens fill both pools alike, where nobody says another ratio.
+FORESEEN_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDemand:
+    """What a worker's scheduler may ask of a windowed layers' own pool."""
+
+    # Its pages for each one of the full layers' pool, at most; 1: there is one pool. None: `FORESEEN_TOKENS` says.
+    full_tokens_ratio: float | None
+    # Tokens of prompts in all steps under way.
+    step_tokens: int
+    max_requests: int
+    # Why there is one pool for all layers whatever the ratio says; None: nothing is in the way.
+    obstacle: str | None = None
+
+    def num_window_pages(self, num_pages: int, page_size: int, window: int) -> int:
+        """Beside so many pages of the full layers, for layers that see `window` tokens; 0: there is one pool."""
+        ratio = window / FORESEEN_TOKENS if self.full_tokens_ratio is None else self.full_tokens_ratio
+        if ratio >= 1.0:
+            return 0
+        most = self.max_requests * window_pages_at_most(window, page_size) + kv_to_page_num(self.step_tokens, page_size)
+        wanted = min(math.ceil(num_pages * ratio), most)
+        found = max(wanted, least_window_pages(window, page_size, self.step_tokens))
+        return found if found < num_pages else 0
+
+
+def window_of_some(one_page: KVLayout, ranks: Ranks | None) -> int | None:
+    """The largest window of a model that has layers with and without one, be they on this rank or on others.
+
+    None for any other model. Every rank calls it. Raises RanksLostError.
+    """
+    has_full = any(component.window is None for component in one_page.components)
+    largest = max((component.window or 0 for component in one_page.components), default=0)
+    if ranks is not None:
+        has_full = ranks.least(-int(has_full)) < 0
+        largest = -ranks.least(-largest)
+    return largest if has_full and largest else None
