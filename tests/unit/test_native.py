@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve import _native
-from splitserve._native import Numbers, ScatterCopy
+from splitserve._native import Numbers, ScatterCopy, gather_pieces, scatter_pieces
 from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.transports.iovec import iovec_table
 
 LENGTHS = [0, 1, 15, 63, 64, 65, 511, 512, 1023, 1024, 1087, 1088, 1089, 4096, 70_001] * 3
 
@@ -109,6 +110,25 @@ def test_copies_go_between_the_regions_that_they_name(way):
     assert copy.is_complete
     expected = np.zeros((3, 100), np.uint8)
     expected[0, 50:60], expected[1, :10], expected[2, 99] = 3, 1, 2
+    assert (there == expected).all()
+
+
+def test_pieces_are_gathered_into_one_buffer_and_scattered_again(way):
+    random = np.random.default_rng(1)
+    lengths = random.permutation(np.array(LENGTHS, dtype=np.uint64))
+    gaps = random.integers(1, 200, len(lengths)).astype(np.uint64)
+    starts = np.cumsum(lengths + gaps) - lengths
+    size, total = int(starts[-1] + lengths[-1]) + 200, int(lengths.sum())
+    order = random.permutation(len(lengths))
+    here, there = random.integers(0, 256, size, dtype=np.uint8), np.zeros(size, np.uint8)
+    buffer, expected = np.full(total + 2, 7, np.uint8), np.zeros(size, np.uint8)
+    spans = [(int(starts[i]), int(starts[i] + lengths[i])) for i in order]
+    gather_pieces(iovec_table(starts[order] + np.uint64(here.ctypes.data), lengths[order]), buffer.ctypes.data + 1)
+    assert (buffer[1:-1] == np.concatenate([here[first:end] for first, end in spans])).all()
+    assert buffer[0] == buffer[-1] == 7
+    scatter_pieces(buffer.ctypes.data + 1, iovec_table(starts[order] + np.uint64(there.ctypes.data), lengths[order]))
+    for first, end in spans:
+        expected[first:end] = here[first:end]
     assert (there == expected).all()
 
 

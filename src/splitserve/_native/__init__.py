@@ -46,6 +46,8 @@ def _load() -> ctypes.CDLL | None:
         ctypes.c_int,
     )
     library.scatter_copy.restype = None
+    library.scatter_pieces.argtypes = (*table, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    library.scatter_pieces.restype = None
     library.scatter_store_bytes.restype = ctypes.c_int
     return library
 
@@ -145,3 +147,29 @@ class ScatterCopy:
             if at.offset < length:
                 return
             at.piece, at.offset = at.piece + 1, 0
+
+
+def gather_pieces(pieces: Copies, buffer: int) -> None:
+    """Fill memory at address `buffer` with pieces, rows of (address, length), one after the other. Nothing is checked.
+
+    Through the cache: whoever asks for it reads the buffer next.
+    """
+    if _library is None:
+        _move_slowly(pieces, buffer, is_out=False)
+    else:
+        _library.scatter_pieces(_address(pieces), len(pieces), buffer, False, 0)
+
+
+def scatter_pieces(buffer: int, pieces: Copies) -> None:
+    """Fill the pieces from memory at the address `buffer`, past the cache."""
+    if _library is None:
+        _move_slowly(pieces, buffer, is_out=True)
+    else:
+        _library.scatter_pieces(_address(pieces), len(pieces), buffer, True, STORE_BYTES)
+
+
+def _move_slowly(pieces: Copies, buffer: int, *, is_out: bool) -> None:
+    for address, length in pieces.tolist():
+        target, source = (address, buffer) if is_out else (buffer, address)
+        ctypes.memmove(target, source, length)
+        buffer += length
