@@ -20,7 +20,7 @@ from splitserve.disaggregation.directory import HttpDirectory, register_rank
 from splitserve.disaggregation.manager import KVManager
 from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.disaggregation.staging import Staging
-from splitserve.disaggregation.transports import create_transport, moves_gpu_memory, needs_shareable_memory
+from splitserve.disaggregation.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.waker import Waker
 from splitserve.disaggregation.wire import KVArgs
@@ -99,16 +99,17 @@ def open_rank(
 
 def check_pool_device(backend: str, device_type: str) -> None:
     """Raises ConfigError where the backend cannot read a KV pool there."""
-    if device_type != "cpu" and not moves_gpu_memory(backend):
-        raise ConfigError(
-            f"the transfer backend {backend!r} moves memory of the CPU, and the KV pool is on a GPU: use "
-            "--transfer-backend cuda_ipc on one machine, nccl between GPUs, or --device cpu"
-        )
-    if device_type == "cpu" and moves_gpu_memory(backend):
+    if moves_pools_on(backend, device_type):
+        return
+    if device_type == "cpu":
         raise ConfigError(
             f"the transfer backend {backend!r} moves memory of GPUs, and the KV pool is on the CPU: use "
             "--transfer-backend shm or tcp, or --device cuda"
         )
+    raise ConfigError(
+        f"the transfer backend {backend!r} moves memory of the CPU, and the KV pool is on a GPU: use "
+        "--transfer-backend cuda_ipc on one machine, mooncake or nccl between machines, or --device cpu"
+    )
 
 
 def _is_on_cpu(engine: BuiltEngine) -> bool:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import moves_gpu_memory
+from splitserve.disaggregation.transports import moves_pools_on
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess, wait_until_ended
 from splitserve.launch.cluster_token import write_token_file
@@ -122,7 +122,8 @@ class LocalCluster:
             raise ConfigError(f"--threads {threads}: it must be at least 1")
         self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
         # Whoever names no device gets one that the backend can hand KV over from.
-        if prefill and not moves_gpu_memory(backend) and not any(arg.startswith("--device") for arg in worker_args):
+        names_device = any(arg.startswith("--device") for arg in worker_args)
+        if prefill and not names_device and not moves_pools_on(backend, "cuda"):
             self._common += ["--device", "cpu"]
         self._pair_args = list(pair_args)
         self._router_args = list(router_args)

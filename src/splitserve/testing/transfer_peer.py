@@ -31,6 +31,8 @@ from splitserve.testing.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
 ANSWER_TIMEOUT = 60.0
 
 
+# Mooncake between pools on a fake GPU, with slots on the host and on that GPU: what `End` calls it.
+FAKE_MOONCAKES = {"mooncake of a fake GPU": "host", "mooncake on a fake GPU": "gpu"}
 # Their memory lies on a GPU: of the commands, those that fill it are not for them.
 _ON_GPU = frozenset({"cuda_ipc"})
 
@@ -54,6 +56,9 @@ class End:
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
         self.backend = backend
         self.progress = threading.Event()
+        if backend in FAKE_MOONCAKES:
+            self._begin_on_fake_gpu(lengths, FAKE_MOONCAKES[backend], **options)
+            return
         is_fake_gpu, is_on_gpu = backend == FAKE_CUDA_IPC, backend in _ON_GPU
         self.arenas = [] if is_on_gpu else [_arena(n, backend) for n in lengths]
         self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
@@ -63,6 +68,16 @@ class End:
         self.transport: Transport = fake_cuda_ipc_transport(told) if is_fake_gpu else create_transport(backend, told)
         regions = [a.region() for a in self.arenas] or [Region(t.data_ptr(), t.numel()) for t in self.tensors]
         self.transport.register(regions)
+
+    def _begin_on_fake_gpu(self, lengths: Sequence[int], staging: str, **options: Any) -> None:
+        # Only now: it needs torch, and most peers do without.
+        from splitserve.testing.fake_device import FakeDevice, fake_mooncake_transport
+
+        device = FakeDevice(lengths)
+        self.memory, self.tensors = device.memory, []
+        told = TransportOptions(on_progress=self.progress.set, extra={"staging": staging}, **options)
+        self.transport = fake_mooncake_transport(told, device)
+        self.transport.register(device.regions)
 
     def outcome(self, ticket: Ticket, timeout: float = ANSWER_TIMEOUT) -> WriteStatus:
         """The ticket's final status. Raises AssertionError where it has none in time."""

@@ -103,14 +103,25 @@ def test_an_engine_is_used_again_but_not_for_another_process_at_the_same_address
     ("extra", "said"),
     [
         ({"protocol": "pigeon"}, "tcp, rdma"),
-        ({"devices": "mlx5_0"}, "it takes device, protocol"),
+        ({"devices": "mlx5_0"}, "it takes device, protocol, staging"),
+        ({"staging": "nvme"}, "staging=nvme: choose one of host, gpu"),
+        ({"staging": "gpu"}, r"mooncake-transfer-engine-non-cuda .* Install mooncake-transfer-engine=="),
         ({"protocol": "rdma"}, "use protocol=tcp"),
     ],
 )
 def test_options_that_cannot_be_are_config_errors(extra, said, monkeypatch, tmp_path):
     monkeypatch.setattr(mooncake_engine, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(mooncake_engine, "_installed", lambda: ("mooncake-transfer-engine-non-cuda", "0.3.13"))
     with pytest.raises(ConfigError, match=said):
         create_transport("mooncake", TransportOptions(extra=extra))
+
+
+def test_slots_on_a_gpu_need_a_pool_there(monkeypatch):
+    monkeypatch.setattr(mooncake_engine, "_installed", lambda: ("mooncake-transfer-engine", "0.3.13"))
+    transport = create_transport("mooncake", TransportOptions(extra={"staging": "gpu"}))
+    with pytest.raises(ConfigError, match="staging=gpu needs a KV pool on a GPU"):
+        transport.register([Arena(8).region()])
+    transport.close()
 
 
 def test_a_library_that_cannot_be_loaded_is_a_config_error_with_the_hint(monkeypatch):
@@ -152,7 +163,7 @@ def test_a_broken_connection_is_made_anew_over_another_buffer(ends):
         assert (dst.memory[0] == value).all()
         for guest in list(dst.transport._door._guests):
             guest.stop()
-    retired = [kept.address for kept in dst.transport.backend.engine.kept if isinstance(kept, Staging)]
+    retired = [kept.address for kept in dst.transport.backend.engine().kept if isinstance(kept, Staging)]
     assert len(set(retired)) == len(retired) >= 2
 
 

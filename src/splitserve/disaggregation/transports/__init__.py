@@ -71,6 +71,10 @@ def _missing_for_mooncake() -> str | None:
     return None
 
 
+# Kinds of devices on which a KV pool may lie, as torch calls them.
+_CPU, _GPU = frozenset({"cpu"}), frozenset({"cuda"})
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     module: str
@@ -82,8 +86,8 @@ class _Entry:
     options: frozenset[str] = frozenset()
     # Registered memory of the CPU must lie where other processes can map it: shareable arenas.
     shareable: bool = False
-    # Moves KV pools that lie on GPUs. Others read and write by the CPU's hand.
-    moves_gpu_memory: bool = False
+    # Where the KV pools lie that it moves.
+    pools: frozenset[str] = _CPU
     # What else is missing, and what to do.
     lacks: Callable[[], str | None] = _nothing_missing
 
@@ -97,7 +101,7 @@ _ENTRIES = {
         f"{_HERE}.cuda_ipc",
         "cuda_ipc_transport",
         shareable=True,
-        moves_gpu_memory=True,
+        pools=_GPU,
         lacks=_missing_for_cuda_ipc,
     ),
     TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
@@ -105,7 +109,7 @@ _ENTRIES = {
         f"{_HERE}.process_group",
         "nccl_transport",
         options=frozenset({"device"}),
-        moves_gpu_memory=True,
+        pools=_GPU,
         lacks=_missing_for_nccl,
     ),
     TransferBackend.MOONCAKE: _Entry(
@@ -113,7 +117,8 @@ _ENTRIES = {
         "mooncake_transport",
         "mooncake",
         "pip install 'splitserve[mooncake]'",
-        options=frozenset({"protocol", "device"}),
+        options=frozenset({"protocol", "device", "staging"}),
+        pools=_CPU | _GPU,
         lacks=_missing_for_mooncake,
     ),
     TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl_cu12", "pip install 'splitserve[nixl]'"),
@@ -143,13 +148,13 @@ def needs_shareable_memory(backend: str) -> bool:
 
 
 def needs_shareable_pool(backend: str) -> bool:
-    """Whether the KV pool must come from there, too."""
-    return needs_shareable_memory(backend) and not moves_gpu_memory(backend)
+    """Whether a KV pool of the CPU must come from there, too."""
+    return needs_shareable_memory(backend) and moves_pools_on(backend, "cpu")
 
 
-def moves_gpu_memory(backend: str) -> bool:
-    """Whether it can hand over a KV pool that lies on a GPU; it then takes no other."""
-    return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].moves_gpu_memory
+def moves_pools_on(backend: str, device_type: str) -> bool:
+    """Whether it can hand over a KV pool that lies on such a device ("cpu", "cuda")."""
+    return backend in _ENTRIES and device_type in _ENTRIES[TransferBackend(backend)].pools
 
 
 def check_options(backend: str, given: Mapping[str, str]) -> None:

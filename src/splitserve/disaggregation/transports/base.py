@@ -136,5 +136,5 @@ class TransportOptions:
     # Deadlines in seconds: of one write from its turn to its proof, and of a connection.
     write_timeout: float = 60.0
     connect_timeout: float = 5.0
-    # Backend's own settings, as "name=value" (mooncake: protocol, device).
+    # Backend's own settings, as "name=value" (mooncake: protocol, device, staging).
     extra: dict[str, str] = field(default_factory=dict)

@@ -16,6 +16,9 @@ from splitserve.errors import SplitserveError
 HANDLE_BYTES = 64
 # Reach memory of another GPU directly, where the hardware can.
 _LAZY_PEER_ACCESS = 1
+# What cuFlushGPUDirectRDMAWrites is to flush, and for whom.
+_CURRENT_CONTEXT = 0
+_TO_OWNER = 100
 
 
 class CudaError(SplitserveError):
@@ -64,6 +67,10 @@ class CudaDriver:
 
     def close(self, base: int) -> None:
         self._in_context("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+
+    def flush_remote_writes(self) -> None:
+        """What network devices have written into this GPU's memory is seen by the kernels that start from now on."""
+        self._in_context("cuFlushGPUDirectRDMAWrites", _CURRENT_CONTEXT, _TO_OWNER)
 
     def _in_context(self, function: str, *args: object) -> None:
         """The driver's context belongs to a thread."""

@@ -13,7 +13,7 @@ from splitserve.disaggregation.transports.cuda_copy import copy_rows
 from splitserve.disaggregation.transports.cuda_driver import CudaDriver, CudaError
 from splitserve.disaggregation.transports.cuda_ipc import NAME, NEEDS_GPU, DeviceRegion
 from splitserve.disaggregation.transports.cuda_parts import rows_of
-from splitserve.disaggregation.transports.tensors import device_of
+from splitserve.disaggregation.transports.device import device_of
 from splitserve.errors import ConfigError
 
 # Parts of it have no types.

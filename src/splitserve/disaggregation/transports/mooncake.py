@@ -2,7 +2,7 @@
 
 Life of a write:
 1. The sender says over the door's connection which ranges it will fill; the receiver checks all of them and agrees.
-   A small write carries its bytes in the same frame (`AuxDataCodec`), and that is that: see INLINE_BYTES.
+   A small write carries its bytes in the same frame (`aux_data.py`), and that is that: see INLINE_BYTES.
 2. The sender gathers its pieces, slot by slot, into a staging buffer and has the engine write each slot into the same
    slot of the receiver's staging buffer. The engine needs large pieces: it moves 4 KiB ones at a tenth of its speed.
 3. A slot that has arrived, acknowledged by the receiver's library, is announced over the connection. The receiver's
@@ -16,6 +16,8 @@ Why staging, and not straight into the pages: the library can shut out no peer, 
 token (`mooncake_engine.py`). Here no page is registered. What peers and strangers can reach through the library is a
 buffer of one connection that is never used again after it; only our own thread writes pages, for a peer that the door
 has let in, and the fence is that this thread has ended. A late transfer lands in memory that nobody reads.
+
+Where pages and staging buffers lie, on a GPU or not, `staging_choice.py` knows; both ends need not be alike.
 
 The library's listening ports are open on every address of the machine, whatever `host` says: shield them.
 """
@@ -32,7 +34,6 @@ import msgspec
 
 from splitserve.disaggregation.copies import Copies, coalesce, num_bytes
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.aux_data import AuxDataCodec
 from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import ProtocolError
@@ -42,6 +43,7 @@ from splitserve.disaggregation.transports.mooncake_engine import (
     MooncakeError,
     MooncakeTransferEngine,
     Transfer,
+    check_reaches_gpus,
     give_back,
     library_version,
     take_engine,
@@ -49,7 +51,9 @@ from splitserve.disaggregation.transports.mooncake_engine import (
 from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
-from splitserve.disaggregation.transports.staging import Pieces, Staging
+from splitserve.disaggregation.transports.staging import Pieces, StagingBuffer
+from splitserve.disaggregation.transports.staging_choice import GPU, HOST, FindDevice, StagingChoice, find_device
+from splitserve.errors import SplitserveError
 
 MAGIC = b"MOON"
 # Writes up to here go inline: one round trip of the socket instead of two and one of the engine, a third of the time.
@@ -85,7 +89,10 @@ _welcomes = msgspec.msgpack.Decoder(Welcome)
 
 
 def mooncake_transport(options: TransportOptions) -> SessionTransport:
-    """Options: protocol (tcp, rdma) and device (names of RDMA devices, by commas). Raises ConfigError."""
+    """Options: protocol (tcp, rdma), device (names of RDMA devices, by commas), staging (host, gpu: where the slots of
+    a pool on a GPU lie). Raises ConfigError."""
+    if options.extra.get("staging") == GPU:
+        check_reaches_gpus()
     return SessionTransport(MooncakeBackend(options), options)
 
 
@@ -94,17 +101,27 @@ class MooncakeBackend:
     # A slot's gathering, journey and scattering are its round trip: some 4 ms.
     joined_bytes = 32 << 20
 
-    def __init__(self, options: TransportOptions) -> None:
+    def __init__(self, options: TransportOptions, find_device: FindDevice = find_device) -> None:
         self.protocol = options.extra.get("protocol", "tcp")
         self.device = options.extra.get("device", "")
         self.host = options.host
         self.memory = Memory()
-        # Where all our sessions receive. Those we write to have one each, as one stopped peer can block an engine.
-        self.engine = take_engine(self.host, self.device, self.protocol)
-        self._closed = False
+        self.stagings = StagingChoice(options.extra.get("staging", HOST), find_device)
+        # Where all our sessions receive, by the place of their buffers (`gpu_id`). Those we write to have one each, as
+        # one stopped peer can block an engine.
+        self._engines = {-1: take_engine(self.host, self.device, self.protocol)}
+        self._lock = threading.Lock()
 
     def register(self, memory: Memory) -> None:
+        self.stagings.register(memory.regions)
         self.memory = memory
+
+    def engine(self, gpu_id: int = -1) -> MooncakeTransferEngine:
+        """The one that receives in buffers there. Raises ConfigError."""
+        with self._lock:
+            if gpu_id not in self._engines:
+                self._engines[gpu_id] = take_engine(self.host, self.device, self.protocol, gpu_id=gpu_id)
+            return self._engines[gpu_id]
 
     def receive(self) -> MooncakeIncoming:
         return MooncakeIncoming(self)
@@ -117,9 +134,12 @@ class MooncakeBackend:
         ours, theirs = (library_version(), self.protocol), (peer.version, peer.protocol)
         if ours != theirs:
             raise ProtocolError(f"mooncake {' over '.join(ours)} against {' over '.join(theirs)}: make them equal")
-        engine = take_engine(self.host, self.device, self.protocol, (peer.session_id, peer.incarnation))
-        outgoing = MooncakeOutgoing(sock, self.memory, engine, peer)
+        staging = self.stagings.to_send(peer.num_slots, peer.slot_bytes)
+        to = (peer.session_id, peer.incarnation)
+        engine = take_engine(self.host, self.device, self.protocol, to, staging.gpu_id)
+        outgoing = MooncakeOutgoing(sock, self, engine, peer, staging)
         try:
+            outgoing.open()
             outgoing.probe(deadline)
         except BaseException:
             outgoing.close()
@@ -127,23 +147,41 @@ class MooncakeBackend:
         return outgoing
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            give_back(self.engine)
+        with self._lock:
+            engines = list(self._engines.values())
+            self._engines.clear()
+        for engine in engines:
+            give_back(engine)
 
 
 class MooncakeOutgoing:
-    def __init__(self, sock: socket.socket, memory: Memory, engine: MooncakeTransferEngine, peer: Welcome) -> None:
+    """Owns its engine and its staging buffer until it is closed, or rather until no transfer reads that any more."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        backend: MooncakeBackend,
+        engine: MooncakeTransferEngine,
+        peer: Welcome,
+        staging: StagingBuffer,
+    ) -> None:
         self._socket = sock
-        self._memory = memory
+        self._memory = backend.memory
+        self._aux = backend.stagings.aux
         self._engine = engine
         self._peer = peer
-        self._staging = Staging(peer.num_slots, peer.slot_bytes)
-        if engine.protocol == "rdma":
-            engine.register(self._staging.address, self._staging.num_bytes)
+        self._staging = staging
+        self._is_registered = False
         self._under_way: deque[Transfer] = deque()
         # A probe that did not come back in time keeps the engine.
         self._probe: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Raises MooncakeError."""
+        # Over tcp the library reads what it is told to.
+        if self._engine.protocol == "rdma":
+            self._engine.register(self._staging.address, self._staging.num_bytes)
+            self._is_registered = True
 
     def probe(self, deadline: Deadline) -> None:
         """Prove the engine's path, by eight bytes, before a write counts on it. The library's first contact has no
@@ -175,8 +213,9 @@ class MooncakeOutgoing:
         inline = length <= INLINE_BYTES and len(copies) <= INLINE_PIECES
         head = _WRITE.pack(MAGIC, len(copies), ticket_id, length, inline) + encode_targets(copies)
         if inline:
+            data = self._aux.serialize_data_from_buffer(addresses, copies["length"])
             with sockets.timeouts_by_name():
-                self._socket.sendall(head + AuxDataCodec.serialize_data_from_buffer(addresses, copies["length"]))
+                self._socket.sendall(head + data)
             self._receive_reply(ticket_id, deadline)
         else:
             with sockets.timeouts_by_name():
@@ -203,8 +242,9 @@ class MooncakeOutgoing:
 
     def _release(self) -> None:
         """No transfer reads the staging buffer any more."""
-        if self._engine.protocol == "rdma":
+        if self._is_registered:
             self._engine.deregister(self._staging.address)
+        self._staging.discard()
 
     def _write_staged(self, ticket_id: int, pieces: Pieces, length: int, deadline: Deadline) -> None:
         num_chunks = -(-length // self._peer.slot_bytes)
@@ -261,16 +301,22 @@ class MooncakeIncoming:
     def __init__(self, backend: MooncakeBackend) -> None:
         self._backend = backend
         # The present connection's.
-        self._staging: Staging | None = None
+        self._staging: StagingBuffer | None = None
 
     def welcome(self) -> bytes:
         # A buffer of its own for each connection: what an earlier one left under way must not hit this one's slots.
         self._retire()
-        engine, staging = self._backend.engine, Staging(NUM_SLOTS, SLOT_BYTES)
         try:
-            engine.register(staging.address, staging.num_bytes)
-        except MooncakeError as error:
-            raise ProtocolError(str(error)) from error
+            staging = self._backend.stagings.to_receive(NUM_SLOTS, SLOT_BYTES)
+            engine = self._backend.engine(staging.gpu_id)
+            try:
+                engine.register(staging.address, staging.num_bytes)
+            except MooncakeError:
+                staging.discard()
+                raise
+        except (MooncakeError, OSError, RuntimeError, SplitserveError) as error:
+            # The last two are a GPU's, or torch's of it.
+            raise ProtocolError(f"no staging buffer: {error}") from error
         self._staging = staging
         return msgspec.msgpack.encode(
             Welcome(
@@ -286,8 +332,11 @@ class MooncakeIncoming:
 
     def serve(self, sock: socket.socket) -> None:
         staging = self._staging
-        while staging is not None and self._receive_write(sock, staging):
-            pass
+        try:
+            while staging is not None and self._receive_write(sock, staging):
+                pass
+        except (RuntimeError, SplitserveError) as error:
+            raise ProtocolError(f"the GPU failed: {error}") from error
 
     def revoke(self) -> None:
         """Our own thread wrote, and it has ended."""
@@ -297,14 +346,16 @@ class MooncakeIncoming:
         return True
 
     def _retire(self) -> None:
-        """Transfers under way end in the addresses of the old buffer, which stay with the engine without the memory."""
+        """Transfers under way end in the addresses of the old buffer, which stay with the engine; of the host's memory
+        nothing but these."""
         staging, self._staging = self._staging, None
         if staging is not None:
-            self._backend.engine.deregister(staging.address)
-            self._backend.engine.kept.append(staging)
+            engine = self._backend.engine(staging.gpu_id)
+            engine.deregister(staging.address)
+            engine.kept.append(staging)
             staging.discard()
 
-    def _receive_write(self, sock: socket.socket, staging: Staging) -> bool:
+    def _receive_write(self, sock: socket.socket, staging: StagingBuffer) -> bool:
         """Take one write into place. False when the connection should end."""
         try:
             header = sockets.receive_exactly(sock, _WRITE.size)
@@ -321,14 +372,14 @@ class MooncakeIncoming:
             return True
         addresses = self._backend.memory.targets(targets)
         if inline:
-            AuxDataCodec.deserialize_data_to_buffer(data, addresses, targets["length"])
+            self._backend.stagings.aux.deserialize_data_to_buffer(data, addresses, targets["length"])
             _send_reply(sock, ticket_id, 1)
         else:
             _receive_staged(sock, ticket_id, staging, Pieces(addresses, targets["length"]), length)
         return True
 
 
-def _receive_staged(sock: socket.socket, ticket_id: int, staging: Staging, pieces: Pieces, length: int) -> None:
+def _receive_staged(sock: socket.socket, ticket_id: int, staging: StagingBuffer, pieces: Pieces, length: int) -> None:
     _send_reply(sock, ticket_id, 0)
     for chunk in range(-(-length // staging.slot_bytes)):
         announced = _READY.unpack(sockets.receive_exactly(sock, _READY.size))

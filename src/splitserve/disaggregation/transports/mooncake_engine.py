@@ -36,7 +36,9 @@ PROTOCOLS = ("tcp", "rdma")
 MAX_BATCH = 512
 
 # One library, one wheel for each kind of machine.
-_DISTRIBUTIONS = tuple(f"mooncake-transfer-engine{kind}" for kind in ("", "-cuda13", "-non-cuda", "-efa"))
+_DISTRIBUTION = "mooncake-transfer-engine"
+_WITHOUT_CUDA = f"{_DISTRIBUTION}-non-cuda"
+_DISTRIBUTIONS = (_DISTRIBUTION, f"{_DISTRIBUTION}-cuda13", _WITHOUT_CUDA, f"{_DISTRIBUTION}-efa")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -58,7 +60,7 @@ class MooncakeTransferEngine:
         self.incarnation = secrets.token_hex(8)
         # The incarnation behind each session that this engine has written to: it remembers their ports for good.
         self.known: dict[str, str] = {}
-        # Memory that must stay mapped as long as the engine lives. See `Staging.discard`.
+        # Memory that must keep its addresses as long as the engine lives. See `StagingBuffer.discard`.
         self.kept: list[object] = []
         self._engine: TransferEngine | None = None
 
@@ -161,19 +163,20 @@ _busy: list[tuple[MooncakeTransferEngine, list[Transfer], Callable[[], None]]] =
 
 
 def take_engine(
-    hostname: str, ib_device: str, protocol: str, peer: tuple[str, str] = ("", "")
+    hostname: str, ib_device: str, protocol: str, peer: tuple[str, str] = ("", ""), gpu_id: int = -1
 ) -> MooncakeTransferEngine:
-    """An engine nobody uses, for `peer` (session, incarnation). Raises ConfigError."""
+    """An engine nobody uses, for memory of one place, to write to `peer` (session, incarnation). Raises ConfigError."""
     session, incarnation = peer
     with _lock:
         _collect()
         for i, engine in enumerate(_idle):
-            settings = (engine.hostname, engine.ib_device, engine.protocol)
-            if settings == (hostname, ib_device, protocol) and engine.known.get(session, incarnation) == incarnation:
+            settings = (engine.hostname, engine.ib_device, engine.protocol, engine.gpu_id)
+            is_like = settings == (hostname, ib_device, protocol, gpu_id)
+            if is_like and engine.known.get(session, incarnation) == incarnation:
                 del _idle[i]
                 break
         else:
-            engine = MooncakeTransferEngine(hostname, -1, ib_device, protocol)
+            engine = MooncakeTransferEngine(hostname, gpu_id, ib_device, protocol)
             engine.initialize()
     engine.known[session] = incarnation
     return engine
@@ -208,12 +211,27 @@ def _has_ended(engine: MooncakeTransferEngine, transfer: Transfer) -> bool:
 
 
 def library_version() -> str:
+    return _installed()[1]
+
+
+def check_reaches_gpus() -> None:
+    """Raises ConfigError where the library is the build that knows memory of the CPU only."""
+    name, version = _installed()
+    if name == _WITHOUT_CUDA:
+        raise ConfigError(
+            f"--transfer-option staging=gpu: {name} {version} takes every address for the CPU's. Install "
+            f"{_DISTRIBUTION}=={version} in its place, or leave it at staging=host"
+        )
+
+
+def _installed() -> tuple[str, str]:
+    """Name and version of the library's distribution."""
     for name in _DISTRIBUTIONS:
         try:
-            return metadata.version(name)
+            return name, metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return "unknown"
+    return "", "unknown"
 
 
 def _set_environment(protocol: str) -> None:

@@ -26,6 +26,7 @@ from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.device import CudaDevice, device_of
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.frames import (
     WriteFrame,
@@ -45,7 +46,6 @@ from splitserve.disaggregation.transports.tensors import (
     Ranges,
     StagedMemory,
     cut,
-    device_of,
 )
 from splitserve.errors import ConfigError
 
@@ -108,7 +108,7 @@ class Nccl:
         self._device = self._device or next((device for device in found if device is not None), None)
         if self._device is None:
             raise ConfigError("the transfer backend 'nccl' needs memory on a GPU: start the worker with --device cuda")
-        return DeviceMemory(self._device, regions)
+        return DeviceMemory(CudaDevice(self._device), regions)
 
     def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> Group:
         assert self._device is not None

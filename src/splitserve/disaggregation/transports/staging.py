@@ -1,7 +1,9 @@
 """A buffer in which scattered pieces of memory become one piece for the journey: gathered here, scattered there.
 
-The buffer lies in an anonymous file, so one system call moves up to 1,024 pieces: pwritev(2) gathers, preadv(2)
-scatters, at the speed of memcpy from 4 KiB pieces up, and without Python's lock. Linux only.
+`StagingBuffer` is what every kind of it can do; `Staging` is that of memory which the CPU reads and writes (for memory
+of GPUs: `device_staging.py`; which one is taken: `staging_choice.py`). It lies in an anonymous file, so one system call
+moves up to 1,024 pieces: pwritev(2) gathers, preadv(2) scatters, at the speed of memcpy from 4 KiB pieces up, and
+without Python's lock. Linux only.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +51,40 @@ class Pieces:
         return table
 
 
-class Staging:
+class StagingBuffer(Protocol):
     """`num_slots` slots of `slot_bytes` each. Who uses it decides which slot is whose and when."""
+
+    num_slots: int
+    slot_bytes: int
+    num_bytes: int
+    # Of the first slot; the others follow.
+    address: int
+    # The GPU in whose memory the slots lie; -1: this process's own.
+    gpu_id: int
+
+    def slot_address(self, slot: int) -> int: ...
+
+    def gather(self, slot: int, table: NDArray[np.void]) -> None:
+        """Fill a slot, from its beginning, with the pieces of an iovec table. When this returns it may be read.
+
+        Raises OSError, and what the GPU says.
+        """
+        ...
+
+    def scatter(self, slot: int, table: NDArray[np.void]) -> None:
+        """Fill the pieces from a slot's beginning. When this returns they are in place. Raises as `gather`."""
+        ...
+
+    def discard(self) -> None:
+        """Give back what nobody can still write to. The addresses stay valid, and nobody else's, as long as this
+        object lives. Once, when no engine knows the buffer any more."""
+        ...
+
+
+class Staging:
+    """In this process's memory, for pieces there."""
+
+    gpu_id = -1
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -72,15 +107,13 @@ class Staging:
         return self.address + slot * self.slot_bytes
 
     def gather(self, slot: int, table: NDArray[np.void]) -> None:
-        """Fill a slot, from its beginning, with the pieces. Raises OSError."""
         self._move(_libc.pwritev, slot, table)
 
     def scatter(self, slot: int, table: NDArray[np.void]) -> None:
-        """Fill the pieces from a slot's beginning. Raises OSError."""
         self._move(_libc.preadv, slot, table)
 
     def discard(self) -> None:
-        """Give memory and file back to the system. The addresses stay, with this object: a late write hits nobody."""
+        """Memory and file go back to the system: a late write hits nobody."""
         if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
         self._close()

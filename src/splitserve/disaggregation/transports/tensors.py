@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from splitserve.core.layout import Region
-from splitserve.errors import ConfigError
+from splitserve.disaggregation.transports.device import Device, host_bytes
 
 # Large enough to make the per-piece overhead small, small enough to gather the next while this one is sent.
 PIECE_BYTES = 4 << 20
@@ -126,12 +127,12 @@ class HostMemory:
     def view(self, ranges: Ranges) -> torch.Tensor | None:
         if len(ranges.addresses) > 1:
             return None
-        return torch.from_numpy(_host_bytes(int(ranges.addresses[0]), ranges.num_bytes))
+        return torch.from_numpy(host_bytes(int(ranges.addresses[0]), ranges.num_bytes))
 
     def gather(self, ranges: Ranges, stage: torch.Tensor) -> torch.Tensor:
         part = stage[: ranges.num_bytes]
         if rows := as_rows(ranges):
-            table = _host_bytes(rows.base, rows.num_bytes).reshape(-1, rows.unit)
+            table = host_bytes(rows.base, rows.num_bytes).reshape(-1, rows.unit)
             # The indices are in bounds; "clip" spares numpy a copy of the output.
             np.take(table, rows.indices, axis=0, out=part.numpy().reshape(-1, rows.unit), mode="clip")
         else:
@@ -141,7 +142,7 @@ class HostMemory:
 
     def scatter(self, stage: torch.Tensor, ranges: Ranges) -> None:
         if rows := as_rows(ranges):
-            table = _host_bytes(rows.base, rows.num_bytes).reshape(-1, rows.unit)
+            table = host_bytes(rows.base, rows.num_bytes).reshape(-1, rows.unit)
             table[rows.indices] = stage[: ranges.num_bytes].numpy().reshape(-1, rows.unit)
         else:
             for address, first, end in ranges.spans():
@@ -154,88 +155,74 @@ class DeviceMemory:
     Everything runs on the calling thread's current stream. Raises ConfigError for memory of another GPU.
     """
 
-    def __init__(self, device: torch.device, regions: Sequence[Region]) -> None:
+    def __init__(self, device: Device, regions: Sequence[Region]) -> None:
         self._device = device
-        ours = sorted((r.address, r.length) for r in regions if r.length and self._is_ours(r))
+        ours = sorted((r.address, r.length) for r in regions if r.length and device.holds(r))
         self._starts = np.array([address for address, _ in ours], dtype=np.uint64)
         self._ends = np.array([address + length for address, length in ours], dtype=np.uint64)
 
-    def stage(self) -> torch.Tensor:
-        return torch.empty(PIECE_BYTES, dtype=torch.uint8, device=self._device)
+    def stage(self, num_bytes: int = PIECE_BYTES) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch)
 
     def view(self, ranges: Ranges) -> torch.Tensor | None:
-        if len(ranges.addresses) > 1 or not self._on_device(ranges.addresses):
+        if len(ranges.addresses) > 1 or not self.on_device(ranges.addresses).all():
             return None
-        return _device_bytes(int(ranges.addresses[0]), ranges.num_bytes)
+        return self._device.bytes_at(int(ranges.addresses[0]), ranges.num_bytes)
 
     def gather(self, ranges: Ranges, stage: torch.Tensor) -> torch.Tensor:
-        part = stage[: ranges.num_bytes]
-        if self._on_device(ranges.addresses) and (rows := as_rows(ranges)):
-            table = _table(_device_bytes(rows.base, rows.num_bytes), rows)
-            torch.index_select(table, 0, self._indices(rows), out=_table(part, rows))
-        else:
-            for address, first, end in ranges.spans():
-                part[first:end].copy_(self._bytes(address, end - first))
-        return part
+        for run, is_ours, part in self._runs(ranges, stage):
+            if is_ours and (rows := as_rows(run)):
+                width = _width(rows, part)
+                table = _table(self._device.bytes_at(rows.base, rows.num_bytes), rows, width)
+                torch.index_select(table, 0, self._indices(rows), out=_table(part, rows, width))
+            else:
+                for address, first, end in run.spans():
+                    part[first:end].copy_(self._bytes(address, end - first, is_ours))
+        return stage[: ranges.num_bytes]
 
     def scatter(self, stage: torch.Tensor, ranges: Ranges) -> None:
-        part = stage[: ranges.num_bytes]
-        if self._on_device(ranges.addresses) and (rows := as_rows(ranges)):
-            table = _table(_device_bytes(rows.base, rows.num_bytes), rows)
-            table.index_copy_(0, self._indices(rows), _table(part, rows))
-        else:
-            for address, first, end in ranges.spans():
-                self._bytes(address, end - first).copy_(part[first:end])
-        torch.cuda.current_stream(self._device).synchronize()
+        for run, is_ours, part in self._runs(ranges, stage):
+            if is_ours and (rows := as_rows(run)):
+                width = _width(rows, part)
+                table = _table(self._device.bytes_at(rows.base, rows.num_bytes), rows, width)
+                table.index_copy_(0, self._indices(rows), _table(part, rows, width))
+            else:
+                for address, first, end in run.spans():
+                    self._bytes(address, end - first, is_ours).copy_(part[first:end])
+        self._device.synchronize()
+
+    def on_device(self, addresses: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which of them are the GPU's."""
+        if not len(self._starts):
+            return np.zeros(len(addresses), dtype=bool)
+        last = np.searchsorted(self._starts, addresses, side="right") - 1
+        inside: NDArray[np.bool_] = (last >= 0) & (addresses < self._ends[last])
+        return inside
+
+    def _runs(self, ranges: Ranges, stage: torch.Tensor) -> Iterator[tuple[Ranges, bool, torch.Tensor]]:
+        """Ranges that follow each other and are of one kind: these, whether they are the GPU's, their part of `stage`."""
+        # An empty range has no kind.
+        addresses, lengths = ranges.addresses[ranges.lengths > 0], ranges.lengths[ranges.lengths > 0]
+        kinds = self.on_device(addresses)
+        limits = [*np.flatnonzero(np.diff(kinds, prepend=~kinds[:1])).tolist(), len(kinds)]
+        first = 0
+        for i, j in pairwise(limits):
+            run = Ranges(addresses[i:j], lengths[i:j])
+            yield run, bool(kinds[i]), stage[first : first + run.num_bytes]
+            first += run.num_bytes
 
     def _indices(self, rows: Rows) -> torch.Tensor:
-        return torch.from_numpy(rows.indices).to(self._device)
+        return torch.from_numpy(rows.indices).to(self._device.torch)
 
-    def _on_device(self, addresses: NDArray[np.uint64]) -> bool:
-        """Whether all of them are. False for none at all."""
-        if not len(self._starts):
-            return False
-        last = np.searchsorted(self._starts, addresses, side="right") - 1
-        return bool(((last >= 0) & (addresses < self._ends[last])).all())
-
-    def _bytes(self, address: int, length: int) -> torch.Tensor:
-        if self._on_device(np.array([address], dtype=np.uint64)):
-            return _device_bytes(address, length)
-        return torch.from_numpy(_host_bytes(address, length))
-
-    def _is_ours(self, region: Region) -> bool:
-        found = device_of(region)
-        if found is not None and found != self._device:
-            raise ConfigError(f"memory of {found} was registered with a transport on {self._device}: name one device")
-        return found is not None
+    def _bytes(self, address: int, length: int, is_ours: bool) -> torch.Tensor:
+        return self._device.bytes_at(address, length) if is_ours else torch.from_numpy(host_bytes(address, length))
 
 
-def device_of(region: Region) -> torch.device | None:
-    """The GPU on which a region lies; None for memory of this process."""
-    try:
-        return _device_bytes(region.address, region.length).device
-    except RuntimeError:
-        # What torch says of a pointer that no GPU knows.
-        return None
+def _width(rows: Rows, part: torch.Tensor) -> torch.dtype:
+    """The widest word in which rows and their part of a stage can be counted: indexing costs by the element."""
+    is_aligned = rows.unit % 8 == 0 and rows.base % 8 == 0 and part.storage_offset() % 8 == 0
+    return torch.int64 if is_aligned else torch.uint8
 
 
-class _AtAddress:
-    """Memory that numpy and torch take by its address. Whoever registered it keeps it valid."""
-
-    def __init__(self, protocol: str, address: int, length: int) -> None:
-        description = {"data": (address, False), "shape": (length,), "typestr": "|u1", "version": 3}
-        setattr(self, protocol, description)
-
-
-def _host_bytes(address: int, length: int) -> NDArray[np.uint8]:
-    return np.asarray(_AtAddress("__array_interface__", address, length))
-
-
-def _device_bytes(address: int, length: int) -> torch.Tensor:
-    return torch.as_tensor(_AtAddress("__cuda_array_interface__", address, length))
-
-
-def _table(data: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """`data` as the rows' table, in words as wide as fit: indexing costs by the element."""
-    width = torch.int64 if rows.unit % 8 == 0 and rows.base % 8 == 0 else torch.uint8
+def _table(data: torch.Tensor, rows: Rows, width: torch.dtype) -> torch.Tensor:
     return data.view(-1, rows.unit).view(width)
