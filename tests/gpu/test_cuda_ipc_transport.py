@@ -86,7 +86,7 @@ def test_a_receiver_that_is_stopped_costs_the_sender_nothing_and_one_that_is_kil
     here, peer = pair
     session = peer.open_session()
     assert write(here, session, [(0, 0, 0, 0, PAGE)]).state is WriteState.DONE
-    peer.signal(signal.SIGSTOP)
+    peer.stop()
     assert write(here, session, [(0, 0, 0, 0, N)]).state is WriteState.DONE
     os.kill(peer.pid, signal.SIGKILL)
     peer.kill()

@@ -14,6 +14,7 @@ from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import create_transport, missing
 from splitserve.disaggregation.transports.base import PeerAddress, TransportOptions, WriteState
+from splitserve.disaggregation.transports.device import CudaDevice
 from splitserve.disaggregation.transports.tensors import DeviceMemory, Ranges
 from splitserve.testing.transfer_peer import End
 
@@ -123,7 +124,7 @@ def test_a_member_lost_ends_the_write_and_leaves_this_process_alive(pair, number
 def test_gathered_on_the_gpu_and_scattered_again_is_the_same():
     memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
     target = torch.zeros_like(memory)
-    device = DeviceMemory(memory.device, [Region(m.data_ptr(), m.numel()) for m in (memory, target)])
+    device = DeviceMemory(CudaDevice(memory.device), [Region(m.data_ptr(), m.numel()) for m in (memory, target)])
     for lengths in ([4096] * 256, [4096, 12288] * 64, [1, 2, 3, 5]):
         offsets = np.cumsum([0, *lengths])[:-1].astype(np.uint64)
         sizes = np.array(lengths, dtype=np.uint64)
@@ -137,7 +138,7 @@ def test_gathered_on_the_gpu_and_scattered_again_is_the_same():
 def test_host_memory_is_no_view_on_the_gpu_but_can_be_staged_there():
     memory = torch.zeros(64, dtype=torch.uint8, device="cuda:0")
     row = np.arange(64, dtype=np.uint8)
-    device = DeviceMemory(memory.device, [Region(memory.data_ptr(), 64), Region(row.ctypes.data, 64)])
+    device = DeviceMemory(CudaDevice(memory.device), [Region(memory.data_ptr(), 64), Region(row.ctypes.data, 64)])
     ranges = Ranges(np.array([row.ctypes.data], dtype=np.uint64), np.array([64], dtype=np.uint64))
     assert device.view(ranges) is None
     assert device.gather(ranges, device.stage()).cpu().numpy().tolist() == row.tolist()

@@ -34,7 +34,7 @@ class FakeDevice:
     """With room for allocations of `lengths` bytes."""
 
     def __init__(self, lengths: Sequence[int], gpu_id: int = 0) -> None:
-        self.torch = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
         self.gpu_id = gpu_id
         # How often a stream was waited for, and remote writes were flushed.
         self.num_waits = 0
@@ -43,7 +43,9 @@ class FakeDevice:
         self.locked: dict[int, int] = {}
         room = sum(_whole_pages(length) for length in lengths)
         # What the GPU calls its memory, and where the bytes really lie: as far from each other in both.
-        self._forbidden = mmap.mmap(-1, max(room, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=_NO_ACCESS)
+        self._forbidden = mmap.mmap(
+            -1, max(room, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=_NO_ACCESS
+        )
         self._start = int(np.frombuffer(self._forbidden, dtype=np.uint8).ctypes.data)
         self._backing = Arena(room)
         self._bytes = np.frombuffer(self._backing.buffer, dtype=np.uint8)

@@ -16,7 +16,8 @@ if problem := missing("mooncake"):
     pytest.skip(problem, allow_module_level=True)
 
 from splitserve.disaggregation.transports.device_staging import DeviceStaging, PinnedStaging
-from splitserve.disaggregation.transports.mooncake import INLINE_BYTES, SLOT_BYTES
+from splitserve.disaggregation.transports.mooncake_receive import SLOT_BYTES
+from splitserve.disaggregation.transports.mooncake_wire import INLINE_BYTES
 from splitserve.testing.fake_device import FakeDevice, fake_mooncake_transport
 
 PAGE = 12_000

@@ -25,6 +25,7 @@ from splitserve.launch.streaming import StreamedAnswer
     ("backend", "device", "remedy"),
     [
         ("tcp", "cuda", "--transfer-backend cuda_ipc"),
+        ("nixl", "cuda", "mooncake or nccl"),
         ("cuda_ipc", "cpu", "--device cuda"),
         ("nccl", "cpu", "shm or tcp"),
     ],
@@ -37,7 +38,8 @@ def test_a_pool_where_the_backend_cannot_read_is_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    ("backend", "device"), [("tcp", "cpu"), ("shm", "cpu"), ("cuda_ipc", "cuda"), ("nccl", "cuda")]
+    ("backend", "device"),
+    [("tcp", "cpu"), ("shm", "cpu"), ("cuda_ipc", "cuda"), ("nccl", "cuda"), ("mooncake", "cpu"), ("mooncake", "cuda")],
 )
 def test_a_pool_where_the_backend_can_read_is_taken(backend: str, device: str) -> None:
     check_pool_device(backend, device)
@@ -51,6 +53,7 @@ def test_workers_of_a_local_pair_share_a_device_that_the_backend_can_read() -> N
     assert devices() == ["cpu"]
     assert devices("--device", "cuda:1") == ["cuda:1"]
     assert devices(backend="cuda_ipc") == []
+    assert devices(backend="mooncake") == []
     assert devices(pairs=0) == []
 
 

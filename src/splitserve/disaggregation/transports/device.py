@@ -35,7 +35,7 @@ class Stream(Protocol):
 
 class Device(Protocol):
     # Where tensors are made.
-    torch: torch.device
+    torch_device: torch.device
     # Its number, as transfer libraries want it.
     gpu_id: int
 
@@ -73,31 +73,33 @@ class CudaDevice:
     """A GPU by torch and the driver. For any thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self.torch = device
+        self.torch_device = device
         self.gpu_id = device.index if device.index is not None else torch.cuda.current_device()
         self._driver: CudaDriver | None = None
 
     def holds(self, region: Region) -> bool:
         found = device_of(region)
-        if found is not None and found != self.torch:
-            raise ConfigError(f"memory of {found} was registered with a transport on {self.torch}: name one device")
+        if found is not None and found != self.torch_device:
+            raise ConfigError(
+                f"memory of {found} was registered with a transport on {self.torch_device}: name one device"
+            )
         return found is not None
 
     def bytes_at(self, address: int, length: int) -> torch.Tensor:
         return _device_bytes(address, length)
 
     def synchronize(self) -> None:
-        torch.cuda.current_stream(self.torch).synchronize()
+        torch.cuda.current_stream(self.torch_device).synchronize()
 
     def stream(self) -> Stream:
-        return _CudaStream(self.torch)
+        return _CudaStream(self.torch_device)
 
     def page_lock(self, address: int, length: int) -> None:
-        with torch.cuda.device(self.torch):
+        with torch.cuda.device(self.torch_device):
             self._check(_cuda.cudart().cudaHostRegister(address, length, _PORTABLE), f"page-lock {length} bytes")
 
     def page_unlock(self, address: int) -> None:
-        with torch.cuda.device(self.torch):
+        with torch.cuda.device(self.torch_device):
             self._check(_cuda.cudart().cudaHostUnregister(address), "unlock page-locked memory")
 
     def flush_remote_writes(self) -> None:
@@ -107,7 +109,7 @@ class CudaDevice:
 
     def _check(self, code: Any, what: str) -> None:
         if int(code):
-            raise OSError(f"cannot {what} for {self.torch}: CUDA error {int(code)}")
+            raise OSError(f"cannot {what} for {self.torch_device}: CUDA error {int(code)}")
 
 
 class _CudaStream:

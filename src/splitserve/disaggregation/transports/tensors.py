@@ -162,7 +162,7 @@ class DeviceMemory:
         self._ends = np.array([address + length for address, length in ours], dtype=np.uint64)
 
     def stage(self, num_bytes: int = PIECE_BYTES) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def view(self, ranges: Ranges) -> torch.Tensor | None:
         if len(ranges.addresses) > 1 or not self.on_device(ranges.addresses).all():
@@ -200,7 +200,7 @@ class DeviceMemory:
         return inside
 
     def _runs(self, ranges: Ranges, stage: torch.Tensor) -> Iterator[tuple[Ranges, bool, torch.Tensor]]:
-        """Ranges that follow each other and are of one kind: these, whether they are the GPU's, their part of `stage`."""
+        """Ranges that follow each other and are of one kind, whether they are the GPU's, and their part of `stage`."""
         # An empty range has no kind.
         addresses, lengths = ranges.addresses[ranges.lengths > 0], ranges.lengths[ranges.lengths > 0]
         kinds = self.on_device(addresses)
@@ -212,7 +212,7 @@ class DeviceMemory:
             first += run.num_bytes
 
     def _indices(self, rows: Rows) -> torch.Tensor:
-        return torch.from_numpy(rows.indices).to(self._device.torch)
+        return torch.from_numpy(rows.indices).to(self._device.torch_device)
 
     def _bytes(self, address: int, length: int, is_ours: bool) -> torch.Tensor:
         return self._device.bytes_at(address, length) if is_ours else torch.from_numpy(host_bytes(address, length))

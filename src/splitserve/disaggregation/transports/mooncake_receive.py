@@ -1,0 +1,117 @@
+"""The receiving end of a mooncake session: a staging buffer for each connection, scattered by our own thread; see
+`mooncake.py`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.mooncake_engine import (
+    MooncakeError,
+    MooncakeTransferEngine,
+    library_version,
+)
+from splitserve.disaggregation.transports.mooncake_wire import Welcome, receive_ready, receive_write, send_reply
+from splitserve.disaggregation.transports.staging import Pieces, StagingBuffer
+from splitserve.disaggregation.transports.staging_choice import StagingChoice
+from splitserve.errors import SplitserveError
+
+# One slot is gathered, one on its way, one being scattered.
+NUM_SLOTS = 3
+SLOT_BYTES = 4 << 20
+
+
+class MooncakeIncoming:
+    """`engine_at`: the engine that receives in buffers on a GPU, or with -1 in the host's."""
+
+    def __init__(
+        self, memory: Memory, stagings: StagingChoice, engine_at: Callable[[int], MooncakeTransferEngine]
+    ) -> None:
+        self._memory = memory
+        self._stagings = stagings
+        self._engine_at = engine_at
+        # The present connection's.
+        self._staging: StagingBuffer | None = None
+
+    def welcome(self) -> bytes:
+        # A buffer of its own for each connection: what an earlier one left under way must not hit this one's slots.
+        self._retire()
+        try:
+            staging = self._stagings.to_receive(NUM_SLOTS, SLOT_BYTES)
+            engine = self._engine_at(staging.gpu_id)
+            try:
+                engine.register(staging.address, staging.num_bytes)
+            except MooncakeError:
+                staging.discard()
+                raise
+        except (MooncakeError, OSError, RuntimeError, SplitserveError) as error:
+            # The last two are a GPU's, or torch's of it.
+            raise ProtocolError(f"no staging buffer: {error}") from error
+        self._staging = staging
+        return msgspec.msgpack.encode(
+            Welcome(
+                library_version(),
+                engine.protocol,
+                engine.get_session_id(),
+                engine.incarnation,
+                staging.address,
+                staging.num_slots,
+                staging.slot_bytes,
+            )
+        )
+
+    def serve(self, sock: socket.socket) -> None:
+        staging = self._staging
+        try:
+            while staging is not None and self._receive_write(sock, staging):
+                pass
+        except (RuntimeError, SplitserveError) as error:
+            raise ProtocolError(f"the GPU failed: {error}") from error
+
+    def revoke(self) -> None:
+        """Our own thread wrote, and it has ended."""
+        self._retire()
+
+    def is_fenced(self) -> bool:
+        return True
+
+    def _retire(self) -> None:
+        """Transfers under way end in the addresses of the old buffer, which stay with the engine; of the host's memory
+        nothing but these."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            engine = self._engine_at(staging.gpu_id)
+            engine.deregister(staging.address)
+            engine.kept.append(staging)
+            staging.discard()
+
+    def _receive_write(self, sock: socket.socket, staging: StagingBuffer) -> bool:
+        """Take one write into place. False when the connection should end."""
+        write = receive_write(sock)
+        if write is None:
+            return False
+        frame = write.frame
+        if refusal := frame.refusal(self._memory):
+            # The sender ends the connection.
+            send_reply(sock, frame.ticket_id, 0, refusal)
+            return True
+        addresses, lengths = self._memory.targets(frame.targets), frame.targets["length"]
+        if write.data is None:
+            _receive_staged(sock, frame.ticket_id, staging, Pieces(addresses, lengths), frame.length)
+        else:
+            self._stagings.aux.deserialize_data_to_buffer(write.data, addresses, lengths)
+            send_reply(sock, frame.ticket_id, 1)
+        return True
+
+
+def _receive_staged(sock: socket.socket, ticket_id: int, staging: StagingBuffer, pieces: Pieces, length: int) -> None:
+    send_reply(sock, ticket_id, 0)
+    for chunk in range(-(-length // staging.slot_bytes)):
+        receive_ready(sock, ticket_id, chunk)
+        first = chunk * staging.slot_bytes
+        staging.scatter(chunk % staging.num_slots, pieces.between(first, min(first + staging.slot_bytes, length)))
+        send_reply(sock, ticket_id, chunk + 1)

@@ -1,0 +1,165 @@
+"""The sending end of a mooncake connection: gathers into slots, has the engine carry them; see `mooncake.py`."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+
+from splitserve.disaggregation.copies import Copies, coalesce, num_bytes
+from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.aux_data import AuxData
+from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.mooncake_engine import (
+    MooncakeError,
+    MooncakeTransferEngine,
+    Transfer,
+    give_back,
+)
+from splitserve.disaggregation.transports.mooncake_wire import (
+    Welcome,
+    is_inline,
+    receive_reply,
+    send_ready,
+    write_frame,
+)
+from splitserve.disaggregation.transports.ranges import MAX_RANGES
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.disaggregation.transports.staging import Pieces, StagingBuffer
+
+# Seconds between two looks at a transfer: a slot takes some 2 ms.
+POLL_SECONDS = 0.0002
+
+
+class MooncakeOutgoing:
+    """Owns its engine and its staging buffer until it is closed, or rather until no transfer reads that any more."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        memory: Memory,
+        aux: AuxData,
+        engine: MooncakeTransferEngine,
+        peer: Welcome,
+        staging: StagingBuffer,
+    ) -> None:
+        self._socket = sock
+        self._memory = memory
+        self._aux = aux
+        self._engine = engine
+        self._peer = peer
+        self._staging = staging
+        self._is_registered = False
+        self._under_way: deque[Transfer] = deque()
+        # A probe that did not come back in time keeps the engine.
+        self._probe: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Raises MooncakeError."""
+        # Over tcp the library reads what it is told to.
+        if self._engine.protocol == "rdma":
+            self._engine.register(self._staging.address, self._staging.num_bytes)
+            self._is_registered = True
+
+    def probe(self, deadline: Deadline) -> None:
+        """Prove the engine's path, by eight bytes, before a write counts on it. The library's first contact has no
+        deadline, so it gets a thread to itself. Raises TimeoutError, MooncakeError."""
+        failures: list[MooncakeError] = []
+
+        def contact() -> None:
+            try:
+                self._engine.transfer_sync(self._peer.session_id, self._staging.address, self._peer.address, 8)
+            except MooncakeError as error:
+                failures.append(error)
+
+        self._probe = threading.Thread(target=contact, name="mooncake-probe", daemon=True)
+        self._probe.start()
+        while self._probe.is_alive():
+            self._probe.join(min(0.05, deadline.remaining()))
+            if sockets.is_broken(self._socket):
+                raise ConnectionError(f"connection ended before mooncake's engine at {self._peer.session_id} answered")
+        if failures:
+            raise failures[0]
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        copies = coalesce(copies)
+        if len(copies) > MAX_RANGES:
+            raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
+        sockets.set_send_timeout(self._socket, deadline.remaining())
+        head, addresses = write_frame(ticket_id, copies), self._memory.sources(copies)
+        if is_inline(copies):
+            data = self._aux.serialize_data_from_buffer(addresses, copies["length"])
+            with sockets.timeouts_by_name():
+                self._socket.sendall(head + data)
+            receive_reply(self._socket, ticket_id, deadline)
+        else:
+            with sockets.timeouts_by_name():
+                self._socket.sendall(head)
+            self._write_staged(ticket_id, Pieces(addresses, copies["length"]), num_bytes(copies), deadline)
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        """The socket is shut, and `write` looks at it all the time."""
+
+    def close(self) -> None:
+        """Our pages were copied: what the engine may still read is the staging buffer, which waits for it."""
+        if self._probe is not None and self._probe.is_alive():
+            threading.Thread(target=self._let_go, args=(self._probe,), name="mooncake-probe", daemon=True).start()
+        else:
+            self._let_go()
+
+    def _let_go(self, probe: threading.Thread | None = None) -> None:
+        if probe is not None:
+            probe.join()
+        give_back(self._engine, self._under_way, self._release)
+
+    def _release(self) -> None:
+        """No transfer reads the staging buffer any more."""
+        if self._is_registered:
+            self._engine.deregister(self._staging.address)
+        self._staging.discard()
+
+    def _write_staged(self, ticket_id: int, pieces: Pieces, length: int, deadline: Deadline) -> None:
+        num_chunks = -(-length // self._peer.slot_bytes)
+        gathered = ready = 0
+        # Agreed to, when not None; then how many chunks are in place.
+        taken: int | None = None
+        while taken != num_chunks:
+            deadline.remaining()
+            while gathered < num_chunks and gathered - (taken or 0) < self._peer.num_slots:
+                self._send_chunk(gathered, pieces, length)
+                gathered += 1
+            # Not before it is agreed to: a receiver that refuses would take it for the next write.
+            while taken is not None and self._has_arrived():
+                with sockets.timeouts_by_name():
+                    send_ready(self._socket, ticket_id, ready)
+                ready += 1
+            if not self._under_way or sockets.has_data(self._socket):
+                taken = receive_reply(self._socket, ticket_id, deadline)
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def _send_chunk(self, chunk: int, pieces: Pieces, length: int) -> None:
+        first = chunk * self._peer.slot_bytes
+        end = min(first + self._peer.slot_bytes, length)
+        slot = chunk % self._peer.num_slots
+        self._staging.gather(slot, pieces.between(first, end))
+        target = self._peer.address + slot * self._peer.slot_bytes
+        self._under_way.append(
+            self._engine.submit(self._peer.session_id, self._staging.slot_address(slot), target, end - first)
+        )
+
+    def _has_arrived(self) -> bool:
+        """Whether the oldest transfer has ended well. Raises MooncakeError where it has not."""
+        if not self._under_way:
+            return False
+        oldest = self._under_way.popleft()
+        # The library forgets a transfer that has failed, so it must not be asked about it again.
+        if self._engine.is_done(oldest):
+            return True
+        self._under_way.appendleft(oldest)
+        return False
