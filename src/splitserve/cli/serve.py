@@ -103,7 +103,9 @@ def serve(
     ] = "tcp",
     transfer_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Backend's own setting, repeatable: mooncake takes protocol, device."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Backend's own setting, repeatable: mooncake takes protocol, device, staging."
+        ),
     ] = None,
     transfer_checksum: Annotated[
         bool, typer.Option(help="Compare every prompt's KV cache end to end; enough on one side.")

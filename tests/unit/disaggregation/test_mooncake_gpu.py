@@ -10,11 +10,13 @@ from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import missing, staging_choice
 from splitserve.disaggregation.transports.base import TransportOptions, WriteState
+from splitserve.errors import ConfigError
 from splitserve.testing.transfer_peer import End
 
 if problem := missing("mooncake"):
     pytest.skip(problem, allow_module_level=True)
 
+from splitserve.disaggregation.transports import mooncake
 from splitserve.disaggregation.transports.device_staging import DeviceStaging, PinnedStaging
 from splitserve.disaggregation.transports.mooncake_receive import SLOT_BYTES
 from splitserve.disaggregation.transports.mooncake_wire import INLINE_BYTES
@@ -155,3 +157,22 @@ def test_a_gpu_that_fails_in_a_write_ends_the_connection_and_not_the_session(end
         patch.setattr(dst.device, "bytes_at", fail)
         assert outcome(src, session, pages_and_row(100, 1, 0)).state is WriteState.LOST
     assert outcome(src, session, pages_and_row(100, 1, 1)).state is WriteState.DONE
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_an_engine_that_cannot_be_had_leaves_nothing_page_locked(ends, monkeypatch, side):
+    src, dst = ends("host"), ends("host")
+
+    def none_left(*args, **options):
+        raise ConfigError("mooncake cannot start")
+
+    with monkeypatch.context() as patch:
+        if side == "ours":
+            patch.setattr(mooncake, "take_engine", none_left)
+        else:
+            patch.setattr(dst.transport.backend, "engine", none_left)
+        status = outcome(src, dst.transport.open_session(), pages_and_row(100, 1, 0))
+    assert status.state is WriteState.FAILED
+    assert "mooncake cannot start" in status.error
+    assert src.device.locked == {}
+    assert len(dst.device.locked) == (side == "ours")

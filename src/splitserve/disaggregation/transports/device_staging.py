@@ -52,8 +52,10 @@ class PinnedStaging:
     def discard(self) -> None:
         """As `Staging.discard`, which locked pages would not let go. The stage goes, too: nobody else knew it."""
         self._stage = None
-        self._device.page_unlock(self.address)
-        self._host.discard()
+        try:
+            self._device.page_unlock(self.address)
+        finally:
+            self._host.discard()
 
     def _on_device(self) -> torch.Tensor:
         assert self._stage is not None, "a staging buffer was used after it was discarded"

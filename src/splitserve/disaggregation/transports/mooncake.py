@@ -97,7 +97,11 @@ class MooncakeBackend:
             raise ProtocolError(f"mooncake {' over '.join(ours)} against {' over '.join(theirs)}: make them equal")
         staging = self.stagings.to_send(peer.num_slots, peer.slot_bytes)
         to = (peer.session_id, peer.incarnation)
-        engine = take_engine(self.host, self.device, self.protocol, to, staging.gpu_id)
+        try:
+            engine = take_engine(self.host, self.device, self.protocol, to, staging.gpu_id)
+        except BaseException:
+            staging.discard()
+            raise
         outgoing = MooncakeOutgoing(sock, self.memory, self.stagings.aux, engine, peer, staging)
         try:
             outgoing.open()

@@ -34,24 +34,20 @@ class MooncakeIncoming:
         self._memory = memory
         self._stagings = stagings
         self._engine_at = engine_at
-        # The present connection's.
+        # The present connection's, and the engine that knows it.
         self._staging: StagingBuffer | None = None
+        self._engine: MooncakeTransferEngine | None = None
 
     def welcome(self) -> bytes:
         # A buffer of its own for each connection: what an earlier one left under way must not hit this one's slots.
         self._retire()
         try:
             staging = self._stagings.to_receive(NUM_SLOTS, SLOT_BYTES)
-            engine = self._engine_at(staging.gpu_id)
-            try:
-                engine.register(staging.address, staging.num_bytes)
-            except MooncakeError:
-                staging.discard()
-                raise
+            engine = self._engine_for(staging)
         except (MooncakeError, OSError, RuntimeError, SplitserveError) as error:
             # The last two are a GPU's, or torch's of it.
             raise ProtocolError(f"no staging buffer: {error}") from error
-        self._staging = staging
+        self._staging, self._engine = staging, engine
         return msgspec.msgpack.encode(
             Welcome(
                 library_version(),
@@ -82,12 +78,22 @@ class MooncakeIncoming:
     def _retire(self) -> None:
         """Transfers under way end in the addresses of the old buffer, which stay with the engine; of the host's memory
         nothing but these."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            engine = self._engine_at(staging.gpu_id)
+        staging, engine = self._staging, self._engine
+        self._staging = self._engine = None
+        if staging is not None and engine is not None:
             engine.deregister(staging.address)
             engine.kept.append(staging)
             staging.discard()
+
+    def _engine_for(self, staging: StagingBuffer) -> MooncakeTransferEngine:
+        """The one that takes transfers into this buffer from now on. Raises MooncakeError, ConfigError."""
+        try:
+            engine = self._engine_at(staging.gpu_id)
+            engine.register(staging.address, staging.num_bytes)
+        except BaseException:
+            staging.discard()
+            raise
+        return engine
 
     def _receive_write(self, sock: socket.socket, staging: StagingBuffer) -> bool:
         """Take one write into place. False when the connection should end."""
