@@ -44,7 +44,6 @@ from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.staging_choice import GPU, HOST, FindDevice, StagingChoice, find_device
 
-
 # Made here: sessions open in threads, and two that make it at once end the process.
 _welcomes = msgspec.msgpack.Decoder(Welcome)
 
