@@ -1,9 +1,8 @@
 """A buffer in which scattered pieces of memory become one piece for the journey: gathered here, scattered there.
 
 `StagingBuffer` is what every kind of it can do; `Staging` is that of memory which the CPU reads and writes (for memory
-of GPUs: `device_staging.py`; which one is taken: `staging_choice.py`). It lies in an anonymous file, so one system call
-moves up to 1,024 pieces: pwritev(2) gathers, preadv(2) scatters, at the speed of memcpy from 4 KiB pieces up, and
-without Python's lock. Linux only.
+of GPUs: `device_staging.py`; which one is taken: `staging_choice.py`). It lies in an anonymous file, whose memory can
+be given back while its addresses stay. Linux only.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.disaggregation.transports.iovec import IOVEC, MAX_PIECES_PER_CALL, iovec_table
+from splitserve._native import gather_pieces, scatter_pieces
+from splitserve.disaggregation.transports.iovec import iovec_table
 
 _libc = ctypes.CDLL(None, use_errno=True)
-for _call in (_libc.preadv, _libc.pwritev):
-    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    _call.restype = ctypes.c_ssize_t
 _libc.mmap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64))
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -90,12 +87,12 @@ class Staging:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.num_bytes = num_slots * slot_bytes
-        self._fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, self.num_bytes)
+        fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, self.num_bytes)
         # Not by Python's mmap: that keeps a second file descriptor, which `discard` could not close.
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, self._fd, 0)
+        address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), f"cannot map a staging buffer of {self.num_bytes} bytes")
         self.address: int = address
@@ -107,27 +104,13 @@ class Staging:
         return self.address + slot * self.slot_bytes
 
     def gather(self, slot: int, table: NDArray[np.void]) -> None:
-        self._move(_libc.pwritev, slot, table)
+        gather_pieces(table, self.slot_address(slot))
 
     def scatter(self, slot: int, table: NDArray[np.void]) -> None:
-        self._move(_libc.preadv, slot, table)
+        scatter_pieces(self.slot_address(slot), table)
 
     def discard(self) -> None:
         """Memory and file go back to the system: a late write hits nobody."""
         if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
         self._close()
-        self._fd = -1
-
-    def _move(self, call: ctypes._NamedFuncPointer, slot: int, table: NDArray[np.void]) -> None:
-        offset = slot * self.slot_bytes
-        for i in range(0, len(table), MAX_PIECES_PER_CALL):
-            part = table[i : i + MAX_PIECES_PER_CALL]
-            expected = int(part["length"].sum())
-            moved = call(self._fd, table.ctypes.data + i * IOVEC.itemsize, len(part), offset)
-            if moved != expected:
-                code = ctypes.get_errno() if moved < 0 else 0
-                raise OSError(
-                    code, f"moved {moved} of {expected} bytes through the staging buffer: {os.strerror(code)}"
-                )
-            offset += expected
