@@ -23,7 +23,7 @@ SOURCES = [
     for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program")
 ]
 OWN = find_library()
-# The narrowest build, the one for this CPU, and one with vectors of 64 bytes, made of several, where it has narrower ones.
+# The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.
 BUILDS = ("any", "this", "wide") if OWN is None or OWN.lanes < 16 else ("any", "this")
 
 
