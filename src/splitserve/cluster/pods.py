@@ -64,7 +64,7 @@ def worker_pod(config: ClusterConfig, name: str, pool: PoolConfig, *, is_leader:
     container["ports"].append({"name": "bootstrap", "containerPort": BOOTSTRAP_PORT})
     container["resources"] = _resources(pool, threads)
     if is_leader:
-        container |= _worker_probes(config)
+        container |= _worker_probes(config, pool)
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", _leave_command(config)]}}}
     # Once for the hook, once for the process itself, should the router not answer.
     grace = 2 * config.supervision.drain_timeout + _END_MARGIN
@@ -80,8 +80,11 @@ def worker_pod(config: ClusterConfig, name: str, pool: PoolConfig, *, is_leader:
     return pod
 
 
-def _worker_probes(config: ClusterConfig) -> Manifest:
+def _worker_probes(config: ClusterConfig, pool: PoolConfig) -> Manifest:
     num_tries = math.ceil(config.supervision.load_timeout / _STARTUP_PERIOD)
+    if pool.nodes > 1:
+        # It has that time twice: for the other nodes to come, and then for all to load.
+        num_tries *= 2
     return {
         "startupProbe": _probe("/health", period=_STARTUP_PERIOD, failures=num_tries),
         "livenessProbe": _probe("/health", period=10, failures=6),

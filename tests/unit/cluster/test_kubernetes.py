@@ -92,7 +92,9 @@ def test_a_worker_in_several_pods_is_a_set_whose_leader_answers():
     # Half of eight ranks.
     assert leader["resources"]["limits"] == {"memory": "10Gi", "nvidia.com/gpu": "4"}
     assert leader["resources"]["requests"]["cpu"] == "12"
-    assert "startupProbe" in leader
+    # It waits for the others first, and then all load.
+    alone = container(found(SEVERAL_NODES, "Deployment", "splitserve-decode")["spec"]["template"])
+    assert leader["startupProbe"]["failureThreshold"] == 2 * alone["startupProbe"]["failureThreshold"]
     assert "startupProbe" not in other
     for kind in ("Service", "PodDisruptionBudget"):
         spec = found(SEVERAL_NODES, kind, "splitserve-prefill")["spec"]
