@@ -43,7 +43,9 @@ def bind_head(config: WorkerConfig) -> socket.socket:
         return bind(config.parallel.node_host, parse_init_addr(config.parallel.dist_init_addr)[1])
     except ConfigError as error:
         where = f"--dist-init-addr {config.parallel.dist_init_addr}"
-        raise ConfigError(f"{where}: {error.message.partition(': choose')[0]}; node 0 must have that address") from None
+        problem = f"{where}: {error.message.partition(': choose')[0]}; node 0 must have that address"
+        # Of its kind: what is taken may be free when it is tried again.
+        raise type(error)(problem) from None
 
 
 def _resolved(host: str) -> str:

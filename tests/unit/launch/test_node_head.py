@@ -20,10 +20,11 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.errors import AddressTakenError, ConfigError, WorkerUnavailableError
 from splitserve.launch.http_server import bind, port_of
 from splitserve.launch.node_head import NodeHead, ranks_there
 from splitserve.launch.node_join import call_head, start_order
+from splitserve.launch.node_place import bind_head
 from splitserve.launch.node_settings import difference, shared_settings
 from splitserve.launch.node_wire import (
     NodeConnection,
@@ -187,6 +188,11 @@ async def test_a_node_that_is_gone_is_lost_at_once(world):
     one, _ = await world.begun()
     await one.close()
     assert await world.head.lost == "connection to node 1 (127.0.0.1) was lost (its connection ended)"
+
+
+def test_an_address_that_is_taken_may_be_free_when_it_is_tried_again():
+    with bind("127.0.0.1", 0) as taken, pytest.raises(AddressTakenError, match="node 0 must have that address"):
+        bind_head(config_of(port=port_of(taken)))
 
 
 async def test_who_comes_before_node_0_waits_for_it():
