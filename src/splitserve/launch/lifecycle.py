@@ -1,4 +1,5 @@
-"""When a process shall end: the first SIGTERM or SIGINT asks it to drain, the second to stop at once.
+"""When a process shall end: the first SIGTERM or SIGINT asks it to drain, the second to stop at once. Where something
+else had it drain before (another host of its worker had a signal), its own first one changes nothing.
 
 With `exit_with_parent`, the end of standard input stops it at once, too: whoever started it has died or let go of it.
 """
@@ -26,14 +27,21 @@ class Lifecycle:
         self.draining = asyncio.Event()
         # End now. Implies `draining`.
         self.stopping = asyncio.Event()
+        self._had_signal = False
 
     def request_end(self) -> None:
         """What a signal does: the first call drains, the second stops."""
-        if self.draining.is_set():
+        if self._had_signal:
             self.stop()
             return
-        logger.info("draining: running requests finish, new ones are refused; a second signal stops at once")
-        self.draining.set()
+        self._had_signal = True
+        self.drain()
+
+    def drain(self) -> None:
+        """Idempotent, and no signal: the first one of those is still to come."""
+        if not self.draining.is_set():
+            logger.info("draining: running requests finish, new ones are refused; a second signal stops at once")
+            self.draining.set()
 
     def stop(self) -> None:
         self.draining.set()

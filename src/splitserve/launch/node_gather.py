@@ -33,13 +33,7 @@ async def gather_nodes(
     fingerprint = await asyncio.to_thread(model_fingerprint, folder)
     head = NodeHead(config, shared_settings(config, fingerprint), sock)
     closing.push_async_callback(head.close)
-
-    def drain() -> None:
-        # When all hosts are told to end at once, this one may know.
-        if not lifecycle.draining.is_set():
-            lifecycle.request_end()
-
-    head.on_leaving = drain
+    head.on_leaving = lifecycle.drain
     gathering = asyncio.create_task(head.gather(timeout), name="gather-nodes")
     draining = asyncio.create_task(lifecycle.draining.wait())
     try:

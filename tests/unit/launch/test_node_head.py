@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +24,8 @@ from splitserve.config import (
 from splitserve.core.parallel import ParallelRank
 from splitserve.errors import AddressTakenError, ConfigError, WorkerUnavailableError
 from splitserve.launch.http_server import bind, port_of
+from splitserve.launch.lifecycle import Lifecycle
+from splitserve.launch.node_gather import gather_nodes
 from splitserve.launch.node_head import NodeHead, ranks_there
 from splitserve.launch.node_join import call_head, start_order
 from splitserve.launch.node_place import bind_head
@@ -62,6 +66,17 @@ class World:
         config = config_of(port=self.port)
         self.head = NodeHead(config, shared_settings(config, "fingerprint"), sock)
         self.nodes: list[NodeConnection] = []
+
+    async def gathered(self, lifecycle: Lifecycle, closing: AsyncExitStack) -> list[NodeConnection]:
+        """Both nodes, as a worker that lives so long has them."""
+        sock = bind("127.0.0.1", 0)
+        self.port = port_of(sock)
+        config = config_of(port=self.port)
+        gathering = asyncio.create_task(gather_nodes(config, sock, Path(), lifecycle, DEADLINE, closing))
+        nodes = [await self.come(1), await self.come(2)]
+        head = await gathering
+        assert head is not None
+        return nodes
 
     async def come(self, node_rank: int, fingerprint: str = "fingerprint", **more: Any) -> NodeConnection:
         config = config_of(node_rank, port=self.port, **more)
@@ -188,6 +203,25 @@ async def test_a_node_that_is_gone_is_lost_at_once(world):
     one, _ = await world.begun()
     await one.close()
     assert await world.head.lost == "connection to node 1 (127.0.0.1) was lost (its connection ended)"
+
+
+@pytest.fixture
+def fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.launch.node_gather.model_fingerprint", lambda folder: "fingerprint")
+
+
+async def test_the_first_signal_drains_also_where_another_host_had_its_own_before(world, fingerprint):
+    lifecycle = Lifecycle()
+    async with AsyncExitStack() as closing:
+        nodes = await world.gathered(lifecycle, closing)
+        nodes[0].send(NodeLeaving())
+        await lifecycle.draining.wait()
+        lifecycle.request_end()
+        assert not lifecycle.stopping.is_set()
+        lifecycle.request_end()
+        assert lifecycle.stopping.is_set()
+        for node in nodes:
+            await node.close()
 
 
 def test_an_address_that_is_taken_may_be_free_when_it_is_tried_again():
