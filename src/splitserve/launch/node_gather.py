@@ -32,7 +32,14 @@ async def gather_nodes(
     """
     fingerprint = await asyncio.to_thread(model_fingerprint, folder)
     head = NodeHead(config, shared_settings(config, fingerprint), sock)
-    closing.push_async_callback(head.close)
+
+    async def end() -> None:
+        # Whatever else ends this worker, nobody wanted it.
+        if lifecycle.draining.is_set():
+            head.end("node 0 has ended", in_order=True)
+        await head.close()
+
+    closing.push_async_callback(end)
     head.on_leaving = lifecycle.drain
     gathering = asyncio.create_task(head.gather(timeout), name="gather-nodes")
     draining = asyncio.create_task(lifecycle.draining.wait())

@@ -133,7 +133,7 @@ class NodeHead:
 
     async def close(self) -> None:
         """Idempotent. Returns when the nodes are gone, or had their time."""
-        self.end("node 0 has ended", in_order=True)
+        self.end("it could not go on, see its log")
         self._socket.close()
         self._listeners.close()
         if self._watches:

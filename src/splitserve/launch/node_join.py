@@ -46,8 +46,10 @@ async def call_head(config: WorkerConfig, hello: NodeHello, timeout: float) -> N
         ) from None
 
 
-async def start_order(connection: NodeConnection) -> NodeStart:
-    """When all nodes are there. Raises NodeLostError, ConfigError where this node is refused or another is missing.
+async def start_order(connection: NodeConnection) -> NodeStart | None:
+    """When all nodes are there; None: node 0 was told to end before.
+
+    Raises NodeLostError, ConfigError where this node is refused or another is missing.
 
     There is no deadline but node 0's: silence is its end.
     """
@@ -55,6 +57,8 @@ async def start_order(connection: NodeConnection) -> NodeStart:
     match message:
         case NodeStart():
             return message
+        case NodeEnd(in_order=True):
+            return None
         case NodeEnd(reason=reason):
             raise ConfigError(f"node 0 says: {reason}")
     raise NodeLostError(f"node 0 said {type(message).__name__} before anything else")

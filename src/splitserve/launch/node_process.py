@@ -118,6 +118,9 @@ class _Node:
         self._connection = connection = await call_head(self._config, hello, self._options.load_timeout)
         closing.push_async_callback(connection.close)
         told = await start_order(connection)
+        if told is None:
+            logger.info("node %d ends: node 0 was told to end before all were there", self._rank)
+            return 0
         from_ranks = self._open_last_words(connection, closing)
         await self._start_ranks(told, pipes, from_ranks, closing)
         ended = asyncio.create_task(first_end(self._processes, all_together=True), name="node-watch")

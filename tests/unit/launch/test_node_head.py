@@ -59,6 +59,12 @@ def config_of(node_rank: int = 0, *, port: int = 1, nnodes: int = 3, token: Clus
     return WorkerConfig(parallel=parallel, disaggregation=DisaggregationConfig(cluster_token=token), **more)
 
 
+async def instance_of(node: NodeConnection) -> int:
+    told = await start_order(node)
+    assert told is not None
+    return told.instance
+
+
 class World:
     def __init__(self) -> None:
         sock = bind("127.0.0.1", 0)
@@ -94,7 +100,7 @@ class World:
         await gathering
         self.head.begin(7, "http://127.0.0.1:8998")
         for node in nodes:
-            assert (await start_order(node)).instance == 7
+            assert await instance_of(node) == 7
         return nodes
 
 
@@ -114,6 +120,7 @@ async def test_all_come_and_each_learns_where_the_driver_hears_it(world):
     await gathering
     world.head.begin(7, None)
     told = await start_order(one)
+    assert told is not None
     assert told == await start_order(two)
     # The driver is on node 0 with another rank of its stage: four are elsewhere.
     assert set(told.from_rank) == {"0.0", "0.1", "0.2", "0.3"}
@@ -174,7 +181,7 @@ async def test_a_number_is_one_nodes_alone_until_that_is_gone(world):
     await world.come(2)
     await gathering
     world.head.begin(7, None)
-    assert (await start_order(again)).instance == 7
+    assert await instance_of(again) == 7
 
 
 async def test_who_has_another_token_does_not_get_in_and_ends_nobody(world):
@@ -222,6 +229,27 @@ async def test_the_first_signal_drains_also_where_another_host_had_its_own_befor
         assert lifecycle.stopping.is_set()
         for node in nodes:
             await node.close()
+
+
+@pytest.mark.parametrize("was_told", [True, False])
+async def test_node_0_ends_in_order_only_where_it_was_told_to(world, fingerprint, was_told):
+    lifecycle = Lifecycle()
+    closing = AsyncExitStack()
+    nodes = await world.gathered(lifecycle, closing)
+    if was_told:
+        lifecycle.request_end()
+    ending = asyncio.create_task(closing.aclose())
+    end = await nodes[0].receive()
+    assert isinstance(end, NodeEnd)
+    assert end.in_order == was_told
+    if was_told:
+        assert await start_order(nodes[1]) is None
+    else:
+        with pytest.raises(ConfigError, match="node 0 says: it could not go on, see its log"):
+            await start_order(nodes[1])
+    for node in nodes:
+        await node.close()
+    await ending
 
 
 def test_an_address_that_is_taken_may_be_free_when_it_is_tried_again():
