@@ -15,7 +15,7 @@ Each process that shall be has a slot, such as decode-1, and a slot's life is th
 
 A failure is followed by a pause, which doubles with each until the process has served for some time. Who was lost with
 its node has done nothing wrong: the first time it is replaced at once. A process that says by its exit code that its
-options are wrong, before it has ever served, is not started again.
+options are wrong, before its slot has ever served, is not started again.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Slot:
     num_failures: int = 0
     num_starts: int = 0
     is_wanted: bool = True
+    # Once, in any of its starts.
+    has_served: bool = False
     # Started again, it would end in the same way.
     is_hopeless: bool = False
     # Of the last failure, or why it still waits.
@@ -216,14 +218,14 @@ class Reconciler:
     def _serve(self, slot: Slot, now: float) -> None:
         if slot.state is SlotState.STARTING:
             self._move(slot, SlotState.READY, now)
-            slot.detail = ""
+            slot.has_served, slot.detail = True, ""
         elif slot.num_failures and now - slot.since >= self._settings.forgive_after:
             slot.num_failures = 0
 
     def _fail(self, slot: Slot, now: float, found: Observation) -> Iterator[Action]:
         slot.num_failures += 1
         slot.detail = found.detail
-        slot.is_hopeless = slot.state is SlotState.STARTING and found.exit_code == USAGE_EXIT_CODE
+        slot.is_hopeless = not slot.has_served and found.exit_code == USAGE_EXIT_CODE
         if slot.is_hopeless:
             slot.detail = last_line(found.log_tail) or found.detail
             yield Failed(slot.name, found.detail, found.log_tail, None)

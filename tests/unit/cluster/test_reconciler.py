@@ -148,6 +148,14 @@ def test_a_worker_whose_options_are_wrong_is_not_started_again():
     world.tick()
     # It had served: whatever that code says, its options are good.
     assert world.failures[-1].pause == 2.0
+    # And so they are when it comes again: the disk with its model may be away for a while.
+    for _ in range(3):
+        world.finish_removals()
+        world.tick(world.failures[-1].pause or 0.0)
+        assert world.state("prefill-0") is SlotState.STARTING
+        world.phases["prefill-0"] = Phase.ENDED
+        world.tick()
+    assert [f.pause for f in world.failures[-3:]] == [4.0, 8.0, 16.0]
 
 
 @pytest.mark.parametrize("hurries", [False, True])
