@@ -190,7 +190,7 @@ def serve(
     defaults = DisaggregationConfig()
     place = settle_place(host, port, disaggregation_bootstrap_port, router or (), join)
     check_nodes(nnodes, node_rank, dist_init_addr)
-    node_host = "" if dist_init_addr is None else own_address(node_rank, dist_init_addr, host)
+    node_host = "" if dist_init_addr is None else own_address(node_rank, dist_init_addr, host, load_timeout)
     if host in (None, *WILDCARDS):
         # Peers reach a node that was told no address of its own by the one that the other nodes know.
         disaggregation_host = disaggregation_host or place.peer_host or node_host or None
@@ -202,7 +202,7 @@ def serve(
     peer_host = defaults.host if is_wildcard else place.host
     token = defaults.cluster_token
     # A colocated worker needs none until it becomes one of a pair.
-    needs_token = disaggregation_mode is not DisaggregationMode.NULL
+    needs_token = disaggregation_mode is not DisaggregationMode.NULL or nnodes > 1
     if cluster_token_file is not None and (needs_token or cluster_token_file.exists()):
         token = read_token_file(cluster_token_file)
     config = WorkerConfig(

@@ -149,8 +149,8 @@ def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     """What a model that is cut over ranks of several hosts can be."""
     parallel = config.parallel
     problem = misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes)
-    yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
     yield "--nnodes", not config.model.dp_attention, "does not go together with --enable-dp-attention: leave it out"
+    yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
     has_token = bool(config.disaggregation.cluster_token.secret)
     recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
     yield "--cluster-token-file", has_token, recipe

@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
 DEFAULT_PORT, DEFAULT_BOOTSTRAP_PORT = 30000, 8998
 # Seconds that a name may have no address, or an address no route: networks come up beside their machines.
-_PATIENCE = 60.0
+PATIENCE = 60.0
 _PAUSE = 0.5
 
 
@@ -53,7 +53,7 @@ def address_towards(
     url: str,
     *,
     option: str = "--join",
-    patience: float = _PATIENCE,
+    patience: float = PATIENCE,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
@@ -72,7 +72,7 @@ def patiently(
     what: str,
     option: str,
     *,
-    patience: float = _PATIENCE,
+    patience: float = PATIENCE,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from splitserve.config import WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.launch.http_server import bind
-from splitserve.launch.join import WILDCARDS, address_towards, patiently
+from splitserve.launch.join import PATIENCE, WILDCARDS, address_towards, patiently
 
 _OPTION = "--dist-init-addr"
 
@@ -25,16 +25,17 @@ def parse_init_addr(text: str) -> tuple[str, int]:
     return host, port
 
 
-def own_address(node_rank: int, init_addr: str, host: str | None) -> str:
+def own_address(node_rank: int, init_addr: str, host: str | None, timeout: float = PATIENCE) -> str:
     """By which this node's ranks are reached: node 0's is that of `init_addr`, another's its `--host`, or the one from
-    which it reaches node 0. Waits for the network to come up; raises ConfigError."""
+    which it reaches node 0. Waits for the network to come up, `timeout` seconds at most; raises ConfigError."""
     name, port = parse_init_addr(init_addr)
     url = f"tcp://{name}:{port}"
+    patience = min(timeout, PATIENCE)
     if node_rank == 0:
-        return patiently(lambda: _resolved(name), url, _OPTION)
+        return patiently(lambda: _resolved(name), url, _OPTION, patience=patience)
     if host not in (None, *WILDCARDS):
-        return patiently(lambda: _resolved(host), host, "--host")
-    return address_towards(url, option=_OPTION)
+        return patiently(lambda: _resolved(host), host, "--host", patience=patience)
+    return address_towards(url, option=_OPTION, patience=patience)
 
 
 def bind_head(config: WorkerConfig) -> socket.socket:

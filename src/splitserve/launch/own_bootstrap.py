@@ -7,13 +7,14 @@ is at the address they know.
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import msgspec
 
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
-from splitserve.errors import ConfigError
+from splitserve.errors import AddressTakenError, ConfigError
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.http_server import reachable_host
 
@@ -43,7 +44,8 @@ class OwnBootstrap:
             try:
                 await asyncio.to_thread(server.run)
             except OSError as error:
-                raise ConfigError(
+                kind = AddressTakenError if error.errno == errno.EADDRINUSE else ConfigError
+                raise kind(
                     f"cannot listen on {host}:{port} ({error.strerror}): choose another --disaggregation-bootstrap-port"
                 ) from None
             self.close()

@@ -83,9 +83,10 @@ class Worker:
     @property
     def unready_reason(self) -> str | None:
         """Why it gets no requests while others of its mode are ready; None: it is, too."""
-        if not self.healthy:
-            return "it does not answer, or says that it is not ready"
-        return "it drains" if self.drains else self.proof.doubt
+        # One that drains says that it is not ready, too.
+        if self.drains:
+            return "it drains"
+        return self.proof.doubt if self.healthy else "it does not answer, or says that it is not ready"
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
         """Of a prompt with these blocks (by block size), as far as is known."""

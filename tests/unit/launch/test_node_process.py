@@ -126,7 +126,12 @@ def test_who_does_not_come_in_time_is_named(model_folder, tmp_path):
         (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1", "--tp-size", "3"], "but to 1 or 3"),
         (
             ["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1", "--dp-size", "2", "--enable-dp-attention"],
-            "--nnodes",
+            "--nnodes does not go together with --enable-dp-attention",
+        ),
+        (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1", "--cluster-token-file", "/no/file"], "/no/file"),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "no-host.invalid:1", "--load-timeout", "0.1"],
+            "no way there",
         ),
     ],
 )
