@@ -167,6 +167,13 @@ class WindowPages:
         has_first = claim.first < claim.stop
         return 0 if has_first else first_token_read(self.window, num_tokens) % self.page_size
 
+    def settle(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> None:
+        """The request takes no more; so many of its tokens are computed. What it has is all that it is promised."""
+        self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
+        self._count(claim, -1)
+        claim.num_promised = claim.num_pinned
+        self._count(claim, 1)
+
     def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
         """So many tokens are computed: what lies before the window of the next one is idle now. Whether anything is.
 
