@@ -89,7 +89,9 @@ class WindowPages:
         self._idle: OrderedDict[int, None] = OrderedDict()
         # Left over, while steps under way may look at them.
         self._num_aside = 0
-        # Sums over all claims: of what is secured, and of that, what is beyond promises.
+        # What a request pins between steps; and is promised, if it has so many tokens.
+        self.num_at_most = min(num_pages, window_pages_at_most(window, page_size))
+        # Sums over all claims: of what is secured, and of that, what steps take.
         self._secured = 0
         self._beyond = 0
 
@@ -97,10 +99,6 @@ class WindowPages:
     def num_available(self) -> int:
         """Free or idle."""
         return self._pages.available() + len(self._idle)
-
-    @property
-    def num_at_most(self) -> int:
-        return min(self.num_pages, window_pages_at_most(self.window, self.page_size))
 
     @property
     def can_admit(self) -> bool:
@@ -259,7 +257,7 @@ class WindowPages:
         assert set(self._begins) <= set(mapped), "a window page that is gone has a beginning"
         found = self._pages.available() + len(mapped) + self._num_aside
         assert found == self.num_pages, f"{found} window pages free, held and aside of {self.num_pages}"
-        sums = sum(c.num_secured for c, _ in claims), sum(c.num_secured - c.num_promised for c, _ in claims)
+        sums = sum(c.num_secured for c, _ in claims), sum(self._taken_by_steps(c) for c, _ in claims)
         assert sums == (self._secured, self._beyond), f"secured and beyond are {sums}, accounted otherwise"
         # Pages aside gave way to pages that others have, too.
         assert self._secured <= self.num_pages, "more is promised than there is"
@@ -309,7 +307,11 @@ class WindowPages:
 
     def _count(self, claim: Claim, sign: int) -> None:
         self._secured += sign * claim.num_secured
-        self._beyond += sign * (claim.num_secured - claim.num_promised)
+        self._beyond += sign * self._taken_by_steps(claim)
+
+    def _taken_by_steps(self, claim: Claim) -> int:
+        """A request that was promised less than a window, and outgrew that, takes none of what is kept for steps."""
+        return max(0, claim.num_pinned - max(claim.num_promised, self.num_at_most))
 
 
 class NoWindowPages:

@@ -331,6 +331,24 @@ def test_more_than_is_promised_is_refused_and_less_than_everything_is_not():
     world.close()
 
 
+def test_who_outgrew_a_promise_took_none_of_what_steps_need():
+    world = World(window=6, page_size=2, num_pages=100, spare=4, prefix=False)
+    # Promised pages for four tokens, it comes to pin five of twelve. Three of a step are to be there beside promises.
+    outgrown = world.admit([1])
+    assert outgrown is not None
+    while outgrown.num_computed_tokens < 10:
+        assert world.compute(outgrown, 1)
+    assert world.admit([2] * 40) is None
+    world.cache.forget(outgrown)
+    newcomer = world.admit([2] * 40)
+    assert newcomer is not None
+    while newcomer.num_computed_tokens < 40:
+        assert world.compute(newcomer, STEP)
+        world.cache.forget(newcomer)
+    world.check()
+    world.close()
+
+
 @pytest.mark.parametrize("window", [1, 2, 100])
 def test_windows_of_any_size(window):
     world = World(window=window, page_size=3, num_pages=80, spare=0)
