@@ -173,12 +173,14 @@ class WindowPages:
         self._count(claim, 1)
 
     def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
-        """So many tokens are computed: what lies before the window of the next one is idle now. Whether anything is.
+        """So many tokens are computed: what lies before the window of the next one is idle now.
+
+        Returns whether that makes room for promises: what lies within the request's own is still its own.
 
         Steps under way see no more either: those of the request that begin later than the tokens' own. What holds none
         of the `num_prompt_tokens` tokens of a prompt is the first to be taken: others' prompts rarely end in an answer.
         """
-        first = self.first_page(num_tokens)
+        first, secured = self.first_page(num_tokens), self._secured
         if first <= claim.first:
             return False
         left = pages[claim.first : min(first, claim.stop)]
@@ -187,7 +189,7 @@ class WindowPages:
             if page in self._idle:
                 self._idle.move_to_end(page, last=False)
         self._move(claim, first, max(first, claim.stop))
-        return True
+        return self._secured < secured
 
     def shrink(self, claim: Claim, pages: Sequence[int], keep: int) -> None:
         """The request gives its pages from number `keep` on back; they are dropped next."""

@@ -349,6 +349,19 @@ def test_who_outgrew_a_promise_took_none_of_what_steps_need():
     world.close()
 
 
+def test_a_window_that_moves_on_within_its_promise_makes_no_room():
+    """Whoever was refused need not be looked at again, which costs as much as a prompt is long."""
+    world = World(window=6, page_size=2, num_pages=100, prefix=False)
+    request = world.admit([1] * 12)
+    assert request is not None
+    while request.num_tokens < 40:
+        assert world.compute(request, STEP)
+        num_releases, secured = world.cache.num_releases, world.windows._secured
+        world.cache.forget(request)
+        assert (world.cache.num_releases > num_releases) == (world.windows._secured < secured)
+    world.close()
+
+
 @pytest.mark.parametrize("window", [1, 2, 100])
 def test_windows_of_any_size(window):
     world = World(window=window, page_size=3, num_pages=80, spare=0)
