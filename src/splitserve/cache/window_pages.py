@@ -161,7 +161,7 @@ class WindowPages:
         What the request has before these, it leaves. Returns the slot of its next page, behind what it has, from which
         on it will be filled.
         """
-        self.leave(claim, pages, num_tokens)
+        self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
         has_first = claim.first < claim.stop
         return 0 if has_first else first_token_read(self.window, num_tokens) % self.page_size
 

@@ -362,6 +362,22 @@ def test_a_window_that_moves_on_within_its_promise_makes_no_room():
     world.close()
 
 
+def test_a_found_prefix_that_arriving_tokens_leave_is_not_the_first_to_be_taken():
+    world = World(window=4, page_size=2, num_pages=60, spare=8)
+    old, new = world.admit([5] * 6), world.admit(list(range(8)))
+    for request in (old, new):
+        assert request is not None
+        while request.num_computed_tokens < request.num_prompt_tokens:
+            assert world.compute(request, STEP)
+        world.release(request, True)
+    arriving = world.admit([*range(8), *[9] * 20], arrives=True)
+    assert arriving is not None
+    assert arriving.num_computed_tokens == 28
+    first_idle = next(iter(world.windows._idle))
+    assert first_idle in world.cache.prefix.match([5] * 6).pages
+    world.close()
+
+
 @pytest.mark.parametrize("window", [1, 2, 100])
 def test_windows_of_any_size(window):
     world = World(window=window, page_size=3, num_pages=80, spare=0)
