@@ -99,6 +99,28 @@ def test_of_a_prompt_decode_is_sent_all_of_one_layer_and_a_window_of_the_other()
     world.check_nothing_is_held()
 
 
+def test_a_prompt_on_its_way_to_decode_takes_nothing_of_what_steps_need():
+    """Its last chunk is computed: what others' chunks take is kept free beside it, however long its transfer lasts."""
+    sides = hybrid(8, 4 * 4 + 16, num_pages=300, token_budget=64, prefix=False)
+    world = PairWorld(0, prefill_settings=sides, decode_settings=hybrid(8, 40, num_pages=300, token_budget=8))
+    prompts = {f"r{i}": [i] * 192 for i in range(5)}
+    for room, (rid, prompt) in enumerate(prompts.items(), 1):
+        world.submit(rid, prompt, PARAMS, room=room)
+    for _ in range(50):
+        # No byte arrives.
+        for worker in (world.prefill, world.decode):
+            worker.turn()
+            worker.manager.tick()
+            worker.check()
+        for pair in sorted(world.control.busy()):
+            world.control.deliver(pair)
+        assert world.prefill.scheduler.state().num_retracted_requests_total == 0
+    world.run_until_idle()
+    for rid, prompt in prompts.items():
+        assert world.decode.tokens(rid) == expected(prompt, PARAMS, 8)
+    world.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("late", [None, "overlapped", "pipelined"])
 @pytest.mark.parametrize("seed", range(12))
 def test_one_worker_under_pressure(seed, late):

@@ -242,6 +242,18 @@ class PagedKVCache:
         request.pages[:first] = [request.pages[first]] * first
         self.rows.write(row, 0, request.pages[:first])
 
+    def stop_growing(self, request: Request) -> None:
+        """No step that is planned from here on computes anything of it, though it may hold what it has for long.
+
+        Of the window pages it keeps its window, and what a step under way works on: none of it is what is kept free
+        for steps.
+        """
+        if isinstance(self.windows, NoWindowPages):
+            return
+        holding, _ = self._held(request)
+        self.windows.settle(holding.claim, request.pages, request.num_computed_tokens)
+        self.num_releases += 1
+
     def release(self, request: Request, *, publish: bool) -> None:
         """Take everything back; once. `publish` puts the computed whole pages into the prefix cache first."""
         if publish:

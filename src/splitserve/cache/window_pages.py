@@ -89,7 +89,9 @@ class WindowPages:
         self._idle: OrderedDict[int, None] = OrderedDict()
         # Left over, while steps under way may look at them.
         self._num_aside = 0
-        # Sums over all claims: of what is secured, and of that, what is beyond promises.
+        # What a request pins between steps; and is promised, if it has so many tokens.
+        self.num_at_most = min(num_pages, window_pages_at_most(window, page_size))
+        # Sums over all claims: of what is secured, and of that, what steps take.
         self._secured = 0
         self._beyond = 0
 
@@ -97,10 +99,6 @@ class WindowPages:
     def num_available(self) -> int:
         """Free or idle."""
         return self._pages.available() + len(self._idle)
-
-    @property
-    def num_at_most(self) -> int:
-        return min(self.num_pages, window_pages_at_most(self.window, self.page_size))
 
     @property
     def can_admit(self) -> bool:
@@ -163,17 +161,26 @@ class WindowPages:
         What the request has before these, it leaves. Returns the slot of its next page, behind what it has, from which
         on it will be filled.
         """
-        self.leave(claim, pages, num_tokens)
+        self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
         has_first = claim.first < claim.stop
         return 0 if has_first else first_token_read(self.window, num_tokens) % self.page_size
 
+    def settle(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> None:
+        """The request takes no more; so many of its tokens are computed. What it has is all that it is promised."""
+        self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
+        self._count(claim, -1)
+        claim.num_promised = claim.num_pinned
+        self._count(claim, 1)
+
     def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
-        """So many tokens are computed: what lies before the window of the next one is idle now. Whether anything is.
+        """So many tokens are computed: what lies before the window of the next one is idle now.
+
+        Returns whether that makes room for promises: what lies within the request's own is still its own.
 
         Steps under way see no more either: those of the request that begin later than the tokens' own. What holds none
         of the `num_prompt_tokens` tokens of a prompt is the first to be taken: others' prompts rarely end in an answer.
         """
-        first = self.first_page(num_tokens)
+        first, secured = self.first_page(num_tokens), self._secured
         if first <= claim.first:
             return False
         left = pages[claim.first : min(first, claim.stop)]
@@ -182,7 +189,7 @@ class WindowPages:
             if page in self._idle:
                 self._idle.move_to_end(page, last=False)
         self._move(claim, first, max(first, claim.stop))
-        return True
+        return self._secured < secured
 
     def shrink(self, claim: Claim, pages: Sequence[int], keep: int) -> None:
         """The request gives its pages from number `keep` on back; they are dropped next."""
@@ -252,7 +259,7 @@ class WindowPages:
         assert set(self._begins) <= set(mapped), "a window page that is gone has a beginning"
         found = self._pages.available() + len(mapped) + self._num_aside
         assert found == self.num_pages, f"{found} window pages free, held and aside of {self.num_pages}"
-        sums = sum(c.num_secured for c, _ in claims), sum(c.num_secured - c.num_promised for c, _ in claims)
+        sums = sum(c.num_secured for c, _ in claims), sum(self._taken_by_steps(c) for c, _ in claims)
         assert sums == (self._secured, self._beyond), f"secured and beyond are {sums}, accounted otherwise"
         # Pages aside gave way to pages that others have, too.
         assert self._secured <= self.num_pages, "more is promised than there is"
@@ -302,7 +309,11 @@ class WindowPages:
 
     def _count(self, claim: Claim, sign: int) -> None:
         self._secured += sign * claim.num_secured
-        self._beyond += sign * (claim.num_secured - claim.num_promised)
+        self._beyond += sign * self._taken_by_steps(claim)
+
+    def _taken_by_steps(self, claim: Claim) -> int:
+        """A request that was promised less than a window, and outgrew that, takes none of what is kept for steps."""
+        return max(0, claim.num_pinned - max(claim.num_promised, self.num_at_most))
 
 
 class NoWindowPages:

@@ -331,6 +331,53 @@ def test_more_than_is_promised_is_refused_and_less_than_everything_is_not():
     world.close()
 
 
+def test_who_outgrew_a_promise_took_none_of_what_steps_need():
+    world = World(window=6, page_size=2, num_pages=100, spare=4, prefix=False)
+    # Promised pages for four tokens, it comes to pin five of twelve. Three of a step are to be there beside promises.
+    outgrown = world.admit([1])
+    assert outgrown is not None
+    while outgrown.num_computed_tokens < 10:
+        assert world.compute(outgrown, 1)
+    assert world.admit([2] * 40) is None
+    world.cache.forget(outgrown)
+    newcomer = world.admit([2] * 40)
+    assert newcomer is not None
+    while newcomer.num_computed_tokens < 40:
+        assert world.compute(newcomer, STEP)
+        world.cache.forget(newcomer)
+    world.check()
+    world.close()
+
+
+def test_a_window_that_moves_on_within_its_promise_makes_no_room():
+    """Whoever was refused need not be looked at again, which costs as much as a prompt is long."""
+    world = World(window=6, page_size=2, num_pages=100, prefix=False)
+    request = world.admit([1] * 12)
+    assert request is not None
+    while request.num_tokens < 40:
+        assert world.compute(request, STEP)
+        num_releases, secured = world.cache.num_releases, world.windows._secured
+        world.cache.forget(request)
+        assert (world.cache.num_releases > num_releases) == (world.windows._secured < secured)
+    world.close()
+
+
+def test_a_found_prefix_that_arriving_tokens_leave_is_not_the_first_to_be_taken():
+    world = World(window=4, page_size=2, num_pages=60, spare=8)
+    old, new = world.admit([5] * 6), world.admit(list(range(8)))
+    for request in (old, new):
+        assert request is not None
+        while request.num_computed_tokens < request.num_prompt_tokens:
+            assert world.compute(request, STEP)
+        world.release(request, True)
+    arriving = world.admit([*range(8), *[9] * 20], arrives=True)
+    assert arriving is not None
+    assert arriving.num_computed_tokens == 28
+    first_idle = next(iter(world.windows._idle))
+    assert first_idle in world.cache.prefix.match([5] * 6).pages
+    world.close()
+
+
 @pytest.mark.parametrize("window", [1, 2, 100])
 def test_windows_of_any_size(window):
     world = World(window=window, page_size=3, num_pages=80, spare=0)

@@ -158,6 +158,9 @@ class PrefillRole:
     def _stop_computing(self, entry: PrefillEntry) -> None:
         del self._computing[entry.request.rid]
         self._set.remove(entry.request.rid)
+        if self._cache.holds(entry.request):
+            # It stays here until its bytes have left, which may take longer than many steps.
+            self._cache.stop_growing(entry.request)
 
     def _finish(self, entry: PrefillEntry) -> None:
         request = entry.request
