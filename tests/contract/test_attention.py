@@ -225,7 +225,7 @@ class World:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_equals_naive_attention(backend: str, case: Case) -> None:
     world = World(case, backend)
@@ -234,7 +234,7 @@ def test_equals_naive_attention(backend: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", [name for name, backend in BACKENDS.items() if backend.has_latents])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=latent_cases())
 def test_latents_equal_naive_attention(backend: str, case: Case) -> None:
     world = World(case, backend)

@@ -59,7 +59,7 @@ def test_page_lists_lead_to_every_token_that_is_seen(batch: PagedBatch, window: 
         assert lists.query_begins[r + 1] - lists.query_begins[r] == length
         # New tokens are a request's last.
         found.append(slots[num_tokens - length :])
-    assert np.array_equal(np.concatenate(found), new_slots(batch))
+    assert np.array_equal(np.concatenate(found), new_slots(batch, batch.pages))
     assert (lists.last_page_tokens >= 1).all()
 
 
