@@ -60,7 +60,7 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Every bench in its short form: about 25 minutes on two cores, once the peers of `compare` are installed.
+# Every bench in its short form: about 15 minutes on two cores, once the peers of `compare` are installed.
 bench: setup
 	@$(BIN)/splitserve bench main --quick --append-to docs/log.md
 	@$(BIN)/splitserve bench transfer --quick --append-to docs/log.md

@@ -63,9 +63,8 @@ def test_all_at_once_equal_generate(deployment, prompts, reference, mode):
     check_greedy(deployment, mode, chosen, reference, at_a_time=10)
 
 
-@pytest.mark.parametrize(
-    "mode", [mode if mode == "disaggregated" else pytest.param(mode, marks=pytest.mark.soak) for mode in MODES]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", MODES)
 def test_some_alone_equal_generate(deployment, prompts, reference, mode):
     check_greedy(deployment, mode, prompts[4:-2:13], reference, at_a_time=1)
 
