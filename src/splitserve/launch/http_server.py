@@ -32,10 +32,16 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except (OSError, OverflowError) as error:
         sock.close()
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        kind = AddressTakenError if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ConfigError
-        raise kind(f"cannot listen on {host}:{port} ({why}): choose another --host or --port") from None
+        raise cannot_listen(host, port, error, "--host or --port") from None
     return sock
+
+
+def cannot_listen(host: str, port: int | None, error: OSError | OverflowError, options: str) -> ConfigError:
+    """For whoever chose the address by `options`: an AddressTakenError where somebody else has it."""
+    is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    why = error.strerror if isinstance(error, OSError) else error
+    kind = AddressTakenError if is_taken else ConfigError
+    return kind(f"cannot listen on {host}:{port} ({why}): choose another {options}")
 
 
 def port_of(sock: socket.socket) -> int:

@@ -7,16 +7,14 @@ is at the address they know.
 from __future__ import annotations
 
 import asyncio
-import errno
 
 import msgspec
 
 from splitserve.config import DisaggregationConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
-from splitserve.errors import AddressTakenError, ConfigError
 from splitserve.launch.cluster_token import settle_host
-from splitserve.launch.http_server import reachable_host
+from splitserve.launch.http_server import cannot_listen, reachable_host
 
 
 class OwnBootstrap:
@@ -44,10 +42,7 @@ class OwnBootstrap:
             try:
                 await asyncio.to_thread(server.run)
             except OSError as error:
-                kind = AddressTakenError if error.errno == errno.EADDRINUSE else ConfigError
-                raise kind(
-                    f"cannot listen on {host}:{port} ({error.strerror}): choose another --disaggregation-bootstrap-port"
-                ) from None
+                raise cannot_listen(host, port, error, "--disaggregation-bootstrap-port") from None
             self.close()
             self._server = server
         self._is_retired = False
