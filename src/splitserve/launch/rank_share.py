@@ -25,28 +25,20 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
     num_ranks = rank.dp_size * group_here
     cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
     device, num_sharers = model.device, num_ranks
-    if device.startswith("cuda:") and group_here > 1:
+    if model.dp_attention:
+        num_needed, needs = rank.dp_size, f"--enable-dp-attention with --dp-size {rank.dp_size} is for as many"
+        smaller = "a smaller one"
+    else:
+        num_needed, smaller = group_here, "smaller ones"
+        needs = f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {group_here}"
+    if device.startswith("cuda:") and num_needed > 1:
         raise ConfigError(
-            f"--device {device} is one GPU, and --tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for "
-            f"{group_here}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
-        )
-    if device.startswith("cuda:") and model.dp_attention:
-        raise ConfigError(
-            f"--device {device} is one GPU, and --enable-dp-attention with --dp-size {rank.dp_size} is for as many: "
-            "give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
+            f"--device {device} is one GPU, and {needs}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
         )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
-        if group_here > num_gpus:
-            raise ConfigError(
-                f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {group_here} GPUs, and this "
-                f"machine has {num_gpus}: choose smaller ones, or --device cpu"
-            )
-        if model.dp_attention and rank.dp_size > num_gpus:
-            raise ConfigError(
-                f"--enable-dp-attention with --dp-size {rank.dp_size} is for as many GPUs, and this machine has "
-                f"{num_gpus}: choose a smaller one, or --device cpu"
-            )
+        if num_needed > num_gpus:
+            raise ConfigError(f"{needs} GPUs, and this machine has {num_gpus}: choose {smaller}, or --device cpu")
         place = place_on_node(rank, num_nodes)
         device, num_sharers = f"cuda:{place % num_gpus}", -(-num_ranks // num_gpus)
     return (
