@@ -1,5 +1,7 @@
 """The C functions and their slower twins do the same."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,6 +60,30 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_nothing_beside_them_ch
         landed = min(landed + part, int(lengths.sum()))
         assert copy.is_complete == (landed == lengths.sum())
     assert (there == expected).all()
+
+
+@pytest.mark.parametrize("part", [100_000, 777])
+def test_threads_that_copy_together_take_each_byte_once(way, part):
+    random = np.random.default_rng(2)
+    lengths = random.permutation(np.array(LENGTHS, dtype=np.uint64)).tolist()
+    ends = np.cumsum(lengths).tolist()
+    starts = [end - n for end, n in zip(ends, lengths, strict=True)]
+    here, there = random.integers(0, 256, ends[-1], dtype=np.uint8), np.zeros(ends[-1], np.uint8)
+    copy = ScatterCopy(table(starts, starts, lengths), begins(here), begins(there))
+    assert copy.num_bytes == ends[-1]
+    taken = []
+
+    def advance():
+        while not copy.is_complete:
+            copy.advance_together(part)
+            taken.append(part)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(advance) for _ in range(3)]:
+            done.result()
+    assert (there == here).all()
+    # A thread may come too late for the last part.
+    assert ends[-1] <= sum(taken) <= ends[-1] + 3 * part
 
 
 def test_a_part_ends_on_the_byte(way):
@@ -140,12 +166,12 @@ U64 = st.integers(0, 2**64 - 1) | st.integers(0, 200)
     lengths=st.lists(st.integers(0, 150), max_size=4),
     is_target=st.booleans(),
 )
-def test_the_first_copy_outside_its_region_is_found(rows, lengths, is_target):
+def test_copies_are_added_up_unless_one_is_outside_its_region(rows, lengths, is_target):
     def is_inside(row):
         region, offset, length = (*row[2:4], row[4]) if is_target else (*row[:2], row[4])
         return region < len(lengths) and offset + length <= lengths[region]
 
-    expected = next((i for i, row in enumerate(rows) if not is_inside(row)), None)
+    expected = next((~i for i, row in enumerate(rows) if not is_inside(row)), sum(row[4] for row in rows))
     copies, limits = copy_table(rows), Numbers(lengths)
-    assert _native.first_outside(copies, limits, is_target=is_target) == expected
-    assert _native._first_outside_slowly(copies, limits.array, "dst" if is_target else "src") == expected
+    assert _native.bytes_inside(copies, limits, is_target=is_target) == expected
+    assert _native._bytes_inside_slowly(copies, limits.array, "dst" if is_target else "src") == expected

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -19,7 +20,7 @@ Copies = NDArray[np.void]
 # another core, and to read the old bytes of the target first would cost a third of the time.
 STREAMING_BYTES = 256 << 10
 # From here on the page tables of both sides do not stay in the cache either: neighbours should be read together.
-ORDERED_BYTES = 128 << 20
+ORDERED_BYTES = 16 << 20
 
 
 class _Position(ctypes.Structure):
@@ -34,8 +35,10 @@ def _load() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(spec.origin)
     table = (ctypes.c_void_p, ctypes.c_uint64)
-    library.scatter_outside.argtypes = (*table, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
-    library.scatter_outside.restype = ctypes.c_uint64
+    library.scatter_inside.argtypes = (*table, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
+    library.scatter_inside.restype = ctypes.c_int64
+    library.scatter_bytes.argtypes = table
+    library.scatter_bytes.restype = ctypes.c_uint64
     library.scatter_sort.argtypes = (*table, *[ctypes.c_void_p] * 3)
     library.scatter_sort.restype = ctypes.c_void_p
     library.scatter_copy.argtypes = (
@@ -46,6 +49,8 @@ def _load() -> ctypes.CDLL | None:
         ctypes.c_int,
     )
     library.scatter_copy.restype = None
+    library.scatter_skip.argtypes = (*table, ctypes.POINTER(_Position), ctypes.c_uint64)
+    library.scatter_skip.restype = None
     library.scatter_pieces.argtypes = (*table, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
     library.scatter_pieces.restype = None
     library.scatter_store_bytes.restype = ctypes.c_int
@@ -76,60 +81,89 @@ def _address(table: Copies) -> int:
         return int(table.ctypes.data)
 
 
-def first_outside(copies: Copies, lengths: Numbers, *, is_target: bool) -> int | None:
-    """Which copy's target, or else source, is the first that is not inside its region; None where all are."""
-    n = len(copies)
+def num_bytes(copies: Copies) -> int:
+    """Of all copies. numpy takes three microseconds to add a column up, and each write is asked several times."""
     if _library is None:
-        return _first_outside_slowly(copies, lengths.array, "dst" if is_target else "src")
+        return int(copies["length"].sum())
     copies = np.ascontiguousarray(copies)
-    i: int = _library.scatter_outside(_address(copies), n, lengths.address, len(lengths.array), is_target)
-    return i if i < n else None
+    total: int = _library.scatter_bytes(_address(copies), len(copies))
+    return total
 
 
-def _first_outside_slowly(copies: Copies, lengths: NDArray[np.uint64], side: str) -> int | None:
+def bytes_inside(copies: Copies, lengths: Numbers, *, is_target: bool) -> int:
+    """Bytes of all copies; ~i, which is negative, where the target of copy i, or else its source, is the first that is
+    not inside its region.
+    """
+    if _library is None:
+        return _bytes_inside_slowly(copies, lengths.array, "dst" if is_target else "src")
+    copies = np.ascontiguousarray(copies)
+    n: int = _library.scatter_inside(_address(copies), len(copies), lengths.address, len(lengths.array), is_target)
+    return n
+
+
+def _bytes_inside_slowly(copies: Copies, lengths: NDArray[np.uint64], side: str) -> int:
     regions, offsets = copies[f"{side}_region"], copies[f"{side}_offset"]
     known = regions < len(lengths)
     limits = np.zeros(len(copies), dtype=np.uint64)
     limits[known] = lengths[regions[known]]
     outside = ~known | (offsets > limits) | (copies["length"] > limits - np.minimum(offsets, limits))
-    return int(outside.argmax()) if outside.any() else None
+    return ~int(outside.argmax()) if outside.any() else num_bytes(copies)
 
 
 class ScatterCopy:
     """Carries out a table of copies part by part. `sources`, `targets`: where our regions and the peer's begin.
 
     From ORDERED_BYTES on in the order of their sources, since a read waits for the translation of its address and a
-    write does not. Nothing is checked (`first_outside`): a wrong address ends the process.
+    write does not. Nothing is checked (`bytes_inside`): a wrong address ends the process.
     """
 
     def __init__(self, copies: Copies, sources: Numbers, targets: Numbers) -> None:
-        num_bytes = int(copies["length"].sum())
         self._sources, self._targets = sources, targets
         self._num_pieces = len(copies)
-        self._store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
         self._copies = np.ascontiguousarray(copies)
         self._address = _address(self._copies)
-        if _library is not None and num_bytes >= ORDERED_BYTES:
+        total = num_bytes(self._copies)
+        self._store_bytes = STORE_BYTES if total >= STREAMING_BYTES else 0
+        if _library is not None and total >= ORDERED_BYTES:
             self._sorted = np.empty((2, len(copies)), dtype=copies.dtype)
             first, second = self._sorted.ctypes.data, self._sorted[1].ctypes.data
             self._address = _library.scatter_sort(self._address, len(copies), sources.address, first, second)
+        self.num_bytes = total
         self._at = _Position(0, 0)
+        # Of `_at`, among those that advance together.
+        self._lock = threading.Lock()
 
     @property
     def is_complete(self) -> bool:
+        """Whether every part was copied, or taken by a thread that is at it."""
         return bool(self._at.piece == self._num_pieces)
 
     def advance(self, max_bytes: int) -> None:
         """Copy the next bytes, `max_bytes` or as many as there are; other Python threads run meanwhile."""
         if _library is None:
             self._advance_slowly(max_bytes)
-            return
+        else:
+            self._copy(self._at, max_bytes)
+
+    def advance_together(self, max_bytes: int) -> None:
+        """The same for several threads at once: each copies a part of its own. Without C they take turns."""
+        with self._lock:
+            if _library is None:
+                self._advance_slowly(max_bytes)
+                return
+            begin = _Position(self._at.piece, self._at.offset)
+            _library.scatter_skip(self._address, self._num_pieces, self._at, max_bytes)
+        self._copy(begin, max_bytes)
+
+    def _copy(self, at: _Position, max_bytes: int) -> None:
+        """From `at`, which is moved on."""
+        assert _library is not None
         _library.scatter_copy(
             self._address,
             self._num_pieces,
             self._sources.address,
             self._targets.address,
-            self._at,
+            at,
             max_bytes,
             self._store_bytes,
         )

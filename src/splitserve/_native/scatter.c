@@ -121,17 +121,29 @@ struct __attribute__((packed)) copy {
     uint64_t length;
 };
 
-/* The first of n copies whose source, or target, is not inside its region; n where all are. lengths: of the regions. */
-uint64_t scatter_outside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
-                         int is_target)
+/* Bytes of n copies, or, where the source or target of copy i is the first that is not inside its region, ~i (which is
+ * negative). lengths: of the regions. */
+int64_t scatter_inside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
+                       int is_target)
 {
+    uint64_t bytes = 0;
     for (uint64_t i = 0; i < n; i++) {
         uint64_t region = is_target ? copies[i].dst_region : copies[i].src_region;
         uint64_t offset = is_target ? copies[i].dst_offset : copies[i].src_offset;
         if (region >= num_regions || offset > lengths[region] || copies[i].length > lengths[region] - offset)
-            return i;
+            return ~(int64_t)i;
+        bytes += copies[i].length;
     }
-    return n;
+    return (int64_t)bytes;
+}
+
+/* Bytes of n copies. */
+uint64_t scatter_bytes(const struct copy *copies, uint64_t n)
+{
+    uint64_t bytes = 0;
+    for (uint64_t i = 0; i < n; i++)
+        bytes += copies[i].length;
+    return bytes;
 }
 
 static const char *source(const struct copy *copy, const uint64_t *bases)
@@ -209,6 +221,19 @@ void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, c
     at->piece = i;
     at->offset = offset;
     fence();
+}
+
+/* Move `at` on as scatter_copy does, and copy nothing: what lies between is somebody's to copy. */
+void scatter_skip(const struct copy *copies, uint64_t n, struct position *at, uint64_t max_bytes)
+{
+    for (; at->piece < n; at->piece++, at->offset = 0) {
+        uint64_t length = copies[at->piece].length - at->offset;
+        if (max_bytes < length) {
+            at->offset += max_bytes;
+            return;
+        }
+        max_bytes -= length;
+    }
 }
 
 /* A row of an iovec table (iovec.py). */

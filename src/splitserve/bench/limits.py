@@ -5,7 +5,7 @@ scattering are our business. What a library moves is set against that library gi
 it has for many of them: what we add must cost nothing, and where we coalesce or stage it must win.
 
 Adding one: a file with `measure(copies, repeats)`, which returns GB/s of one write of all copies, from region 0 into
-region 0, memory touched before, median of the repeats; and a line here. It loads only when it is measured.
+region 0, the first not counted, median of the repeats; and a line here. It loads only when it is measured.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Limit:
 
 # Backends that move host memory between two processes: those that `bench transfer` can measure.
 LIMITS = {
-    "tcp": Limit("one piece through raw sockets", "bare_sockets"),
+    "tcp": Limit("one piece by calls of 2 MiB through raw sockets", "bare_sockets"),
     "shm": Limit("one memcpy", "bare_memcpy"),
-    "gloo": Limit("one piece through raw sockets", "bare_sockets"),
+    "gloo": Limit("one piece by calls of 2 MiB through raw sockets", "bare_sockets"),
     "mooncake": Limit("the same pieces through the bare library", "bare_mooncake"),
     "nixl": Limit("the same pieces through the bare library", "bare_nixl"),
 }

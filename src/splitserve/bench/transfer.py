@@ -2,7 +2,8 @@
 
 1. For each total size: a receiving process and, here, the sending end; all memory touched, one session open.
 2. For each case of that size, runs in turn: the limit, then ours, so that what else the machine does hits both. Small
-   writes go several at once; the limit gets the bytes of all of them.
+   writes go several at once; the limit gets the bytes of all of them. The first writes of a run are not counted, on
+   either side: a connection that has stood still, and caches that others have used, take a while.
 3. Then a write alone, and single pages, one write after another: the latency of small transfers.
 4. The table is printed, and appended to a log where asked.
 
@@ -173,6 +174,7 @@ def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> 
 
 
 def _run(pair: _Pair, writes: Sequence[Copies], repeats: int) -> _Run:
+    pair.write(*writes)
     before = pair.cpu_seconds()
     seconds = [pair.write(*writes) for _ in range(repeats)]
     return _Run(sum(map(num_bytes, writes)) / median(seconds) / 1e9, pair.cpu_seconds() - before)

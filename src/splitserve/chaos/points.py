@@ -82,13 +82,13 @@ def _before(function: Callable[..., Any], visit: Visit, stage: Stage) -> Callabl
 
 
 def _halved(move_all: Callable[..., None], visit: Visit) -> Callable[..., None]:
-    """`move_all(socket, table)` in two calls of half the pieces each, with the visit between them."""
+    """`move_all(socket, table, ...)` in two calls of half the pieces each, with the visit between them."""
 
     @functools.wraps(move_all)
-    def wrapped(sock: Any, table: Any) -> None:
+    def wrapped(sock: Any, table: Any, *more: Any) -> None:
         half = len(table) // 2
-        move_all(sock, table[:half])
+        move_all(sock, table[:half], *more)
         visit(Stage.MID_TRANSFER)
-        move_all(sock, table[half:])
+        move_all(sock, table[half:], *more)
 
     return wrapped

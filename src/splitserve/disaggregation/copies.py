@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from splitserve import _native
+
 COPY = np.dtype(
     [("src_region", "<u4"), ("src_offset", "<u8"), ("dst_region", "<u4"), ("dst_offset", "<u8"), ("length", "<u8")]
 )
@@ -28,7 +30,7 @@ def copy_table(rows: Iterable[tuple[int, int, int, int, int]]) -> Copies:
 
 
 def num_bytes(copies: Copies) -> int:
-    return int(copies["length"].sum())
+    return _native.num_bytes(copies)
 
 
 def coalesce(copies: Copies) -> Copies:
@@ -46,6 +48,35 @@ def coalesce(copies: Copies) -> Copies:
     joined = copies[firsts].copy()
     joined["length"] = np.add.reduceat(copies["length"], firsts)
     return joined
+
+
+def parts_of(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
+    """The same bytes in the same order, in tables of about `max_bytes` and at most `max_pieces` rows.
+
+    No row is empty or longer than `max_bytes`.
+    """
+    if len(copies) <= max_pieces and num_bytes(copies) <= max_bytes:
+        return [copies[copies["length"] > 0]] if copies["length"].any() else []
+    pieces = cut(copies, max_bytes)
+    starts = np.cumsum(pieces["length"]) - pieces["length"]
+    by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1
+    by_pieces = np.arange(max_pieces, len(pieces), max_pieces)
+    return np.split(pieces, np.union1d(by_bytes, by_pieces)) if len(pieces) else []
+
+
+def cut(copies: Copies, max_bytes: int) -> Copies:
+    """The same bytes in the same order, without empty copies, and each at most `max_bytes` long."""
+    if len(copies) == 0 or (copies["length"].min() > 0 and copies["length"].max() <= max_bytes):
+        return copies
+    limit = np.uint64(max_bytes)
+    counts = -(-copies["length"].astype(np.int64) // max_bytes)
+    pieces = np.repeat(copies, counts)
+    ends = np.cumsum(counts)
+    place = (np.arange(len(pieces)) - np.repeat(ends - counts, counts)).astype(np.uint64) * limit
+    pieces["src_offset"] += place
+    pieces["dst_offset"] += place
+    pieces["length"] = np.minimum(pieces["length"] - place, limit)
+    return pieces
 
 
 def over_regions(runs: Copies, src_regions: NDArray[np.int64], dst_regions: NDArray[np.int64]) -> Copies:

@@ -82,7 +82,7 @@ def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contig
     assert {f.total_bytes for f in report.digest()} == {8 * MIB}
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
-    assert "one piece through raw sockets for tcp, one piece through raw sockets for gloo" in section
+    assert "one piece by calls of 2 MiB through raw sockets for gloo" in section
     lines = [line for line in section.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 6
     assert len({line.count("|") for line in lines}) == 1

@@ -66,9 +66,9 @@ def send(backend, monkeypatch):
     states, all_final = {}, threading.Event()
 
     def send(*writes):
-        def finish(ticket, status):
-            assert ticket not in states
-            states[ticket] = status.state
+        def finish(tickets, status):
+            assert not states.keys() & set(tickets)
+            states.update(dict.fromkeys(tickets, status.state))
             if len(states) == len(writes):
                 all_final.set()
 
@@ -77,7 +77,7 @@ def send(backend, monkeypatch):
             if callable(what):
                 write = Write.of_action(Ticket(i), what)
             else:
-                write = Write.of(Ticket(i), copy_table([(0, 0, 0, 0, what)]))
+                write = Write(Ticket(i), copy_table([(0, 0, 0, 0, what)]), what)
             assert sender.offer(write)
             sender.go_on()
             assert backend.is_inside.wait(DEADLINE)
@@ -122,6 +122,6 @@ def test_a_connection_that_breaks_loses_all_that_went_together(backend, send):
 
 def test_joined_writes_keep_every_row():
     rows = [[(0, 1, 0, 2, 3)], [], [(1, 4, 1, 5, 6), (0, 7, 1, 8, 9)]]
-    joined = sending._joined([Write.of(Ticket(i), copy_table(r)) for i, r in enumerate(rows)])
+    joined = sending._joined([Write(Ticket(i), copy_table(r), sum(row[4] for row in r)) for i, r in enumerate(rows)])
     assert joined.copies.tolist() == [row for r in rows for row in r]
     assert joined.num_bytes == 18

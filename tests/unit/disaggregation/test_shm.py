@@ -1,6 +1,7 @@
 """What `shm` alone can get wrong: the wrong host, the wrong memory, and a write that is cut into parts."""
 
 import os
+import threading
 
 import msgspec
 import numpy as np
@@ -18,6 +19,8 @@ from splitserve.disaggregation.transports.shm import PART_BYTES, ShmBackend, Shm
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.errors import ConfigError
 from splitserve.testing.transfer_peer import End
+
+DEADLINE = 20.0
 
 
 def arena_of(length):
@@ -170,3 +173,92 @@ def test_a_target_region_that_was_never_announced_is_refused():
     with pytest.raises(WriteRefused, match="region 0 is not registered"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
     outgoing.close()
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Source and target of six parts, and the two ends of a session whose writes two threads share."""
+    monkeypatch.setattr(shm, "SHARED_BYTES", 2 * PART_BYTES)
+    source, here = arena_of(6 * PART_BYTES)
+    target, there = arena_of(6 * PART_BYTES)
+    here[:] = np.random.default_rng(1).integers(1, 256, here.size, dtype=np.uint8)
+    incoming, welcome = welcome_of(target)
+    outgoing = ShmOutgoing(None, Memory([source.region()]), welcome, num_threads=2)
+    yield here, there, incoming, outgoing
+    outgoing.close()
+
+
+def meet(monkeypatch, then):
+    """`then` is called once two threads are inside the gate at the same time, before either copies a byte."""
+    barrier = threading.Barrier(2, then)
+    advance = shm.ScatterCopy.advance_together
+    threads = set()
+
+    def advance_after_meeting(copy, max_bytes):
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            barrier.wait(DEADLINE)
+        advance(copy, max_bytes)
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance_together", advance_after_meeting)
+    return threads
+
+
+def test_threads_share_a_large_write(shared, monkeypatch):
+    here, there, incoming, outgoing = shared
+    threads = meet(monkeypatch, lambda: None)
+    outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
+    assert len(threads) == 2
+    assert (there == here).all()
+    incoming.revoke()
+    assert incoming.is_fenced()
+
+
+def test_a_small_write_is_one_threads(shared, monkeypatch):
+    _, there, _, outgoing = shared
+    threads = meet(monkeypatch, lambda: None)
+    outgoing.write(0, copy_table([(0, 0, 0, 0, 2 * PART_BYTES - 1)]), Deadline(DEADLINE))
+    assert not threads
+    assert np.count_nonzero(there) == 2 * PART_BYTES - 1
+
+
+def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monkeypatch):
+    here, there, incoming, outgoing = shared
+    fenced = []
+
+    def revoke():
+        incoming.revoke()
+        fenced.append(incoming.is_fenced())
+
+    meet(monkeypatch, revoke)
+    with pytest.raises(WriteRefused, match="drained"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
+    assert fenced == [False]
+    # The parts that both were in, and none after them.
+    assert incoming.is_fenced()
+    assert np.count_nonzero(there) == 2 * PART_BYTES
+
+
+@pytest.mark.parametrize("is_caller", [True, False])
+def test_an_error_of_either_thread_fails_a_shared_write_once_both_are_out(shared, monkeypatch, is_caller):
+    here, _, incoming, outgoing = shared
+    meet(monkeypatch, lambda: None)
+    advance, caller = shm.ScatterCopy.advance_together, threading.get_ident()
+
+    def fail(copy, max_bytes):
+        advance(copy, max_bytes)
+        if (threading.get_ident() == caller) == is_caller:
+            raise OSError("no more")
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance_together", fail)
+    with pytest.raises(OSError, match="no more"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
+    incoming.revoke()
+    assert incoming.is_fenced()
+
+
+def test_a_wrong_number_of_threads_is_refused_by_name():
+    for wrong in ("0", "65", "two", ""):
+        with pytest.raises(ConfigError, match=f"threads={wrong}: a number from 1 to 64"):
+            create_transport("shm", TransportOptions(extra={"threads": wrong}))
+    create_transport("shm", TransportOptions(extra={"threads": "64"})).close()

@@ -96,7 +96,7 @@ _HERE = "splitserve.disaggregation.transports"
 _ENTRIES = {
     TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
     TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
-    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", shareable=True),
+    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", options=frozenset({"threads"}), shareable=True),
     TransferBackend.CUDA_IPC: _Entry(
         f"{_HERE}.cuda_ipc",
         "cuda_ipc_transport",

@@ -1,7 +1,8 @@
 """What a backend brings to `session.py`: both ends of a connection, and who makes them.
 
 1. `Backend.receive` makes the `Incoming` of a session we open; its `welcome` tells a sender all it must know.
-2. `Backend.connect` makes the `Outgoing` of a connection to a peer's session; its `write` blocks until it is proven.
+2. `Backend.connect` makes the `Outgoing` of a connection to a peer's session; its `write` blocks until it is proven, or
+   returns what does.
 3. What fails says by its exception whether anything can have landed: `WriteRefused`, or anything else.
 
 Who may connect, turns, deadlines and threads are the caller's business.
@@ -22,13 +23,19 @@ class WriteRefused(Exception):
     """A write of which nothing landed and nothing will land."""
 
 
+# Waits until a write is proven in the peer's memory. Raises as `Outgoing.write` does.
+Proof = Callable[[], None]
+
+
 class Outgoing(Protocol):
     """The sending end of one connection. Used by one thread, but for `interrupt`."""
 
-    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        """Return when every byte is proven in the peer's memory.
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> Proof | None:
+        """Return when every byte is proven in the peer's memory, or sent: then with what waits for the proof.
 
-        Raises WriteRefused where nothing of it landed or will; anything else says that it may be half-way (LOST).
+        Others may be written before that is called; they are proven in their order. Raises WriteRefused where nothing
+        of it landed or will; anything else says that it may be half-way (LOST). A receiver that refuses a write takes
+        nothing of what comes behind it over the same connection.
         """
         ...
 

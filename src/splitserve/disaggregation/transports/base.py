@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 
@@ -40,15 +42,16 @@ class WriteState(enum.IntEnum):
     LOST = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One write, to be polled. `id` is unique in its transport."""
+class Ticket(msgspec.Struct, frozen=True):
+    """One write, to be polled. `id` is unique in its transport.
+
+    A struct like the status below: each write makes both, and they are made in a fraction of a dataclass's microsecond.
+    """
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteStatus:
+class WriteStatus(msgspec.Struct, frozen=True):
     state: WriteState
     # Why it FAILED or was LOST; None otherwise.
     error: str | None = None

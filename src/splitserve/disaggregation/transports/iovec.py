@@ -58,25 +58,30 @@ def iovec_table(
     return table.view(IOVEC).reshape(-1)
 
 
-def send_all(sock: socket.socket, table: NDArray[np.void]) -> None:
-    """Send all pieces in order. Raises OSError; TimeoutError at the socket's send timeout. Spoils `table`."""
-    _move_all(_libc.sendmsg, sock, table, socket.MSG_NOSIGNAL if _IS_LINUX else 0)
+def send_all(sock: socket.socket, table: NDArray[np.void], max_bytes: int) -> None:
+    """Send all pieces in order, at most `max_bytes` a call, or one piece. Raises OSError; TimeoutError at the socket's
+    send timeout. Spoils `table`.
+    """
+    _move_all(_libc.sendmsg, sock, table, socket.MSG_NOSIGNAL if _IS_LINUX else 0, max_bytes)
 
 
 def receive_all(sock: socket.socket, table: NDArray[np.void]) -> None:
     """Fill all pieces in order. Raises OSError, ConnectionError where the connection ends before. Spoils `table`."""
     # The kernel returns when the pieces of a call are full, or the connection ends.
-    _move_all(_libc.recvmsg, sock, table, socket.MSG_WAITALL)
+    _move_all(_libc.recvmsg, sock, table, socket.MSG_WAITALL, 1 << 62)
 
 
-def _move_all(call: ctypes._NamedFuncPointer, sock: socket.socket, table: NDArray[np.void], flags: int) -> None:
+def _move_all(
+    call: ctypes._NamedFuncPointer, sock: socket.socket, table: NDArray[np.void], flags: int, max_bytes: int
+) -> None:
     ends = np.cumsum(table["length"])
     address = table.ctypes.data
     first, moved = 0, 0
     header = _MsgHdr()
     while first < len(table):
         header.iov = address + first * IOVEC.itemsize
-        header.iovlen = min(len(table) - first, MAX_PIECES_PER_CALL)
+        last = int(np.searchsorted(ends, moved + max_bytes, side="right"))
+        header.iovlen = min(max(last - first, 1), MAX_PIECES_PER_CALL)
         n = call(sock.fileno(), ctypes.byref(header), flags)
         if n < 0:
             _raise(ctypes.get_errno())

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import Numbers, first_outside
+from splitserve._native import Numbers, bytes_inside
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 
@@ -34,16 +34,17 @@ class Memory:
         addresses: NDArray[np.uint64] = self.bases.array[copies["dst_region"]] + copies["dst_offset"]
         return addresses
 
-    def check_sources(self, copies: Copies) -> None:
-        """Raise ValueError unless every source lies inside its region."""
-        i = first_outside(copies, self._lengths, is_target=False)
-        if i is not None:
-            raise ValueError(f"source of a copy: {self._problem(*copies[['src_region', 'src_offset', 'length']][i])}")
+    def check_sources(self, copies: Copies) -> int:
+        """Bytes of all copies. Raises ValueError unless every source lies inside its region."""
+        n = bytes_inside(copies, self._lengths, is_target=False)
+        if n < 0:
+            raise ValueError(f"source of a copy: {self._problem(*copies[['src_region', 'src_offset', 'length']][~n])}")
+        return n
 
     def target_error(self, copies: Copies) -> str | None:
         """Why not every target lies inside its region; None where all do."""
-        i = first_outside(copies, self._lengths, is_target=True)
-        return None if i is None else self._problem(*copies[["dst_region", "dst_offset", "length"]][i])
+        n = bytes_inside(copies, self._lengths, is_target=True)
+        return None if n >= 0 else self._problem(*copies[["dst_region", "dst_offset", "length"]][~n])
 
     def _problem(self, region: int, offset: int, length: int) -> str:
         if region >= len(self.regions):

@@ -36,14 +36,14 @@ from typing import Any
 import msgspec
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, coalesce
+from splitserve.disaggregation.copies import Copies, coalesce, parts_of
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.nixl_requests import Requests, batches
+from splitserve.disaggregation.transports.nixl_requests import MAX_BATCH_BYTES, MAX_BATCH_PIECES, Requests
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
@@ -127,7 +127,7 @@ _welcomes = msgspec.msgpack.Decoder(Welcome)
 
 class NixlBackend:
     brief_bytes = 0
-    joined_bytes = 8 << 20
+    joined_bytes = 32 << 20
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -222,7 +222,7 @@ class NixlOutgoing:
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         if error := self._targets.target_error(copies):
             raise WriteRefused(error)
-        parts = batches(coalesce(copies))
+        parts = parts_of(coalesce(copies), MAX_BATCH_BYTES, MAX_BATCH_PIECES)
         if not parts:
             return
         is_confirmed = self._key is None

@@ -1,8 +1,7 @@
 """From copy lists to the transfer requests of NIXL, for one connection.
 
-1. `batches` cuts a list into parts of bounded size, since the library cannot be interrupted inside one.
-2. `Requests.make` turns a part into a request. Pieces of one size at multiples of it, which is what pages are, are
-   picked by index from lists that were prepared once; anything else is described piece by piece.
+`Requests.make` turns a list, or a part of it, into a request. Pieces of one size at multiples of it, which is what
+pages are, are picked by index from lists that were prepared once; anything else is described piece by piece.
 
 Lists are prepared for the whole memory of both sides, as "every so many bytes": that costs nothing, whatever its size.
 """
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.disaggregation.copies import Copies, num_bytes
+from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.memory import Memory
 
-# One part keeps the library busy for some 10 to 100 ms.
+# Of one request: it keeps the library busy for some 10 to 100 ms, in which nothing can interrupt it.
 MAX_BATCH_BYTES = 64 << 20
 MAX_BATCH_PIECES = 8192
 # Piece sizes for which lists are kept: a pool has a few kinds of components.
@@ -27,30 +26,6 @@ MAX_GRIDS = 8
 MAX_BLOCKS = 1 << 30
 
 _LOCAL = "NIXL_INIT_AGENT"
-
-
-def batches(copies: Copies) -> list[Copies]:
-    """The same bytes in the same order, in parts of at most MAX_BATCH_PIECES pieces and about MAX_BATCH_BYTES."""
-    if len(copies) <= MAX_BATCH_PIECES and num_bytes(copies) <= MAX_BATCH_BYTES:
-        return [copies[copies["length"] > 0]] if copies["length"].any() else []
-    pieces = _cut(copies)
-    starts = np.cumsum(pieces["length"]) - pieces["length"]
-    by_bytes = np.flatnonzero(np.diff(starts // np.uint64(MAX_BATCH_BYTES))) + 1
-    by_pieces = np.arange(MAX_BATCH_PIECES, len(pieces), MAX_BATCH_PIECES)
-    return np.split(pieces, np.union1d(by_bytes, by_pieces)) if len(pieces) else []
-
-
-def _cut(copies: Copies) -> Copies:
-    """Without empty copies, and each at most MAX_BATCH_BYTES long."""
-    limit = np.uint64(MAX_BATCH_BYTES)
-    counts = -(-copies["length"].astype(np.int64) // MAX_BATCH_BYTES)
-    pieces = np.repeat(copies, counts)
-    ends = np.cumsum(counts)
-    place = (np.arange(len(pieces)) - np.repeat(ends - counts, counts)).astype(np.uint64) * limit
-    pieces["src_offset"] += place
-    pieces["dst_offset"] += place
-    pieces["length"] = np.minimum(pieces["length"] - place, limit)
-    return pieces
 
 
 @dataclass(frozen=True, slots=True)

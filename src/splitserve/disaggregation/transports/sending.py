@@ -4,7 +4,8 @@
 2. Who takes writes from the queue has the turn until they are final; it alone uses the connection.
 3. Small writes that wait behind each other go as one: their bytes take less time than a write's round trip. Where one
    of them is refused, each goes alone.
-4. `stop` wakes the thread, which waits for the turn a last time: then nobody writes, and nobody will.
+4. A backend may send a write and prove it later. Then the next are sent behind it, without a round trip between them.
+5. `stop` wakes the thread, which waits for the turn a last time: then nobody writes, and nobody will.
 
 A brief write is one that never waits for the peer (shared memory): waking a thread and being woken by it takes longer.
 Tickets and their states are kept by whoever gave `finish`.
@@ -16,27 +17,29 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
+import msgspec
 import numpy as np
 
-from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
-from splitserve.disaggregation.transports.backend import Backend, LocalOutgoing, Outgoing, WriteRefused
+from splitserve.disaggregation.copies import Copies, copy_table
+from splitserve.disaggregation.transports.backend import Backend, LocalOutgoing, Outgoing, Proof, WriteRefused
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
 from splitserve.disaggregation.transports.door import knock
 from splitserve.disaggregation.transports.sockets import Deadline, shut
 
 # Writes to one session that may wait for their turn.
 MAX_PENDING_WRITES = 1024
+# Sent and not proven: the receiver takes one while the next is sent. Each may be several that go as one.
+MAX_UNPROVEN_WRITES = 2
 _NOTHING = copy_table([])
+_DONE = WriteStatus(WriteState.DONE)
 
-# Told once, from any thread, how a write ended.
-Finish = Callable[[Ticket, WriteStatus], None]
+# Told once for each write, from any thread, how it ended; at once for those that went as one.
+Finish = Callable[[Sequence[Ticket], WriteStatus], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     ticket: Ticket
     copies: Copies
     # Of all copies.
@@ -45,28 +48,35 @@ class Write:
     action: Callable[[], None] | None = None
 
     @classmethod
-    def of(cls, ticket: Ticket, copies: Copies) -> Write:
-        return cls(ticket, copies, num_bytes(copies))
-
-    @classmethod
     def of_action(cls, ticket: Ticket, action: Callable[[], None]) -> Write:
         return cls(ticket, _NOTHING, 0, action)
 
     def is_brief(self, brief_bytes: int) -> bool:
         return brief_bytes > 0 and self.action is None and self.num_bytes <= brief_bytes
 
-    def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> None:
+    def carry_out(self, outgoing: Outgoing, deadline: Deadline) -> Proof | None:
         if self.action is None:
-            outgoing.write(self.ticket.id, self.copies, deadline)
-        else:
-            cast(LocalOutgoing, outgoing).call(self.action)
+            return outgoing.write(self.ticket.id, self.copies, deadline)
+        cast(LocalOutgoing, outgoing).call(self.action)
+        return None
 
 
 def _joined(writes: Sequence[Write]) -> Write:
     """One write of all their bytes, under the first one's name."""
     if len(writes) == 1:
         return writes[0]
-    return Write.of(writes[0].ticket, np.concatenate([write.copies for write in writes]))
+    copies = np.concatenate([write.copies for write in writes])
+    return Write(writes[0].ticket, copies, sum(write.num_bytes for write in writes))
+
+
+class _Batch:
+    """Writes that go as one, from their turn on."""
+
+    def __init__(self, writes: Sequence[Write], timeout: float) -> None:
+        self.writes = writes
+        self.joined = _joined(writes)
+        self.deadline = Deadline(timeout)
+        self.proof: Proof | None = None
 
 
 class Sender:
@@ -76,10 +86,14 @@ class Sender:
         self._backend = backend
         self._options = options
         self._peer = peer
+        self._where = f"session {peer.session_id} at {peer.endpoint}"
         self._finish = finish
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
         self._queue: deque[Write] = deque()
         self._is_taken = False
+        # Of whoever has the turn.
+        self._unproven: deque[_Batch] = deque()
         self._socket: socket.socket | None = None
         self._outgoing: Outgoing | None = None
         self._stopped: str | None = None
@@ -87,7 +101,7 @@ class Sender:
         self._thread.start()
 
     def offer(self, write: Write) -> bool:
-        with self._ready:
+        with self._lock:
             if len(self._queue) >= MAX_PENDING_WRITES:
                 return False
             self._queue.append(write)
@@ -95,7 +109,7 @@ class Sender:
 
     def go_on(self) -> None:
         """After an `offer`, and without its caller's locks."""
-        with self._ready:
+        with self._lock:
             # Who has the turn looks into the queue again.
             if self._is_taken or self._stopped or not self._queue:
                 return
@@ -109,7 +123,7 @@ class Sender:
 
     def stop(self, why: str) -> None:
         """Break the connection, end the thread, fail what is pending."""
-        with self._ready:
+        with self._lock:
             self._stopped = why
             self._ready.notify()
             if self._socket is not None:
@@ -120,15 +134,14 @@ class Sender:
 
     def _run(self) -> None:
         while True:
-            with self._ready:
+            with self._lock:
                 self._ready.wait_for(lambda: not self._is_taken and (self._queue or self._stopped))
                 if self._stopped:
                     break
                 writes = self._take(self._backend.joined_bytes)
             self._carry_out(writes)
         self._disconnect()
-        for write in self._queue:
-            self._finish(write.ticket, WriteStatus(WriteState.FAILED, self._stopped))
+        self._finish([write.ticket for write in self._queue], WriteStatus(WriteState.FAILED, self._stopped))
 
     def _take(self, max_bytes: int) -> list[Write]:
         """The next writes that may go as one, and with them the turn. With the lock held."""
@@ -143,49 +156,104 @@ class Sender:
         return writes
 
     def _carry_out(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> None:
-        """Have the turn until the writes are final. Without a live connection, make one."""
+        """Have the turn until the writes are final, and those that were sent behind them. Without a live connection,
+        make one.
+        """
         try:
-            try:
-                self._end(writes, self._outcome(writes, outgoing))
-            except WriteRefused:
-                self._disconnect()
-                for write in writes:
-                    self._end([write], self._outcome([write]))
+            while writes:
+                self._send(writes, outgoing)
+                writes = self._take_behind()
+                while self._unproven and not writes:
+                    self._prove()
+                    writes = self._take_behind()
         finally:
-            with self._ready:
+            with self._lock:
                 self._is_taken = False
                 if self._queue or self._stopped:
                     self._ready.notify()
 
-    def _end(self, writes: Sequence[Write], status: WriteStatus) -> None:
-        if status.state is not WriteState.DONE:
-            self._disconnect()
-        for write in writes:
-            self._finish(write.ticket, status)
+    def _take_behind(self) -> Sequence[Write]:
+        """The next writes, where they may be sent behind others that are not proven yet."""
+        with self._lock:
+            may_go = 0 < len(self._unproven) < MAX_UNPROVEN_WRITES and self._queue and not self._stopped
+            return self._take(self._backend.joined_bytes) if may_go else ()
 
-    def _outcome(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> WriteStatus:
-        """Raises WriteRefused where it cannot be told which of several writes is at fault."""
-        deadline = Deadline(self._options.write_timeout)
-        where = f"session {self._peer.session_id} at {self._peer.endpoint}"
+    def _send(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> None:
+        """What is not final after it is unproven."""
+        batch = _Batch(writes, self._options.write_timeout)
         try:
-            outgoing = outgoing or self._connect()
+            # Behind others a write goes over their connection, or is lost with them.
+            outgoing = outgoing or (self._outgoing if self._unproven else None) or self._connect()
         except Exception as error:
             # Not a byte of these writes was sent.
-            return WriteStatus(WriteState.FAILED, self._stopped or f"cannot connect to {where}: {_text(error)}")
-        write = _joined(writes)
+            why = self._stopped or f"cannot connect to {self._where}: {_text(error)}"
+            self._end(batch, WriteStatus(WriteState.FAILED, why))
+            return
         try:
-            write.carry_out(outgoing, deadline)
+            batch.proof = batch.joined.carry_out(outgoing, batch.deadline)
         except WriteRefused as refusal:
-            if len(writes) > 1:
-                raise
-            return WriteStatus(WriteState.FAILED, self._stopped or f"{where} refused the write: {refusal}")
-        except TimeoutError:
-            late = f"{where} did not take a write of {write.num_bytes} bytes within {deadline.seconds:g} s"
-            return WriteStatus(WriteState.LOST, self._stopped or late)
+            # What was sent before it is not concerned.
+            self._settle()
+            self._end_refused(batch, refusal)
         except Exception as error:
-            # Also of a library: whatever it was, nobody vouches for the rest of the write.
-            return WriteStatus(WriteState.LOST, self._stopped or f"connection to {where} broke: {_text(error)}")
-        return WriteStatus(WriteState.DONE)
+            self._lose([*self._unproven, batch], error)
+        else:
+            if batch.proof is None:
+                self._end(batch, _DONE)
+            else:
+                self._unproven.append(batch)
+
+    def _prove(self) -> None:
+        """Wait for what was sent first of all that is unproven."""
+        batch = self._unproven[0]
+        try:
+            assert batch.proof is not None
+            batch.proof()
+        except WriteRefused as refusal:
+            # The connection ended with the refusal: of what came behind it, nothing was taken.
+            behind = [write for other in list(self._unproven)[1:] for write in other.writes]
+            self._unproven.clear()
+            self._end_refused(batch, refusal)
+            self._send_each(behind)
+        except Exception as error:
+            self._lose(list(self._unproven), error)
+        else:
+            self._unproven.popleft()
+            self._end(batch, _DONE)
+
+    def _settle(self) -> None:
+        while self._unproven:
+            self._prove()
+
+    def _send_each(self, writes: Sequence[Write]) -> None:
+        for write in writes:
+            self._send([write])
+            self._settle()
+
+    def _end_refused(self, batch: _Batch, refusal: WriteRefused) -> None:
+        """Which of several is at fault nobody has said: each goes alone."""
+        if len(batch.writes) == 1:
+            why = self._stopped or f"{self._where} refused the write: {refusal}"
+            self._end(batch, WriteStatus(WriteState.FAILED, why))
+        else:
+            self._disconnect()
+            self._send_each(batch.writes)
+
+    def _lose(self, batches: Sequence[_Batch], error: Exception) -> None:
+        """Whatever the error was, also of a library: nobody vouches for the rest of these writes."""
+        self._unproven.clear()
+        for batch in batches:
+            if isinstance(error, TimeoutError):
+                seconds = batch.deadline.seconds
+                why = f"{self._where} did not take a write of {batch.joined.num_bytes} bytes within {seconds:g} s"
+            else:
+                why = f"connection to {self._where} broke: {_text(error)}"
+            self._end(batch, WriteStatus(WriteState.LOST, self._stopped or why))
+
+    def _end(self, batch: _Batch, status: WriteStatus) -> None:
+        if status.state is not WriteState.DONE:
+            self._disconnect()
+        self._finish([write.ticket for write in batch.writes], status)
 
     def _connect(self) -> Outgoing:
         if self._outgoing is not None and self._outgoing.is_alive():
@@ -195,19 +263,19 @@ class Sender:
         sock, welcome = knock(
             self._peer.endpoint, self._peer.session_id, self._options.token, deadline, lambda: self._stopped is not None
         )
-        with self._ready:
+        with self._lock:
             self._socket = sock
             if self._stopped:
                 shut(sock)
         outgoing = self._backend.connect(sock, welcome, deadline)
-        with self._ready:
+        with self._lock:
             self._outgoing = outgoing
             if self._stopped:
                 outgoing.interrupt()
         return outgoing
 
     def _disconnect(self) -> None:
-        with self._ready:
+        with self._lock:
             outgoing, self._outgoing = self._outgoing, None
             sock, self._socket = self._socket, None
         if outgoing is not None:

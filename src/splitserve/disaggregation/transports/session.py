@@ -23,6 +23,7 @@ from splitserve.errors import CapacityError
 
 # Sessions we remember to have drained. They are drawn at random and never come back, so this is only hygiene.
 MAX_REMEMBERED_DRAINS = 4096
+_PENDING = WriteStatus(WriteState.PENDING)
 
 
 class SessionTransport:
@@ -51,8 +52,8 @@ class SessionTransport:
         return PeerAddress(session_id, self._door.endpoint)
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
-        self._memory.check_sources(copies)
-        return self._enqueue(peer, Write.of(Ticket(next(self._ids)), copies))
+        num_bytes = self._memory.check_sources(copies)
+        return self._enqueue(peer, Write(Ticket(next(self._ids)), copies, num_bytes))
 
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         """See LocalTransport; only where the backend's sending end is a LocalOutgoing."""
@@ -91,9 +92,10 @@ class SessionTransport:
         self._sessions.end_all()
         self.backend.close()
 
-    def finish(self, ticket: Ticket, status: WriteStatus) -> None:
+    def finish(self, tickets: Sequence[Ticket], status: WriteStatus) -> None:
         with self._lock:
-            self._statuses[ticket] = status
+            for ticket in tickets:
+                self._statuses[ticket] = status
         self.options.on_progress()
 
     def _enqueue(self, peer: PeerAddress, write: Write) -> Ticket:
@@ -105,7 +107,7 @@ class SessionTransport:
             sender = self._senders.get(peer.session_id)
             if sender is None:
                 sender = self._senders[peer.session_id] = Sender(self.backend, self.options, peer, self.finish)
-            self._statuses[ticket] = WriteStatus(WriteState.PENDING)
+            self._statuses[ticket] = _PENDING
             if not sender.offer(write):
                 del self._statuses[ticket]
                 raise CapacityError(f"{MAX_PENDING_WRITES} writes to {peer.endpoint} are pending")

@@ -2,7 +2,8 @@
 
 1. Registered memory lies in anonymous files (`core/arena.py`). A session adds one more: its gate (`write_gate.py`).
 2. The receiver's welcome names its host, its process and these files; the sender maps them through /proc.
-3. A write is the sender's own copy, in bounded parts, each inside the gate. When it is over, the write is DONE.
+3. A write is the sender's own copy, in bounded parts, each inside the gate; threads share the parts of a large one.
+   When it is over, the write is DONE.
 4. A drain closes the gate: the next part is refused, and the fence stands when the part under way is over.
 
 Needs Linux, one host, one process namespace (containers: a shared one) and the same user on both sides, or root on the
@@ -16,6 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -46,12 +48,27 @@ from splitserve.errors import ConfigError
 PART_BYTES = 8 << 20
 # Copied by the caller itself, in about the time that waking a thread takes.
 BRIEF_BYTES = 1 << 20
+# Copied by several threads: one waits for the memory, most of all where pages are small, and does so for so long that
+# starting others takes no time beside it. What is less is not worth a core that streams may run on.
+SHARED_BYTES = 128 << 20
+# Threads of such a write, unless `--transfer-option threads=N` says otherwise; fewer where there are fewer cores.
+NUM_THREADS = 2
+MAX_THREADS = 64
 
 
 def shm_transport(options: TransportOptions) -> SessionTransport:
+    """Raises ConfigError."""
     if sys.platform != "linux":
         raise ConfigError(f"the transfer backend 'shm' needs Linux, this is {sys.platform}: choose 'tcp'")
-    return SessionTransport(ShmBackend(), options)
+    return SessionTransport(ShmBackend(_num_threads(options.extra.get("threads"))), options)
+
+
+def _num_threads(wanted: str | None) -> int:
+    if wanted is None:
+        return min(NUM_THREADS, len(os.sched_getaffinity(0)))
+    if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
+        raise ConfigError(f"--transfer-option threads={wanted}: a number from 1 to {MAX_THREADS}")
+    return int(wanted)
 
 
 class _Welcome(msgspec.Struct, frozen=True):
@@ -70,7 +87,9 @@ class ShmBackend:
     brief_bytes = BRIEF_BYTES
     joined_bytes = 8 << 20
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
+        """`num_threads`: of one large write."""
+        self._num_threads = num_threads
         self._memory = Memory()
 
     def register(self, memory: Memory) -> None:
@@ -86,7 +105,7 @@ class ShmBackend:
 
     def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ShmOutgoing:
         try:
-            return ShmOutgoing(sock, self._memory, _welcomes.decode(welcome))
+            return ShmOutgoing(sock, self._memory, _welcomes.decode(welcome), self._num_threads)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed welcome: {error}") from error
 
@@ -107,7 +126,7 @@ class ShmIncoming(GatedIncoming):
 class ShmOutgoing:
     """Holds mappings of the receiver's files, and with them their memory, until it is closed."""
 
-    def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome) -> None:
+    def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
         check_host(welcome.host, this_host(), "shm")
         self._socket = sock
         self._ours = ours
@@ -117,21 +136,38 @@ class ShmOutgoing:
             f: Arena.attach(open_memory(welcome.pid, f, "shm")) for f in {file for file, _, _ in welcome.regions}
         }
         self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
-        self._key = open_key(GateKey, welcome.pid, welcome.gate, "shm")
+        # One for each thread of a large write: a lock that two share falls when the first lets go.
+        self._keys = [open_key(GateKey, welcome.pid, welcome.gate, "shm") for _ in range(num_threads)]
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         if error := self._theirs.target_error(copies):
             raise WriteRefused(error)
         copy = ScatterCopy(copies, self._ours.bases, self._theirs.bases)
+        if len(self._keys) > 1 and copy.num_bytes >= SHARED_BYTES:
+            self._share(copy, deadline)
+        else:
+            self._carry_out(copy, copy.advance, self._keys[0], deadline)
+
+    def _share(self, copy: ScatterCopy, deadline: Deadline) -> None:
+        """Returns, or raises, when no thread is at it any more."""
+        first, *others = self._keys
+        with ThreadPoolExecutor(len(others), "kv-copy") as pool:
+            parts = [pool.submit(self._carry_out, copy, copy.advance_together, key, deadline) for key in others]
+            self._carry_out(copy, copy.advance_together, first, deadline)
+        for part in parts:
+            part.result()
+
+    def _carry_out(self, copy: ScatterCopy, advance: Callable[[int], None], key: GateKey, deadline: Deadline) -> None:
+        """Part after part until none is left. advance: of `copy`, alone or together with others."""
         while not copy.is_complete:
             deadline.remaining()
             if self._interrupted:
                 raise WriteRefused("interrupted")
-            with self._key.held():
-                copy.advance(PART_BYTES)
+            with key.held():
+                advance(PART_BYTES)
 
     def call(self, action: Callable[[], None]) -> None:
-        with self._key.held():
+        with self._keys[0].held():
             try:
                 action()
             except Exception as error:
@@ -144,6 +180,7 @@ class ShmOutgoing:
         self._interrupted = True
 
     def close(self) -> None:
-        self._key.close()
+        for key in self._keys:
+            key.close()
         self._theirs = Memory()
         self._arenas.clear()

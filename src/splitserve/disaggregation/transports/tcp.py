@@ -4,32 +4,34 @@
   reply   the frame of `frames.py`                  receiver -> sender
 
 The receiver checks every range before it takes a byte of them, and reads straight into place. No refusal means done;
-only that makes a ticket DONE. The sockets block and the lists of pieces are long: the time goes by inside the kernel,
-where Python's lock is free.
+only that makes a ticket DONE. The next write is sent before the reply to this one has come. The sockets block and the
+lists of pieces are long: the time goes by inside the kernel, where Python's lock is free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from functools import partial
 
 import msgspec
-import numpy as np
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, num_bytes
+from splitserve.disaggregation.copies import Copies, cut, parts_of
 from splitserve.disaggregation.transports import iovec, sockets
-from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.backend import Proof, WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
 from splitserve.disaggregation.transports.memory import Memory, decode_regions, encode_regions
+from splitserve.disaggregation.transports.ranges import MAX_RANGES
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 
 # Of a write that goes in one frame.
 PART_BYTES = 8 << 20
+# Sent in one call of the kernel. Longer calls are up to half as slow again, shorter ones too.
+CALL_BYTES = 2 << 20
 
 
 def tcp_transport(options: TransportOptions) -> SessionTransport:
@@ -66,22 +68,25 @@ class TcpOutgoing:
         # Lengths alone: where the receiver's regions lie is its own business.
         self._theirs = theirs
 
-    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        # The receiver prepares for a part while the one before is under way.
-        parts = [copies] if num_bytes(copies) <= PART_BYTES else list(_parts(copies))
-        # Checked there as well, but once the first part has landed, it would be too late.
-        if len(parts) > 1 and (error := self._theirs.target_error(copies)):
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> Proof:
+        # Checked by the receiver as well, but then other parts, or writes, are under way.
+        if error := self._theirs.target_error(copies):
             raise WriteRefused(error)
+        # The receiver prepares for a part while the one before is under way.
+        parts = parts_of(cut(copies, CALL_BYTES), PART_BYTES, MAX_RANGES)
         for part in parts:
             self._send(ticket_id, part, deadline)
-        for _ in parts:
+        return partial(self._receive_replies, len(parts), ticket_id, deadline)
+
+    def _receive_replies(self, count: int, ticket_id: int, deadline: Deadline) -> None:
+        for _ in range(count):
             receive_reply(self._socket, ticket_id, deadline)
 
     def _send(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         head = write_frame(ticket_id, copies)
         table = iovec.iovec_table(self._memory.sources(copies), copies["length"], head)
         sockets.set_send_timeout(self._socket, deadline.remaining())
-        iovec.send_all(self._socket, table)
+        iovec.send_all(self._socket, table, CALL_BYTES)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -122,17 +127,6 @@ class TcpIncoming:
         iovec.receive_all(sock, iovec.iovec_table(self._memory.targets(frame.targets), frame.targets["length"]))
         send_reply(sock, frame.ticket_id)
         return True
-
-
-def _parts(copies: Copies) -> Iterator[Copies]:
-    """The same copies, as frames of about PART_BYTES."""
-    ends = np.cumsum(copies["length"])
-    first = 0
-    while first < len(copies):
-        start = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, start + PART_BYTES, side="right")))
-        yield copies[first:stop]
-        first = stop
 
 
 def _discard(sock: socket.socket, length: int) -> None:
