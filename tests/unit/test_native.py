@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve import _native
-from splitserve._native import Numbers, ScatterCopy, gather_pieces, scatter_pieces
-from splitserve.disaggregation.copies import copy_table
+from splitserve._native import Numbers, ScatterCopy, copy_at_once, gather_pieces, scatter_pieces
+from splitserve.disaggregation.copies import copy_table, num_bytes
 from splitserve.disaggregation.transports.iovec import iovec_table
 
 LENGTHS = [0, 1, 15, 63, 64, 65, 511, 512, 1023, 1024, 1087, 1088, 1089, 4096, 70_001] * 3
@@ -29,6 +29,10 @@ def way(request, monkeypatch):
         monkeypatch.setattr(_native, "STORE_BYTES", request.param)
     for limit in ("STREAMING_BYTES", "ORDERED_BYTES"):
         monkeypatch.setattr(_native, limit, 1 if is_streaming else 1 << 62)
+
+
+def scatter_copy(copies, sources, targets):
+    return ScatterCopy(copies, num_bytes(copies), sources, targets)
 
 
 def begins(array):
@@ -53,13 +57,26 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_nothing_beside_them_ch
         expected[t : t + n] = here[s : s + n]
     order = random.permutation(len(lengths))
     rows = table(sources[order].tolist(), targets[order].tolist(), lengths[order].tolist())
-    copy = ScatterCopy(rows, begins(here), begins(there))
+    copy = scatter_copy(rows, begins(here), begins(there))
     landed = 0
     while not copy.is_complete:
         copy.advance(part)
         landed = min(landed + part, int(lengths.sum()))
         assert copy.is_complete == (landed == lengths.sum())
     assert (there == expected).all()
+
+
+@pytest.mark.parametrize("num_pieces", [1, len(LENGTHS)])
+def test_few_bytes_are_copied_at_once(way, num_pieces):
+    random = np.random.default_rng(3)
+    lengths = random.permutation(np.array(LENGTHS, dtype=np.uint64))[:num_pieces].tolist()
+    ends = np.cumsum(lengths).tolist()
+    starts = [end - n for end, n in zip(ends, lengths, strict=True)]
+    rows = table(starts, [start + 1 for start in starts], lengths)
+    here, there = random.integers(0, 256, ends[-1], dtype=np.uint8), np.zeros(ends[-1] + 2, np.uint8)
+    copy_at_once(rows, ends[-1], begins(here), begins(there))
+    assert (there[1:-1] == here).all()
+    assert there[0] == there[-1] == 0
 
 
 @pytest.mark.parametrize("part", [100_000, 777])
@@ -69,8 +86,7 @@ def test_threads_that_copy_together_take_each_byte_once(way, part):
     ends = np.cumsum(lengths).tolist()
     starts = [end - n for end, n in zip(ends, lengths, strict=True)]
     here, there = random.integers(0, 256, ends[-1], dtype=np.uint8), np.zeros(ends[-1], np.uint8)
-    copy = ScatterCopy(table(starts, starts, lengths), begins(here), begins(there))
-    assert copy.num_bytes == ends[-1]
+    copy = scatter_copy(table(starts, starts, lengths), begins(here), begins(there))
     taken = []
 
     def advance():
@@ -88,7 +104,7 @@ def test_threads_that_copy_together_take_each_byte_once(way, part):
 
 def test_a_part_ends_on_the_byte(way):
     here, there = np.ones(5000, np.uint8), np.zeros(5000, np.uint8)
-    copy = ScatterCopy(table([0, 2500], [0, 2500], [2500, 2500]), begins(here), begins(there))
+    copy = scatter_copy(table([0, 2500], [0, 2500], [2500, 2500]), begins(here), begins(there))
     copy.advance(3001)
     assert not copy.is_complete
     assert there[:3001].all()
@@ -111,7 +127,7 @@ def test_pieces_of_a_large_copy_are_taken_by_the_pages_of_their_sources(pages):
     rows = table([base + page * 4096 + 7 for page in pages], range(len(pages)), [1] * len(pages))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_native, "ORDERED_BYTES", 1)
-        copy = ScatterCopy(rows, begins(memory), begins(there))
+        copy = scatter_copy(rows, begins(memory), begins(there))
     for place in np.argsort(pages):
         assert there[place] == 0
         copy.advance(1)
@@ -121,13 +137,13 @@ def test_pieces_of_a_large_copy_are_taken_by_the_pages_of_their_sources(pages):
 
 def test_no_pieces_are_complete_at_once(way):
     nothing = Numbers([])
-    assert ScatterCopy(copy_table([]), nothing, nothing).is_complete
+    assert scatter_copy(copy_table([]), nothing, nothing).is_complete
 
 
 def test_copies_go_between_the_regions_that_they_name(way):
     here, there = (np.zeros((3, 100), np.uint8) for _ in range(2))
     here[:] = [[1], [2], [3]]
-    copy = ScatterCopy(
+    copy = scatter_copy(
         copy_table([(2, 0, 0, 50, 10), (0, 90, 1, 0, 10), (1, 5, 2, 99, 1)]),
         Numbers(row.ctypes.data for row in here),
         Numbers(row.ctypes.data for row in there),

@@ -117,19 +117,18 @@ class ScatterCopy:
     write does not. Nothing is checked (`bytes_inside`): a wrong address ends the process.
     """
 
-    def __init__(self, copies: Copies, sources: Numbers, targets: Numbers) -> None:
+    def __init__(self, copies: Copies, num_bytes: int, sources: Numbers, targets: Numbers) -> None:
+        """`num_bytes`: of all copies."""
         self._sources, self._targets = sources, targets
         self._num_pieces = len(copies)
         self._copies = np.ascontiguousarray(copies)
         self._address = _address(self._copies)
-        total = num_bytes(self._copies)
-        self._store_bytes = STORE_BYTES if total >= STREAMING_BYTES else 0
-        if _library is not None and total >= ORDERED_BYTES:
+        self._store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
+        if _library is not None and num_bytes >= ORDERED_BYTES:
             self._sorted = np.empty((2, len(copies)), dtype=copies.dtype)
             first, second = self._sorted.ctypes.data, self._sorted[1].ctypes.data
             self._address = _library.scatter_sort(self._address, len(copies), sources.address, first, second)
-        self.num_bytes = total
-        self._at = _Position(0, 0)
+        self._at = _Position()
         # Of `_at`, among those that advance together.
         self._lock = threading.Lock()
 
@@ -181,6 +180,17 @@ class ScatterCopy:
             if at.offset < length:
                 return
             at.piece, at.offset = at.piece + 1, 0
+
+
+def copy_at_once(copies: Copies, num_bytes: int, sources: Numbers, targets: Numbers) -> None:
+    """A ScatterCopy in one part, in half the time that its object takes: for few bytes."""
+    if _library is None:
+        ScatterCopy(copies, num_bytes, sources, targets).advance(num_bytes)
+        return
+    copies = np.ascontiguousarray(copies)
+    store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
+    n, at = len(copies), _Position()
+    _library.scatter_copy(_address(copies), n, sources.address, targets.address, at, num_bytes, store_bytes)
 
 
 def gather_pieces(pieces: Copies, buffer: int) -> None:

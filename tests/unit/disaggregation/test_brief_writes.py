@@ -28,13 +28,16 @@ def ends():
 def writers(monkeypatch):
     """The threads that copied bytes, in order."""
     threads = []
-    advance = shm.ScatterCopy.advance
 
-    def noted(copy, max_bytes):
-        threads.append(threading.get_ident())
-        advance(copy, max_bytes)
+    def note(copy):
+        def noted(*args):
+            threads.append(threading.get_ident())
+            copy(*args)
 
-    monkeypatch.setattr(shm.ScatterCopy, "advance", noted)
+        return noted
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance", note(shm.ScatterCopy.advance))
+    monkeypatch.setattr(shm, "copy_at_once", note(shm.copy_at_once))
     return threads
 
 
@@ -106,18 +109,18 @@ def test_a_drain_waits_for_the_write_that_a_caller_is_inside_of(ends, monkeypatc
     peer = connect(src, dst)
     interrupted, drained, too_early = threading.Event(), threading.Event(), []
     monkeypatch.setattr(shm.ShmOutgoing, "interrupt", lambda outgoing: interrupted.set())
-    advance = shm.ScatterCopy.advance
+    copy_at_once = shm.copy_at_once
 
-    def slowly(copy, max_bytes):
+    def slowly(*args):
         assert interrupted.wait(DEADLINE)
         too_early.append(drained.wait(0.2))
-        advance(copy, max_bytes)
+        copy_at_once(*args)
 
     def drain():
         src.transport.drain(peer.session_id)
         drained.set()
 
-    monkeypatch.setattr(shm.ScatterCopy, "advance", slowly)
+    monkeypatch.setattr(shm, "copy_at_once", slowly)
     drainer = threading.Thread(target=drain)
 
     def drain_once_inside(key):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
-from splitserve.disaggregation.transports.backend import WriteRefused
-from splitserve.disaggregation.transports.base import WriteState
+from splitserve.disaggregation.transports.base import WriteRefused, WriteState
 from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
 from splitserve.disaggregation.transports.cuda_ipc import CudaIpcBackend, CudaIpcOutgoing
 from splitserve.disaggregation.transports.cuda_parts import ROW_BYTES, parts, rows_of

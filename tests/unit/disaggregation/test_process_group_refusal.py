@@ -8,8 +8,7 @@ import torch
 
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports.backend import WriteRefused
-from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused
 from splitserve.disaggregation.transports.frames import send_reply
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.process_group import Gloo, ProcessGroupBackend, ProcessGroupOutgoing

@@ -11,8 +11,7 @@ from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import create_transport, shm
-from splitserve.disaggregation.transports.backend import WriteRefused
-from splitserve.disaggregation.transports.base import TransportOptions, WriteState
+from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused, WriteState
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.shm import PART_BYTES, ShmBackend, ShmIncoming, ShmOutgoing

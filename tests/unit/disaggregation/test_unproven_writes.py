@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import sending
-from splitserve.disaggregation.transports.backend import WriteRefused
-from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState
+from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteRefused, WriteState
 from splitserve.disaggregation.transports.sending import MAX_UNPROVEN_WRITES, Sender, Write
 
 DEADLINE = 20.0

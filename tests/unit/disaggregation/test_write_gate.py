@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.base import WriteRefused
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 
 DEADLINE = 20.0

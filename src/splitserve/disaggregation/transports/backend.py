@@ -18,11 +18,6 @@ from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sockets import Deadline
 
-
-class WriteRefused(Exception):
-    """A write of which nothing landed and nothing will land."""
-
-
 # Waits until a write is proven in the peer's memory. Raises as `Outgoing.write` does.
 Proof = Callable[[], None]
 

@@ -61,6 +61,10 @@ class WriteStatus(msgspec.Struct, frozen=True):
         return self.state is not WriteState.PENDING
 
 
+class WriteRefused(Exception):
+    """A write of which nothing landed and nothing will land. What backends tell those who keep tickets."""
+
+
 class Transport(Protocol):
     def register(self, regions: Sequence[Region]) -> None:
         """Make these regions known; copies name them by their index in registration order. Call before anything else.

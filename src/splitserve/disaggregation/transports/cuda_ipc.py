@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 from splitserve._native import ScatterCopy
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.backend import WriteRefused
-from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused
 from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
 from splitserve.disaggregation.transports.cuda_parts import parts
 from splitserve.disaggregation.transports.door import ProtocolError
@@ -222,8 +221,7 @@ class CudaIpcOutgoing:
             raise
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        if error := self._mappings.memory.target_error(copies):
-            raise WriteRefused(error)
+        self._mappings.memory.check_targets(copies)
         from_device = self._ours_on_device[copies["src_region"]]
         if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
             raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
@@ -248,7 +246,7 @@ class CudaIpcOutgoing:
                 self._backend.gpu.copy(*part)
 
     def _write_host(self, copies: Copies, deadline: Deadline) -> None:
-        copy = ScatterCopy(copies, self._backend.memory.bases, self._mappings.memory.bases)
+        copy = ScatterCopy(copies, num_bytes(copies), self._backend.memory.bases, self._mappings.memory.bases)
         while not copy.is_complete:
             self._check(deadline)
             with self._key.held():

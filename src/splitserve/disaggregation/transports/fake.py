@@ -21,6 +21,7 @@ from splitserve.disaggregation.transports.base import (
     ProgressCallback,
     Ticket,
     TransportOptions,
+    WriteRefused,
     WriteState,
     WriteStatus,
     ignore_progress,
@@ -90,7 +91,7 @@ class FakeNetwork:
         with self.lock:
             session = self.sessions[session_id]
             write = session.orphan or session.queue[0]
-            error = session.owner.memory.target_error(write.copies) if write.next_copy == 0 else None
+            error = session.owner.refusal(write.copies) if write.next_copy == 0 else None
             error = error or write.run_action()
             if error is None and len(write.copies):
                 session.owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
@@ -144,6 +145,14 @@ class FakeTransport:
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         self.memory.check_sources(copies)
         return self._begin(peer, copies)
+
+    def refusal(self, copies: Copies) -> str | None:
+        """Why these cannot be written into our memory; None where they can."""
+        try:
+            self.memory.check_targets(copies)
+        except WriteRefused as refusal:
+            return str(refusal)
+        return None
 
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         return self._begin(peer, copy_table([]), action)

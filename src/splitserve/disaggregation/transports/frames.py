@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.base import WriteRefused
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
@@ -41,9 +41,11 @@ class WriteFrame:
 
     def refusal(self, memory: Memory) -> str | None:
         """Why the write cannot be taken into `memory`; None where it can."""
-        if error := memory.target_error(self.targets):
-            return error
-        if (expected := num_bytes(self.targets)) != self.length:
+        try:
+            expected = memory.check_targets(self.targets)
+        except WriteRefused as refusal:
+            return str(refusal)
+        if expected != self.length:
             return f"{self.length} bytes announced for ranges of {expected}"
         return None
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from splitserve._native import Numbers, bytes_inside
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports.base import WriteRefused
 
 
 class Memory:
@@ -41,10 +42,12 @@ class Memory:
             raise ValueError(f"source of a copy: {self._problem(*copies[['src_region', 'src_offset', 'length']][~n])}")
         return n
 
-    def target_error(self, copies: Copies) -> str | None:
-        """Why not every target lies inside its region; None where all do."""
+    def check_targets(self, copies: Copies) -> int:
+        """Bytes of all copies. Raises WriteRefused unless every target lies inside its region."""
         n = bytes_inside(copies, self._lengths, is_target=True)
-        return None if n >= 0 else self._problem(*copies[["dst_region", "dst_offset", "length"]][~n])
+        if n < 0:
+            raise WriteRefused(self._problem(*copies[["dst_region", "dst_offset", "length"]][~n]))
+        return n
 
     def _problem(self, region: int, offset: int, length: int) -> str:
         if region >= len(self.regions):

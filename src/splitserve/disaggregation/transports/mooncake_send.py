@@ -10,7 +10,7 @@ from collections import deque
 from splitserve.disaggregation.copies import Copies, coalesce, num_bytes
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.aux_data import AuxData
-from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.base import WriteRefused
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.mooncake_engine import (
     MooncakeError,

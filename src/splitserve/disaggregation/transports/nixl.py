@@ -38,7 +38,6 @@ import msgspec
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, coalesce, parts_of
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.backend import WriteRefused
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
@@ -220,8 +219,7 @@ class NixlOutgoing:
         self._requests = Requests(self._agent, self._peer, memory, self._targets)
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        if error := self._targets.target_error(copies):
-            raise WriteRefused(error)
+        self._targets.check_targets(copies)
         parts = parts_of(coalesce(copies), MAX_BATCH_BYTES, MAX_BATCH_PIECES)
         if not parts:
             return

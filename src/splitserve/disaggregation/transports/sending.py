@@ -23,8 +23,15 @@ import msgspec
 import numpy as np
 
 from splitserve.disaggregation.copies import Copies, copy_table
-from splitserve.disaggregation.transports.backend import Backend, LocalOutgoing, Outgoing, Proof, WriteRefused
-from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
+from splitserve.disaggregation.transports.backend import Backend, LocalOutgoing, Outgoing, Proof
+from splitserve.disaggregation.transports.base import (
+    PeerAddress,
+    Ticket,
+    TransportOptions,
+    WriteRefused,
+    WriteState,
+    WriteStatus,
+)
 from splitserve.disaggregation.transports.door import knock
 from splitserve.disaggregation.transports.sockets import Deadline, shut
 
@@ -174,9 +181,10 @@ class Sender:
 
     def _take_behind(self) -> Sequence[Write]:
         """The next writes, where they may be sent behind others that are not proven yet."""
+        if not 0 < len(self._unproven) < MAX_UNPROVEN_WRITES:
+            return ()
         with self._lock:
-            may_go = 0 < len(self._unproven) < MAX_UNPROVEN_WRITES and self._queue and not self._stopped
-            return self._take(self._backend.joined_bytes) if may_go else ()
+            return self._take(self._backend.joined_bytes) if self._queue and not self._stopped else ()
 
     def _send(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> None:
         """What is not final after it is unproven."""

@@ -14,6 +14,7 @@ pages; a receiver that is stopped costs the sender nothing.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable
@@ -21,12 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from splitserve._native import ScatterCopy
+from splitserve._native import ScatterCopy, copy_at_once
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies
-from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.backend import WriteRefused
-from splitserve.disaggregation.transports.base import TransportOptions
+from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, file_ref
 from splitserve.disaggregation.transports.memory import Memory
@@ -126,9 +125,12 @@ class ShmIncoming(GatedIncoming):
 class ShmOutgoing:
     """Holds mappings of the receiver's files, and with them their memory, until it is closed."""
 
-    def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
+    def __init__(self, sock: socket.socket | None, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
         check_host(welcome.host, this_host(), "shm")
-        self._socket = sock
+        # Kept, because making one takes as long as what it is asked: whether the peer has closed the connection.
+        self._poller = select.poll()
+        if sock is not None:
+            self._poller.register(sock, select.POLLIN)
         self._ours = ours
         self._interrupted = False
         # Many regions lie in one file: a pool is one.
@@ -140,10 +142,14 @@ class ShmOutgoing:
         self._keys = [open_key(GateKey, welcome.pid, welcome.gate, "shm") for _ in range(num_threads)]
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        if error := self._theirs.target_error(copies):
-            raise WriteRefused(error)
-        copy = ScatterCopy(copies, self._ours.bases, self._theirs.bases)
-        if len(self._keys) > 1 and copy.num_bytes >= SHARED_BYTES:
+        num_bytes = self._theirs.check_targets(copies)
+        if num_bytes <= BRIEF_BYTES:
+            self._check(deadline)
+            with self._keys[0].held():
+                copy_at_once(copies, num_bytes, self._ours.bases, self._theirs.bases)
+            return
+        copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
+        if len(self._keys) > 1 and num_bytes >= SHARED_BYTES:
             self._share(copy, deadline)
         else:
             self._carry_out(copy, copy.advance, self._keys[0], deadline)
@@ -160,11 +166,14 @@ class ShmOutgoing:
     def _carry_out(self, copy: ScatterCopy, advance: Callable[[int], None], key: GateKey, deadline: Deadline) -> None:
         """Part after part until none is left. advance: of `copy`, alone or together with others."""
         while not copy.is_complete:
-            deadline.remaining()
-            if self._interrupted:
-                raise WriteRefused("interrupted")
+            self._check(deadline)
             with key.held():
                 advance(PART_BYTES)
+
+    def _check(self, deadline: Deadline) -> None:
+        deadline.remaining()
+        if self._interrupted:
+            raise WriteRefused("interrupted")
 
     def call(self, action: Callable[[], None]) -> None:
         with self._keys[0].held():
@@ -174,7 +183,7 @@ class ShmOutgoing:
                 raise WriteRefused(str(error)) from error
 
     def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
+        return not self._poller.poll(0)
 
     def interrupt(self) -> None:
         self._interrupted = True

@@ -19,7 +19,7 @@ import msgspec
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, cut, parts_of
 from splitserve.disaggregation.transports import iovec, sockets
-from splitserve.disaggregation.transports.backend import Proof, WriteRefused
+from splitserve.disaggregation.transports.backend import Proof
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
@@ -70,8 +70,7 @@ class TcpOutgoing:
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> Proof:
         # Checked by the receiver as well, but then other parts, or writes, are under way.
-        if error := self._theirs.target_error(copies):
-            raise WriteRefused(error)
+        self._theirs.check_targets(copies)
         # The receiver prepares for a part while the one before is under way.
         parts = parts_of(cut(copies, CALL_BYTES), PART_BYTES, MAX_RANGES)
         for part in parts:

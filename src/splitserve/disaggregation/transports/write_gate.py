@@ -16,7 +16,7 @@ import fcntl
 import os
 from contextlib import AbstractContextManager
 
-from splitserve.disaggregation.transports.backend import WriteRefused
+from splitserve.disaggregation.transports.base import WriteRefused
 
 _CLOSED = b"\x01"
 
