@@ -85,6 +85,7 @@ BACKENDS = {
     "flashinfer_fixed": Backend(FixedDecodes, unequal_sizes=False),
     "torch_sdpa_widened": Backend(partial(TorchSdpaBackend, widen=True), "bfloat16", 1, 0.02),
 }
+STAND_INS = ("flashinfer", "flashinfer_fixed")
 if find_library() is not None:
     BACKENDS["native"] = Backend(native, "bfloat16", 16, 0.02, has_latents=False)
     BACKENDS["native_pairs"] = Backend(native_pairs, "bfloat16", 16, 0.02, has_latents=False)
@@ -224,23 +225,41 @@ class World:
             np.testing.assert_allclose(out[begin:end].numpy(), expected, rtol=10 * tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def check_equals_naive_attention(backend: str, case: Case) -> None:
+    world = World(case, backend)
+    assert bool(world.pool.keys) != case.params.is_latent
+    for lengths in case.steps:
+        world.step(lengths)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in STAND_INS])
 @settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_equals_naive_attention(backend: str, case: Case) -> None:
-    world = World(case, backend)
-    for lengths in case.steps:
-        world.step(lengths)
+    check_equals_naive_attention(backend, case)
 
 
-@pytest.mark.parametrize("backend", [name for name, backend in BACKENDS.items() if backend.has_latents])
+@pytest.mark.parametrize("backend", [n for n, b in BACKENDS.items() if n not in STAND_INS and b.has_latents])
 @settings(max_examples=25, deadline=None)
 @given(case=latent_cases())
 def test_latents_equal_naive_attention(backend: str, case: Case) -> None:
-    world = World(case, backend)
-    assert not world.pool.keys
-    for lengths in case.steps:
-        world.step(lengths)
+    check_equals_naive_attention(backend, case)
+
+
+# Half a second an example: fewer of them, and `make soak` has many.
+@pytest.mark.parametrize("backend", STAND_INS)
+@settings(max_examples=10, deadline=None)
+@given(case=cases() | latent_cases())
+def test_what_a_stand_in_is_asked_equals_naive_attention(backend: str, case: Case) -> None:
+    check_equals_naive_attention(backend, case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", STAND_INS)
+@settings(max_examples=100, deadline=None)
+@given(case=cases() | latent_cases())
+def test_what_a_stand_in_is_asked_equals_naive_attention_in_many_cases(backend: str, case: Case) -> None:
+    check_equals_naive_attention(backend, case)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

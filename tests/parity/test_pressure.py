@@ -1,4 +1,7 @@
-"""Real attention in a pool so small that requests give way dozens of times: output is that of an unhurried run."""
+"""Real attention in a pool so small that requests give way dozens of times: output is that of an unhurried run.
+
+One model with pages of each kind; `make soak` has the others.
+"""
 
 import random
 
@@ -59,6 +62,11 @@ def logprobs_of(worker: SimWorker, rid: str) -> list[float]:
     return [lp.logprob for output in worker.outputs[rid] for lp in output.logprobs]
 
 
+@pytest.mark.parametrize(
+    "tiny",
+    ["llama", "gemma3", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3", "mixtral"))],
+    indirect=True,
+)
 @pytest.mark.parametrize("run", [run_colocated, run_disaggregated])
 def test_output_is_that_of_a_run_in_a_large_pool(tiny, run):
     loaded, _ = tiny
