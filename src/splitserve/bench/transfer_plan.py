@@ -15,7 +15,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # moment, and no cache holds their pages.
 _MIN_BYTES_AT_ONCE = 32 * MIB
 # A run moves at least so many bytes: what is less is sent several times.
-_MIN_BYTES_A_RUN = 256 * MIB
+_MIN_BYTES_A_RUN = 512 * MIB
 # For the latency of one page: so many writes, fewer where they would move more than so many bytes.
 _LATENCY_WRITES = 300
 _MIN_LATENCY_WRITES = 100
