@@ -12,8 +12,8 @@ from splitserve.disaggregation.copies import COPY, Copies, coalesce
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # Writes below it are sent several at once, each from and to places of its own: many requests are on their way at any
-# moment, and no cache holds their pages.
-_MIN_BYTES_AT_ONCE = 32 * MIB
+# moment, and no cache holds their pages. At 32 MiB one that has as much still held some of a memcpy's.
+_MIN_BYTES_AT_ONCE = 64 * MIB
 # A run moves at least so many bytes: what is less is sent several times.
 _MIN_BYTES_A_RUN = 512 * MIB
 # For the latency of one page: so many writes, fewer where they would move more than so many bytes.

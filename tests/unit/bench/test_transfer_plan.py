@@ -62,14 +62,14 @@ def test_small_totals_are_sent_often_enough_to_be_timed():
 @pytest.mark.parametrize("scattered", [True, False])
 def test_small_writes_go_many_at_once_over_all_of_the_memory(scattered):
     writes = batch_of(Case(4 * KIB, MIB, scattered))
-    assert len(writes) == 32
+    assert len(writes) == 64
     for side in ("src_offset", "dst_offset"):
         rows = np.concatenate(writes)
         order = np.argsort(rows[side])
         ends = rows[side][order] + rows["length"][order]
         assert rows[side].min() == 0
         assert (rows[side][order][1:] == ends[:-1]).all()
-        assert ends[-1] == memory_of(MIB) == 32 * MIB
+        assert ends[-1] == memory_of(MIB) == 64 * MIB
 
 
 def test_a_large_write_goes_alone():
