@@ -122,7 +122,7 @@ struct __attribute__((packed)) copy {
 };
 
 /* Bytes of n copies, or, where the source or target of copy i is the first that is not inside its region, ~i (which is
- * negative). lengths: of the regions. */
+ * negative). lengths: of the regions. They are real memory: a table that would add up to 2^63 is longer than any. */
 int64_t scatter_inside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
                        int is_target)
 {

@@ -68,7 +68,7 @@ async def _run(
         try:
             async with control_server(config.name, supervisor):
                 if isinstance(placer, LocalPlacer):
-                    tell(f"logs of what has ended are in {placer.log_folder}")
+                    tell(f"logs of what has ended are in {placer.log_folder}, and stay there if any of it failed")
                 await supervisor.run()
         finally:
             for task in watchers:

@@ -56,7 +56,8 @@ def parts_of(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
     No row is empty or longer than `max_bytes`.
     """
     if len(copies) <= max_pieces and num_bytes(copies) <= max_bytes:
-        return [copies[copies["length"] > 0]] if copies["length"].any() else []
+        whole = copies if copies["length"].all() else copies[copies["length"] > 0]
+        return [whole] if len(whole) else []
     pieces = cut(copies, max_bytes)
     starts = np.cumsum(pieces["length"]) - pieces["length"]
     by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1

@@ -90,7 +90,7 @@ def _show(cluster: LocalCluster, model: str) -> None:
     for w in cluster.workers:
         table.add_row(w.name, w.role.value, w.url, str(w.pid), w.status)
     console.print(table)
-    console.print(f"logs in {cluster.log_folder}", highlight=False)
+    console.print(f"logs in {cluster.log_folder}, and they stay there if a process fails", highlight=False)
     console.print(f"ready at {cluster.router_url} (OpenAI API at {cluster.router_url}/v1)", highlight=False)
     body = {
         "model": model,

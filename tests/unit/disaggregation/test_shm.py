@@ -223,13 +223,27 @@ def test_a_small_write_is_one_threads(shared, monkeypatch):
 
 def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monkeypatch):
     here, there, incoming, outgoing = shared
-    fenced = []
+    advance, check, caller = shm.ScatterCopy.advance_together, ShmOutgoing._check, threading.get_ident()
+    both_are_inside = threading.Barrier(2, incoming.revoke)
+    checks, caller_is_out, fenced = [], threading.Event(), []
 
-    def revoke():
-        incoming.revoke()
-        fenced.append(incoming.is_fenced())
+    def advance_last(copy, max_bytes):
+        both_are_inside.wait(DEADLINE)
+        if threading.get_ident() != caller:
+            assert caller_is_out.wait(DEADLINE)
+            fenced.append(incoming.is_fenced())
+        advance(copy, max_bytes)
 
-    meet(monkeypatch, revoke)
+    def note_check(self, deadline):
+        if threading.get_ident() == caller:
+            checks.append(None)
+            if len(checks) == 2:
+                caller_is_out.set()
+        check(self, deadline)
+
+    # The gate closes while both are inside; then the caller goes out, and the other stays.
+    monkeypatch.setattr(shm.ScatterCopy, "advance_together", advance_last)
+    monkeypatch.setattr(ShmOutgoing, "_check", note_check)
     with pytest.raises(WriteRefused, match="drained"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
     assert fenced == [False]

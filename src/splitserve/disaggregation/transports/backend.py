@@ -28,9 +28,10 @@ class Outgoing(Protocol):
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> Proof | None:
         """Return when every byte is proven in the peer's memory, or sent: then with what waits for the proof.
 
-        Others may be written before that is called; they are proven in their order. Raises WriteRefused where nothing
-        of it landed or will; anything else says that it may be half-way (LOST). A receiver that refuses a write takes
-        nothing of what comes behind it over the same connection.
+        Others may be written before that is called; they are proven in their order. A proof that is there already
+        counts, however late it is asked for. Raises WriteRefused where nothing of it lands any more; anything else says
+        that it may be half-way (LOST). A receiver that refuses a write takes nothing of what comes behind it over the
+        same connection. A backend with brief writes returns no proofs.
         """
         ...
 

@@ -62,7 +62,7 @@ class WriteStatus(msgspec.Struct, frozen=True):
 
 
 class WriteRefused(Exception):
-    """A write of which nothing landed and nothing will land. What backends tell those who keep tickets."""
+    """Nothing of a write lands any more: it FAILED. What backends tell those who keep tickets."""
 
 
 class Transport(Protocol):
@@ -140,8 +140,8 @@ class TransportOptions:
     # Both ends of every connection prove that they hold it; empty: whoever reaches the port.
     token: bytes = field(default=b"", repr=False)
     on_progress: ProgressCallback = ignore_progress
-    # Deadlines in seconds: of one write from its turn to its proof, and of a connection.
+    # Deadlines in seconds: of one write from when it begins to be sent to its proof, and of a connection.
     write_timeout: float = 60.0
     connect_timeout: float = 5.0
-    # Backend's own settings, as "name=value" (mooncake: protocol, device, staging).
+    # Backend's own settings, as "name=value" (shm: threads; mooncake: protocol, device, staging).
     extra: dict[str, str] = field(default_factory=dict)

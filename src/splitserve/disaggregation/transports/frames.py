@@ -27,6 +27,9 @@ from splitserve.disaggregation.transports.sockets import Deadline
 MAGIC = b"WRIT"
 MAX_TEXT_BYTES = 4096
 
+# Seconds: none at all would be no timeout.
+_LEAST_TIMEOUT = 0.001
+
 _WRITE = struct.Struct("<4sIQQ")
 _REPLY = struct.Struct("<QH")
 
@@ -77,7 +80,8 @@ def send_reply(sock: socket.socket, ticket_id: int, refusal: str = "") -> None:
 
 def receive_reply(sock: socket.socket, ticket_id: int, deadline: Deadline) -> None:
     """Raises WriteRefused with the receiver's refusal; OSError, ProtocolError."""
-    sockets.set_receive_timeout(sock, deadline.remaining())
+    # What has come already is not late.
+    sockets.set_receive_timeout(sock, max(deadline.left, _LEAST_TIMEOUT))
     replied, length = _REPLY.unpack(sockets.receive_exactly(sock, _REPLY.size))
     if replied != ticket_id or length > MAX_TEXT_BYTES:
         raise ProtocolError(f"reply to write {replied} instead of {ticket_id}")

@@ -15,6 +15,8 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
+from splitserve.disaggregation.transports.sockets import Deadline, set_send_timeout
+
 # struct iovec on 64-bit systems: base, length.
 IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 # Pieces handed to one system call: what Linux and macOS take.
@@ -58,11 +60,10 @@ def iovec_table(
     return table.view(IOVEC).reshape(-1)
 
 
-def send_all(sock: socket.socket, table: NDArray[np.void], max_bytes: int) -> None:
-    """Send all pieces in order, at most `max_bytes` a call, or one piece. Raises OSError; TimeoutError at the socket's
-    send timeout. Spoils `table`.
-    """
-    _move_all(_libc.sendmsg, sock, table, socket.MSG_NOSIGNAL if _IS_LINUX else 0, max_bytes)
+def send_all(sock: socket.socket, table: NDArray[np.void], max_bytes: int, deadline: Deadline) -> None:
+    """Send all pieces in order, at most `max_bytes`, or one piece, a call. Raises OSError. Spoils `table`."""
+    flags = socket.MSG_NOSIGNAL if _IS_LINUX else 0
+    _move_all(_libc.sendmsg, sock, table, flags, max_bytes, deadline)
 
 
 def receive_all(sock: socket.socket, table: NDArray[np.void]) -> None:
@@ -72,7 +73,12 @@ def receive_all(sock: socket.socket, table: NDArray[np.void]) -> None:
 
 
 def _move_all(
-    call: ctypes._NamedFuncPointer, sock: socket.socket, table: NDArray[np.void], flags: int, max_bytes: int
+    call: ctypes._NamedFuncPointer,
+    sock: socket.socket,
+    table: NDArray[np.void],
+    flags: int,
+    max_bytes: int,
+    deadline: Deadline | None = None,
 ) -> None:
     ends = np.cumsum(table["length"])
     address = table.ctypes.data
@@ -80,8 +86,12 @@ def _move_all(
     header = _MsgHdr()
     while first < len(table):
         header.iov = address + first * IOVEC.itemsize
-        last = int(np.searchsorted(ends, moved + max_bytes, side="right"))
+        # Of the table's own type: for any other numpy converts all of it.
+        last = int(np.searchsorted(ends, np.uint64(moved + max_bytes), side="right"))
         header.iovlen = min(max(last - first, 1), MAX_PIECES_PER_CALL)
+        if deadline is not None:
+            # The kernel's own timeout begins anew with each call.
+            set_send_timeout(sock, deadline.remaining())
         n = call(sock.fileno(), ctypes.byref(header), flags)
         if n < 0:
             _raise(ctypes.get_errno())
@@ -91,7 +101,7 @@ def _move_all(
         moved += n
         if moved == ends[-1]:
             return
-        first = int(np.searchsorted(ends, moved, side="right"))
+        first = int(np.searchsorted(ends, np.uint64(moved), side="right"))
         if first < len(table):
             # Cut off what is done of the first piece that is not.
             left = int(ends[first]) - moved

@@ -13,6 +13,7 @@ Tickets and their states are kept by whoever gave `finish`.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections import deque
@@ -34,6 +35,8 @@ from splitserve.disaggregation.transports.base import (
 )
 from splitserve.disaggregation.transports.door import knock
 from splitserve.disaggregation.transports.sockets import Deadline, shut
+
+logger = logging.getLogger(__name__)
 
 # Writes to one session that may wait for their turn.
 MAX_PENDING_WRITES = 1024
@@ -148,7 +151,8 @@ class Sender:
                 writes = self._take(self._backend.joined_bytes)
             self._carry_out(writes)
         self._disconnect()
-        self._finish([write.ticket for write in self._queue], WriteStatus(WriteState.FAILED, self._stopped))
+        if self._queue:
+            self._finish([write.ticket for write in self._queue], WriteStatus(WriteState.FAILED, self._stopped))
 
     def _take(self, max_bytes: int) -> list[Write]:
         """The next writes that may go as one, and with them the turn. With the lock held."""
@@ -169,7 +173,7 @@ class Sender:
         try:
             while writes:
                 self._send(writes, outgoing)
-                writes = self._take_behind()
+                writes, outgoing = self._take_behind(), None
                 while self._unproven and not writes:
                     self._prove()
                     writes = self._take_behind()
@@ -180,16 +184,24 @@ class Sender:
                     self._ready.notify()
 
     def _take_behind(self) -> Sequence[Write]:
-        """The next writes, where they may be sent behind others that are not proven yet."""
+        """The next writes, where they may be sent behind others that are not proven yet.
+
+        Large ones may not: beside them a round trip is nothing, and what is before them would end late.
+        """
         if not 0 < len(self._unproven) < MAX_UNPROVEN_WRITES:
             return ()
         with self._lock:
-            return self._take(self._backend.joined_bytes) if self._queue and not self._stopped else ()
+            if not self._queue or self._stopped:
+                return ()
+            following, most = self._queue[0], self._backend.joined_bytes
+            return self._take(most) if following.action is None and following.num_bytes <= most else ()
 
     def _send(self, writes: Sequence[Write], outgoing: Outgoing | None = None) -> None:
         """What is not final after it is unproven."""
         batch = _Batch(writes, self._options.write_timeout)
         try:
+            if self._stopped:
+                raise ConnectionAbortedError(self._stopped)
             # Behind others a write goes over their connection, or is lost with them.
             outgoing = outgoing or (self._outgoing if self._unproven else None) or self._connect()
         except Exception as error:
@@ -204,34 +216,44 @@ class Sender:
             self._settle()
             self._end_refused(batch, refusal)
         except Exception as error:
-            self._lose([*self._unproven, batch], error)
+            # Of what was sent before it the proof may be there.
+            if self._settle():
+                self._send_each(writes)
+            else:
+                self._lose([batch], error)
         else:
             if batch.proof is None:
                 self._end(batch, _DONE)
             else:
                 self._unproven.append(batch)
 
-    def _prove(self) -> None:
-        """Wait for what was sent first of all that is unproven."""
+    def _prove(self) -> bool:
+        """Wait for what was sent first of all that is unproven. Whether it was refused, and with that the connection
+        ended: of what came behind it nothing was taken.
+        """
         batch = self._unproven[0]
         try:
             assert batch.proof is not None
             batch.proof()
         except WriteRefused as refusal:
-            # The connection ended with the refusal: of what came behind it, nothing was taken.
             behind = [write for other in list(self._unproven)[1:] for write in other.writes]
             self._unproven.clear()
             self._end_refused(batch, refusal)
             self._send_each(behind)
+            return True
         except Exception as error:
             self._lose(list(self._unproven), error)
         else:
             self._unproven.popleft()
             self._end(batch, _DONE)
+        return False
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
+        """Wait for all that is unproven. Whether some of it was refused."""
+        was_refused = False
         while self._unproven:
-            self._prove()
+            was_refused = self._prove() or was_refused
+        return was_refused
 
     def _send_each(self, writes: Sequence[Write]) -> None:
         for write in writes:
@@ -248,10 +270,10 @@ class Sender:
             self._send_each(batch.writes)
 
     def _lose(self, batches: Sequence[_Batch], error: Exception) -> None:
-        """Whatever the error was, also of a library: nobody vouches for the rest of these writes."""
+        """Whatever the error was, also of a library: nobody vouches for the rest of these writes. It is the first's."""
         self._unproven.clear()
         for batch in batches:
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError) and batch is batches[0]:
                 seconds = batch.deadline.seconds
                 why = f"{self._where} did not take a write of {batch.joined.num_bytes} bytes within {seconds:g} s"
             else:
@@ -287,7 +309,11 @@ class Sender:
             outgoing, self._outgoing = self._outgoing, None
             sock, self._socket = self._socket, None
         if outgoing is not None:
-            outgoing.close()
+            try:
+                outgoing.close()
+            except Exception:
+                # Of a library: tickets wait for this thread.
+                logger.exception("a connection to %s ended badly", self._where)
         if sock is not None:
             sock.close()
 

@@ -8,6 +8,7 @@ peer holds up no other.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from splitserve.disaggregation.transports.door import Door, Guest, ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES, Sender, Write
 from splitserve.errors import CapacityError
+
+logger = logging.getLogger(__name__)
 
 # Sessions we remember to have drained. They are drawn at random and never come back, so this is only hygiene.
 MAX_REMEMBERED_DRAINS = 4096
@@ -96,7 +99,11 @@ class SessionTransport:
         with self._lock:
             for ticket in tickets:
                 self._statuses[ticket] = status
-        self.options.on_progress()
+        try:
+            self.options.on_progress()
+        except Exception:
+            # Whoever wants to be told has failed; the thread that told him has other tickets to end.
+            logger.exception("nobody was told that writes have ended")
 
     def _enqueue(self, peer: PeerAddress, write: Write) -> Ticket:
         ticket = write.ticket

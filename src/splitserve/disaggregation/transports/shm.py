@@ -13,6 +13,7 @@ pages; a receiver that is stopped costs the sender nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -139,7 +140,13 @@ class ShmOutgoing:
         }
         self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
         # One for each thread of a large write: a lock that two share falls when the first lets go.
-        self._keys = [open_key(GateKey, welcome.pid, welcome.gate, "shm") for _ in range(num_threads)]
+        self._keys: list[GateKey] = []
+        try:
+            for _ in range(num_threads):
+                self._keys.append(open_key(GateKey, welcome.pid, welcome.gate, "shm"))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         num_bytes = self._theirs.check_targets(copies)
@@ -158,7 +165,11 @@ class ShmOutgoing:
         """Returns, or raises, when no thread is at it any more."""
         first, *others = self._keys
         with ThreadPoolExecutor(len(others), "kv-copy") as pool:
-            parts = [pool.submit(self._carry_out, copy, copy.advance_together, key, deadline) for key in others]
+            parts = []
+            # A system that has no more threads: those that there are do it.
+            with contextlib.suppress(RuntimeError):
+                for key in others:
+                    parts.append(pool.submit(self._carry_out, copy, copy.advance_together, key, deadline))
             self._carry_out(copy, copy.advance_together, first, deadline)
         for part in parts:
             part.result()

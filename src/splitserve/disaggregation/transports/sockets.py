@@ -19,9 +19,14 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
+    @property
+    def left(self) -> float:
+        """Seconds; negative once it is over."""
+        return self._end - time.monotonic()
+
     def remaining(self) -> float:
         """Raises TimeoutError when nothing remains."""
-        left = self._end - time.monotonic()
+        left = self.left
         if left <= 0:
             raise TimeoutError(f"over {self.seconds:g} s")
         return left

@@ -3,6 +3,7 @@
   write   the frame of `frames.py` | bytes          sender -> receiver
   reply   the frame of `frames.py`                  receiver -> sender
 
+A write of more than PART_BYTES goes in several frames, one without bytes in none.
 The receiver checks every range before it takes a byte of them, and reads straight into place. No refusal means done;
 only that makes a ticket DONE. The next write is sent before the reply to this one has come. The sockets block and the
 lists of pieces are long: the time goes by inside the kernel, where Python's lock is free.
@@ -28,7 +29,7 @@ from splitserve.disaggregation.transports.ranges import MAX_RANGES
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 
-# Of a write that goes in one frame.
+# Of a write that goes in one frame, about.
 PART_BYTES = 8 << 20
 # Sent in one call of the kernel. Longer calls are up to half as slow again, shorter ones too.
 CALL_BYTES = 2 << 20
@@ -84,8 +85,8 @@ class TcpOutgoing:
     def _send(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         head = write_frame(ticket_id, copies)
         table = iovec.iovec_table(self._memory.sources(copies), copies["length"], head)
-        sockets.set_send_timeout(self._socket, deadline.remaining())
-        iovec.send_all(self._socket, table, CALL_BYTES)
+        # The head goes with the first piece: alone it would be a packet, and wake the receiver for nothing.
+        iovec.send_all(self._socket, table, CALL_BYTES + head.nbytes, deadline)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -115,27 +116,25 @@ class TcpIncoming:
         return True
 
     def _receive_write(self, sock: socket.socket) -> bool:
-        """Take one write into place and acknowledge it. False when the connection should end."""
+        """Take one frame into place and acknowledge it. False when the connection should end."""
         frame = receive_write_frame(sock)
         if frame is None:
             return False
         if refusal := frame.refusal(self._memory):
             send_reply(sock, frame.ticket_id, refusal)
-            _discard(sock, frame.length)
+            _discard(sock)
             return False
         iovec.receive_all(sock, iovec.iovec_table(self._memory.targets(frame.targets), frame.targets["length"]))
         send_reply(sock, frame.ticket_id)
         return True
 
 
-def _discard(sock: socket.socket, length: int) -> None:
-    """Read what a refused peer had sent already: closing before that could destroy the refusal on its way."""
+def _discard(sock: socket.socket) -> None:
+    """Read what a refused peer still sends: closing before that could destroy the refusal on its way."""
     shut_at = Deadline(GRACE_SECONDS)
     scratch = bytearray(1 << 20)
     with contextlib.suppress(OSError):
-        while length > 0:
+        while True:
             sockets.set_receive_timeout(sock, shut_at.remaining())
-            n = sock.recv_into(scratch, min(length, len(scratch)))
-            if n == 0:
+            if not sock.recv_into(scratch):
                 return
-            length -= n

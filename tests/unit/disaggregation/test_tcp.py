@@ -1,0 +1,94 @@
+"""What `tcp` alone can get wrong: the receiver's own check, and what its refusal means for what comes behind."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.transports import tcp
+from splitserve.disaggregation.transports.base import WriteState
+from splitserve.disaggregation.transports.frames import receive_reply, send_reply
+from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.disaggregation.transports.tcp import TcpBackend, TcpOutgoing
+from splitserve.testing.transfer_peer import End
+
+DEADLINE = 20.0
+MIB = 1 << 20
+# A sender that takes a region for so long sends what its receiver must refuse.
+LIE = 64 * MIB
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Sender and receiver of 4 MiB each; the sender believes the receiver to have more. Writes of 1 MiB do not join."""
+    monkeypatch.setattr(tcp, "decode_regions", lambda welcome: (Region(0, LIE),))
+    monkeypatch.setattr(TcpBackend, "joined_bytes", MIB)
+    src, dst = End("tcp", [4 * MIB]), End("tcp", [4 * MIB])
+    src.memory[0][:] = np.random.default_rng(0).integers(1, 256, 4 * MIB, dtype=np.uint8)
+    yield src, dst
+    src.close()
+    dst.close()
+
+
+@pytest.fixture
+def write_all(ends, monkeypatch):
+    """Write these, all offered before the first is sent: how each ended."""
+    src, dst = ends
+    all_offered = threading.Event()
+    write = TcpOutgoing.write
+
+    def write_when_all_are_offered(self, *args):
+        assert all_offered.wait(DEADLINE)
+        return write(self, *args)
+
+    monkeypatch.setattr(TcpOutgoing, "write", write_when_all_are_offered)
+
+    def write_all(*rows):
+        peer = dst.transport.open_session()
+        tickets = [src.transport.write(peer, copy_table([row])) for row in rows]
+        all_offered.set()
+        return [src.outcome(ticket) for ticket in tickets]
+
+    return write_all
+
+
+def test_the_receiver_refuses_what_the_sender_did_not_and_takes_nothing_of_it(ends, write_all):
+    (status,) = write_all((0, 0, 0, 4 * MIB - 8, 16))
+    assert status.state is WriteState.FAILED
+    assert "out of bounds of region 0 of 4194304 bytes" in status.error
+    assert not ends[1].memory[0].any()
+
+
+@pytest.mark.parametrize("behind", [MIB, MIB // 4, 16])
+def test_what_came_behind_a_refusal_goes_again(ends, write_all, behind):
+    src, dst = ends
+    statuses = write_all(
+        (0, 0, 0, 0, MIB), (0, 0, 0, 4 * MIB, MIB), (0, MIB, 0, MIB, behind), (0, 2 * MIB, 0, 2 * MIB, MIB)
+    )
+    done = WriteState.DONE
+    assert [status.state for status in statuses] == [done, WriteState.FAILED, done, done]
+    expected = src.memory[0].copy()
+    expected[MIB + behind : 2 * MIB] = expected[3 * MIB :] = 0
+    assert (dst.memory[0] == expected).all()
+
+
+def test_a_refused_part_fails_its_write_and_no_other(ends, write_all, monkeypatch):
+    monkeypatch.setattr(tcp, "PART_BYTES", MIB)
+    monkeypatch.setattr(tcp, "CALL_BYTES", MIB)
+    # The second and third of its parts lie outside.
+    statuses = write_all((0, 0, 0, 3 * MIB, 3 * MIB), (0, MIB, 0, 0, MIB))
+    assert [status.state for status in statuses] == [WriteState.FAILED, WriteState.DONE]
+    assert (ends[1].memory[0][:MIB] == ends[0].memory[0][MIB : 2 * MIB]).all()
+    assert not ends[1].memory[0][MIB : 3 * MIB].any()
+
+
+def test_a_reply_that_is_there_is_not_late():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_reply(theirs, 7)
+        receive_reply(ours, 7, Deadline(-1.0))
+        with pytest.raises(TimeoutError):
+            receive_reply(ours, 8, Deadline(-1.0))
