@@ -19,7 +19,7 @@ import numpy as np
 
 from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout, first_token_read
 from splitserve.disaggregation.convert import CastPlan, Rows, travels_as
-from splitserve.disaggregation.copies import COPY, Copies, coalesce, over_regions
+from splitserve.disaggregation.copies import COPY, Copies, coalesce, joined, over_regions
 from splitserve.disaggregation.pairing import Pair, overlap
 
 # Packing is worth a pass over the bytes only where it saves this many times the writes.
@@ -116,7 +116,7 @@ def plan(
             casts.append(cast)
         else:
             copies.append(over_regions(direct, cast.regions[:, 0], cast.regions[:, 1]))
-    return Plan(np.concatenate(copies), [cast for cast in casts if cast.num_bytes])
+    return Plan(joined(copies), [cast for cast in casts if cast.num_bytes])
 
 
 def plan_unpack(dst: KVLayout, dst_pages: RoomPages, tokens: range, num_tokens: int, wire_dtype: str) -> list[CastPlan]:

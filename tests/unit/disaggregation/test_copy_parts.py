@@ -2,7 +2,9 @@
 
 import random
 
-from splitserve.disaggregation.copies import copy_table, cut, num_bytes, parts_of
+import numpy as np
+
+from splitserve.disaggregation.copies import copy_table, cut, joined, num_bytes, parts_of, select
 
 MAX_BYTES, MAX_PIECES = 64 << 20, 8192
 
@@ -32,6 +34,17 @@ def test_many_small_pieces_are_bounded_by_their_number():
     n = 2 * MAX_PIECES + 1
     parts = parts_of(copy_table((0, 2 * i, 0, 2 * i, 1) for i in range(n)), MAX_BYTES, MAX_PIECES)
     assert [len(part) for part in parts] == [MAX_PIECES, MAX_PIECES, 1]
+
+
+def test_tables_are_joined_and_picked_from_row_by_row_wherever_their_rows_lie():
+    rows = [(i % 3, i * 10, i % 2, i * 7, i) for i in range(9)]
+    table = copy_table(rows)
+    assert joined([table[1::2], table[:0], table[::-2]]).tolist() == rows[1::2] + rows[::-2]
+    assert select(table, table["length"] % 2 == 0).tolist() == rows[::2]
+    assert select(table[::-1], np.array([0, 3, 3])).tolist() == [rows[8], rows[5], rows[5]]
+    picked = select(table, np.array([4]))
+    picked["length"] = 99
+    assert table.tolist() == rows
 
 
 def test_what_needs_no_cut_stays_as_it_is_and_the_rest_keeps_every_byte():

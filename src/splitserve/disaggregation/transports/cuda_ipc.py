@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from splitserve._native import ScatterCopy
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, num_bytes
+from splitserve.disaggregation.copies import Copies, num_bytes, select
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused
 from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
@@ -225,8 +225,8 @@ class CudaIpcOutgoing:
         from_device = self._ours_on_device[copies["src_region"]]
         if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
             raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
-        self._write_device(copies[from_device], deadline)
-        self._write_host(copies[~from_device], deadline)
+        self._write_device(select(copies, from_device), deadline)
+        self._write_host(select(copies, ~from_device), deadline)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)

@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
-import numpy as np
 
-from splitserve.disaggregation.copies import Copies, copy_table
+from splitserve.disaggregation.copies import Copies, copy_table, joined
 from splitserve.disaggregation.transports.backend import Backend, LocalOutgoing, Outgoing, Proof
 from splitserve.disaggregation.transports.base import (
     PeerAddress,
@@ -75,7 +74,7 @@ def _joined(writes: Sequence[Write]) -> Write:
     """One write of all their bytes, under the first one's name."""
     if len(writes) == 1:
         return writes[0]
-    copies = np.concatenate([write.copies for write in writes])
+    copies = joined([write.copies for write in writes])
     return Write(writes[0].ticket, copies, sum(write.num_bytes for write in writes))
 
 
