@@ -133,7 +133,7 @@ class World:
             for end in pair:
                 end.close()
         assert self.backend.violations == []
-        assert [i for i, _ in self.ends] == sorted({i for i, _ in self.ends})
+        assert [i for i, _ in self.ends] == list(range(len(self.ends)))
 
     @property
     def states(self):
@@ -234,6 +234,31 @@ def test_a_stop_ends_what_is_unproven_and_what_waits(stop_at):
     num_done = 1 + (stop_at == 999)
     assert world.states == [DONE] * num_done + [FAILED] * (4 - num_done)
     assert {status.error for _, status in world.ends[num_done:]} == {"enough"}
+
+
+def test_a_stop_between_two_writes_takes_no_proof_along(monkeypatch):
+    backend = Backend()
+    take_behind = Sender._take_behind
+
+    def stop_once_taken(sender):
+        taken = take_behind(sender)
+        if taken:
+            stopper.start()
+            while sender._stopped is None:
+                pass
+        return taken
+
+    monkeypatch.setattr(Sender, "_take_behind", stop_once_taken)
+    world = World(backend)
+    monkeypatch.setattr(sending, "knock", world.knock)
+    stopper = threading.Thread(target=lambda: world.sender.stop("enough"))
+    world.offer([JOINED, 999, 998])
+    backend.go_on.set()
+    world.until(3)
+    stopper.join(DEADLINE)
+    world.close()
+    assert world.states == [DONE, FAILED, FAILED]
+    assert [i for i, _ in world.ends] == [0, 1, 2]
 
 
 @given(

@@ -204,7 +204,8 @@ class Sender:
             # Behind others a write goes over their connection, or is lost with them.
             outgoing = outgoing or (self._outgoing if self._unproven else None) or self._connect()
         except Exception as error:
-            # Not a byte of these writes was sent.
+            # Not a byte of these writes was sent. What was sent before them ends first.
+            self._settle()
             why = self._stopped or f"cannot connect to {self._where}: {_text(error)}"
             self._end(batch, WriteStatus(WriteState.FAILED, why))
             return
