@@ -91,7 +91,7 @@ def test_threads_that_copy_together_take_each_byte_once(way, part):
 
     def advance():
         while not copy.is_complete:
-            copy.advance_together(part)
+            copy.advance(part)
             taken.append(part)
 
     with ThreadPoolExecutor(3) as pool:

@@ -129,7 +129,7 @@ class ScatterCopy:
             first, second = self._sorted.ctypes.data, self._sorted[1].ctypes.data
             self._address = _library.scatter_sort(self._address, len(copies), sources.address, first, second)
         self._at = _Position()
-        # Of `_at`, among those that advance together.
+        # Of `_at`, among threads that advance at once.
         self._lock = threading.Lock()
 
     @property
@@ -138,31 +138,22 @@ class ScatterCopy:
         return bool(self._at.piece == self._num_pieces)
 
     def advance(self, max_bytes: int) -> None:
-        """Copy the next bytes, `max_bytes` or as many as there are; other Python threads run meanwhile."""
-        if _library is None:
-            self._advance_slowly(max_bytes)
-        else:
-            self._copy(self._at, max_bytes)
+        """Copy the next bytes, `max_bytes` or as many as there are; other Python threads run meanwhile.
 
-    def advance_together(self, max_bytes: int) -> None:
-        """The same for several threads at once: each copies a part of its own. Without C they take turns."""
+        For several threads at once: each copies a part of its own. Without C they take turns.
+        """
         with self._lock:
             if _library is None:
                 self._advance_slowly(max_bytes)
                 return
             begin = _Position(self._at.piece, self._at.offset)
             _library.scatter_skip(self._address, self._num_pieces, self._at, max_bytes)
-        self._copy(begin, max_bytes)
-
-    def _copy(self, at: _Position, max_bytes: int) -> None:
-        """From `at`, which is moved on."""
-        assert _library is not None
         _library.scatter_copy(
             self._address,
             self._num_pieces,
             self._sources.address,
             self._targets.address,
-            at,
+            begin,
             max_bytes,
             self._store_bytes,
         )

@@ -42,7 +42,7 @@ from splitserve.bench.transfer_plan import (
     memory_of,
 )
 from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
-from splitserve.disaggregation.copies import Copies, num_bytes
+from splitserve.disaggregation.copies import Copies, joined, num_bytes
 from splitserve.disaggregation.transports.base import PeerAddress, WriteState
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.testing.transfer_peer import End, PeerProcess
@@ -152,7 +152,7 @@ class _Pair:
 
 def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> TransferFigures:
     writes, repeats = batch_of(case), batches_a_run(case.total_bytes)
-    all_bytes = np.concatenate(writes)
+    all_bytes = joined(writes)
     pair.write(*writes)
     limits, ours = [], []
     for _ in range(runs):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve import _native
+from splitserve._native import num_bytes as num_bytes
 
 COPY = np.dtype(
     [("src_region", "<u4"), ("src_offset", "<u8"), ("dst_region", "<u4"), ("dst_offset", "<u8"), ("length", "<u8")]
@@ -42,10 +42,6 @@ def select(copies: Copies, which: NDArray[Any]) -> Copies:
     """A table of these rows: a mask, or their numbers."""
     table: Copies = copies.view(_ROW)[which].view(COPY)
     return table
-
-
-def num_bytes(copies: Copies) -> int:
-    return _native.num_bytes(copies)
 
 
 def coalesce(copies: Copies) -> Copies:

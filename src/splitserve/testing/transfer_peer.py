@@ -81,17 +81,12 @@ class End:
 
     def outcome(self, ticket: Ticket, timeout: float = ANSWER_TIMEOUT) -> WriteStatus:
         """The ticket's final status. Raises AssertionError where it has none in time."""
-        status = self.transport.poll(ticket)
-        if status.is_final:
-            return status
         end = time.monotonic() + timeout
-        while time.monotonic() < end:
+        while not (status := self.transport.poll(ticket)).is_final:
+            if not self.progress.wait(end - time.monotonic()):
+                raise AssertionError("the write did not end")
             self.progress.clear()
-            status = self.transport.poll(ticket)
-            if status.is_final:
-                return status
-            self.progress.wait(end - time.monotonic())
-        raise AssertionError("the write did not end")
+        return status
 
     def close(self) -> None:
         self.transport.close()

@@ -190,7 +190,7 @@ def shared(monkeypatch):
 def meet(monkeypatch, then):
     """`then` is called once two threads are inside the gate at the same time, before either copies a byte."""
     barrier = threading.Barrier(2, then)
-    advance = shm.ScatterCopy.advance_together
+    advance = shm.ScatterCopy.advance
     threads = set()
 
     def advance_after_meeting(copy, max_bytes):
@@ -199,7 +199,7 @@ def meet(monkeypatch, then):
             barrier.wait(DEADLINE)
         advance(copy, max_bytes)
 
-    monkeypatch.setattr(shm.ScatterCopy, "advance_together", advance_after_meeting)
+    monkeypatch.setattr(shm.ScatterCopy, "advance", advance_after_meeting)
     return threads
 
 
@@ -215,15 +215,21 @@ def test_threads_share_a_large_write(shared, monkeypatch):
 
 def test_a_small_write_is_one_threads(shared, monkeypatch):
     _, there, _, outgoing = shared
-    threads = meet(monkeypatch, lambda: None)
+    advance, threads = shm.ScatterCopy.advance, []
+
+    def noted(copy, max_bytes):
+        threads.append(threading.get_ident())
+        advance(copy, max_bytes)
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance", noted)
     outgoing.write(0, copy_table([(0, 0, 0, 0, 2 * PART_BYTES - 1)]), Deadline(DEADLINE))
-    assert not threads
+    assert threads == [threading.get_ident()] * 2
     assert np.count_nonzero(there) == 2 * PART_BYTES - 1
 
 
 def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monkeypatch):
     here, there, incoming, outgoing = shared
-    advance, check, caller = shm.ScatterCopy.advance_together, ShmOutgoing._check, threading.get_ident()
+    advance, check, caller = shm.ScatterCopy.advance, ShmOutgoing._check, threading.get_ident()
     both_are_inside = threading.Barrier(2, incoming.revoke)
     checks, caller_is_out, fenced = [], threading.Event(), []
 
@@ -242,7 +248,7 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
         check(self, deadline)
 
     # The gate closes while both are inside; then the caller goes out, and the other stays.
-    monkeypatch.setattr(shm.ScatterCopy, "advance_together", advance_last)
+    monkeypatch.setattr(shm.ScatterCopy, "advance", advance_last)
     monkeypatch.setattr(ShmOutgoing, "_check", note_check)
     with pytest.raises(WriteRefused, match="drained"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
@@ -256,14 +262,14 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
 def test_an_error_of_either_thread_fails_a_shared_write_once_both_are_out(shared, monkeypatch, is_caller):
     here, _, incoming, outgoing = shared
     meet(monkeypatch, lambda: None)
-    advance, caller = shm.ScatterCopy.advance_together, threading.get_ident()
+    advance, caller = shm.ScatterCopy.advance, threading.get_ident()
 
     def fail(copy, max_bytes):
         advance(copy, max_bytes)
         if (threading.get_ident() == caller) == is_caller:
             raise OSError("no more")
 
-    monkeypatch.setattr(shm.ScatterCopy, "advance_together", fail)
+    monkeypatch.setattr(shm.ScatterCopy, "advance", fail)
     with pytest.raises(OSError, match="no more"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
     incoming.revoke()

@@ -201,8 +201,7 @@ class Sender:
         try:
             if self._stopped:
                 raise ConnectionAbortedError(self._stopped)
-            # Behind others a write goes over their connection, or is lost with them.
-            outgoing = outgoing or (self._outgoing if self._unproven else None) or self._connect()
+            outgoing = outgoing or self._connect()
         except Exception as error:
             # Not a byte of these writes was sent. What was sent before them ends first.
             self._settle()
@@ -286,7 +285,8 @@ class Sender:
         self._finish([write.ticket for write in batch.writes], status)
 
     def _connect(self) -> Outgoing:
-        if self._outgoing is not None and self._outgoing.is_alive():
+        # Behind others a write goes over their connection, on which their proofs may lie, or is lost with them.
+        if self._outgoing is not None and (self._unproven or self._outgoing.is_alive()):
             return self._outgoing
         self._disconnect()
         deadline = Deadline(self._options.connect_timeout)

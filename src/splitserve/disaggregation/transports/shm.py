@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import msgspec
 from splitserve._native import ScatterCopy, copy_at_once
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused
 from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, file_ref
@@ -126,12 +126,9 @@ class ShmIncoming(GatedIncoming):
 class ShmOutgoing:
     """Holds mappings of the receiver's files, and with them their memory, until it is closed."""
 
-    def __init__(self, sock: socket.socket | None, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
+    def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
         check_host(welcome.host, this_host(), "shm")
-        # Kept, because making one takes as long as what it is asked: whether the peer has closed the connection.
-        self._poller = select.poll()
-        if sock is not None:
-            self._poller.register(sock, select.POLLIN)
+        self._socket = sock
         self._ours = ours
         self._interrupted = False
         # Many regions lie in one file: a pool is one.
@@ -159,7 +156,7 @@ class ShmOutgoing:
         if len(self._keys) > 1 and num_bytes >= SHARED_BYTES:
             self._share(copy, deadline)
         else:
-            self._carry_out(copy, copy.advance, self._keys[0], deadline)
+            self._carry_out(copy, self._keys[0], deadline)
 
     def _share(self, copy: ScatterCopy, deadline: Deadline) -> None:
         """Returns, or raises, when no thread is at it any more."""
@@ -169,17 +166,17 @@ class ShmOutgoing:
             # A system that has no more threads: those that there are do it.
             with contextlib.suppress(RuntimeError):
                 for key in others:
-                    parts.append(pool.submit(self._carry_out, copy, copy.advance_together, key, deadline))
-            self._carry_out(copy, copy.advance_together, first, deadline)
+                    parts.append(pool.submit(self._carry_out, copy, key, deadline))
+            self._carry_out(copy, first, deadline)
         for part in parts:
             part.result()
 
-    def _carry_out(self, copy: ScatterCopy, advance: Callable[[int], None], key: GateKey, deadline: Deadline) -> None:
-        """Part after part until none is left. advance: of `copy`, alone or together with others."""
+    def _carry_out(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
+        """Part after part until none is left, alone or beside other threads."""
         while not copy.is_complete:
             self._check(deadline)
             with key.held():
-                advance(PART_BYTES)
+                copy.advance(PART_BYTES)
 
     def _check(self, deadline: Deadline) -> None:
         deadline.remaining()
@@ -194,7 +191,7 @@ class ShmOutgoing:
                 raise WriteRefused(str(error)) from error
 
     def is_alive(self) -> bool:
-        return not self._poller.poll(0)
+        return not sockets.is_broken(self._socket)
 
     def interrupt(self) -> None:
         self._interrupted = True
