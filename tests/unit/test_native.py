@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve import _native
-from splitserve._native import Numbers, ScatterCopy, copy_at_once, gather_pieces, scatter_pieces
+from splitserve._native import (
+    Numbers,
+    ScatterCopy,
+    blocks_of,
+    coalesce,
+    copy_at_once,
+    gather_pieces,
+    in_source_order,
+    scatter_pieces,
+)
 from splitserve.disaggregation.copies import copy_table, num_bytes
 from splitserve.disaggregation.transports.iovec import iovec_table
 
@@ -135,6 +144,13 @@ def test_pieces_of_a_large_copy_are_taken_by_the_pages_of_their_sources(pages):
     assert copy.is_complete
 
 
+def test_few_bytes_stay_in_their_order(monkeypatch):
+    rows = table([8192, 0], [0, 1], [1, 1])
+    assert in_source_order(rows, 2, Numbers([0])) is rows
+    monkeypatch.setattr(_native, "_library", None)
+    assert in_source_order(rows, 1 << 40, Numbers([0])) is rows
+
+
 def test_no_pieces_are_complete_at_once(way):
     nothing = Numbers([])
     assert scatter_copy(copy_table([]), nothing, nothing).is_complete
@@ -191,3 +207,52 @@ def test_copies_are_added_up_unless_one_is_outside_its_region(rows, lengths, is_
     copies, limits = copy_table(rows), Numbers(lengths)
     assert _native.bytes_inside(copies, limits, is_target=is_target) == expected
     assert _native._bytes_inside_slowly(copies, limits.array, "dst" if is_target else "src") == expected
+
+
+FEW = st.integers(0, 3)
+STEPS = st.lists(st.tuples(st.integers(0, 1), FEW, st.integers(0, 1), FEW, FEW), max_size=12)
+
+
+@given(steps=STEPS, every=st.integers(1, 2))
+def test_what_goes_on_where_the_last_one_ended_joins_it(steps, every):
+    rows, ends = [], [0, 0]
+    for src, gap, dst, other_gap, length in steps:
+        rows.append((src, ends[0] + (gap == 3), dst, ends[1] + (other_gap == 3), length))
+        ends = [rows[-1][1] + length, rows[-1][3] + length]
+    rows = rows[::every]
+    expected = []
+    for src, at, dst, to, length in rows:
+        if expected and (a := expected[-1])[:4] == [src, at - a[4], dst, to - a[4]]:
+            a[4] += length
+        else:
+            expected.append([src, at, dst, to, length])
+    copies = copy_table(rows)
+    assert [list(row) for row in coalesce(copies).tolist()] == expected
+    if len(rows) > 1:
+        assert [list(row) for row in _native._coalesce_slowly(copies).tolist()] == expected
+    assert [list(row) for row in copies.tolist()] == [list(row) for row in rows]
+
+
+@given(
+    rows=st.lists(st.tuples(FEW, st.integers(0, 9), FEW, st.integers(0, 9), st.integers(1, 2)), max_size=6),
+    scale=st.integers(1, 5),
+    is_target=st.booleans(),
+    num_regions=FEW,
+)
+def test_pieces_are_numbered_as_blocks_of_one_size_unless_one_is_none(rows, scale, is_target, num_regions):
+    copies = copy_table((s, a * 2, d, b * scale, n * scale) for s, a, d, b, n in rows)
+    firsts, side = Numbers(i * 1000 for i in range(num_regions)), 2 if is_target else 0
+    ends = [(row[side], row[side + 1], row[4]) for row in copies.tolist()]
+    are_blocks = all(n == scale and region < num_regions and at % scale == 0 for region, at, n in ends)
+    expected = [region * 1000 + at // scale for region, at, _ in ends] if are_blocks else None
+    for found in (
+        blocks_of(copies, scale, firsts, is_target=is_target),
+        _native._blocks_slowly(copies, np.uint64(scale), firsts.array, "dst" if is_target else "src"),
+    ):
+        assert (None if found is None else found.tolist()) == expected
+
+
+def test_rows_that_do_not_lie_together_are_joined_and_numbered_too(way):
+    copies = copy_table([(0, 4, 0, 8, 4), (1, 0, 1, 0, 1), (0, 8, 0, 12, 4), (1, 1, 1, 1, 1)])
+    assert coalesce(copies[::2]).tolist() == [(0, 4, 0, 8, 8)]
+    assert blocks_of(copies[::2], 4, Numbers([10]), is_target=True).tolist() == [12, 13]

@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,16 +30,24 @@ class _Position(ctypes.Structure):
     _fields_ = (("piece", ctypes.c_uint64), ("offset", ctypes.c_uint64))
 
 
+def open_library(name: str) -> ctypes.CDLL | None:
+    """None where it was not built."""
+    spec = importlib.util.find_spec(f"splitserve._native.{name}")
+    return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
+
+
 def _load() -> ctypes.CDLL | None:
-    spec = importlib.util.find_spec("splitserve._native.scatter")
-    if spec is None or spec.origin is None:
+    library = open_library("scatter")
+    if library is None:
         return None
-    library = ctypes.CDLL(spec.origin)
     table = (ctypes.c_void_p, ctypes.c_uint64)
     library.scatter_inside.argtypes = (*table, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
     library.scatter_inside.restype = ctypes.c_int64
     library.scatter_bytes.argtypes = table
     library.scatter_bytes.restype = ctypes.c_uint64
+    library.scatter_coalesce.argtypes = (*table, ctypes.c_void_p)
+    library.scatter_coalesce.restype = ctypes.c_uint64
+    library.scatter_blocks.argtypes = (*table, ctypes.c_uint64, *table, ctypes.c_int, ctypes.c_void_p)
     library.scatter_sort.argtypes = (*table, *[ctypes.c_void_p] * 3)
     library.scatter_sort.restype = ctypes.c_void_p
     library.scatter_copy.argtypes = (
@@ -72,8 +81,8 @@ class Numbers:
         self.address = self.array.ctypes.data
 
 
-def _address(table: Copies) -> int:
-    """Where the rows of a contiguous table begin; numpy's own way takes three times as long, which one page notices."""
+def address_of(table: NDArray[Any]) -> int:
+    """Where a contiguous table begins; numpy's own way takes three times as long, which one page notices."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(table.data))
     except (TypeError, ValueError):
@@ -86,7 +95,7 @@ def num_bytes(copies: Copies) -> int:
     if _library is None:
         return int(copies["length"].sum())
     copies = np.ascontiguousarray(copies)
-    total: int = _library.scatter_bytes(_address(copies), len(copies))
+    total: int = _library.scatter_bytes(address_of(copies), len(copies))
     return total
 
 
@@ -97,7 +106,7 @@ def bytes_inside(copies: Copies, lengths: Numbers, *, is_target: bool) -> int:
     if _library is None:
         return _bytes_inside_slowly(copies, lengths.array, "dst" if is_target else "src")
     copies = np.ascontiguousarray(copies)
-    n: int = _library.scatter_inside(_address(copies), len(copies), lengths.address, len(lengths.array), is_target)
+    n: int = _library.scatter_inside(address_of(copies), len(copies), lengths.address, len(lengths.array), is_target)
     return n
 
 
@@ -110,24 +119,79 @@ def _bytes_inside_slowly(copies: Copies, lengths: NDArray[np.uint64], side: str)
     return ~int(outside.argmax()) if outside.any() else num_bytes(copies)
 
 
+def coalesce(copies: Copies) -> Copies:
+    """The same bytes in fewer copies: each row that goes on where the one before ended, on both sides, joins it."""
+    if len(copies) < 2:
+        return copies
+    if _library is None:
+        return _coalesce_slowly(copies)
+    copies = np.ascontiguousarray(copies)
+    table = np.empty(len(copies), dtype=copies.dtype)
+    return table[: _library.scatter_coalesce(address_of(copies), len(copies), address_of(table))]
+
+
+def _coalesce_slowly(copies: Copies) -> Copies:
+    before, after = copies[:-1], copies[1:]
+    joins = (
+        (after["src_region"] == before["src_region"])
+        & (after["dst_region"] == before["dst_region"])
+        & (after["src_offset"] == before["src_offset"] + before["length"])
+        & (after["dst_offset"] == before["dst_offset"] + before["length"])
+    )
+    firsts = np.flatnonzero(np.concatenate(([True], ~joins)))
+    table: Copies = copies[firsts]
+    table["length"] = np.add.reduceat(copies["length"], firsts)
+    return table
+
+
+def blocks_of(copies: Copies, size: int, firsts: Numbers, *, is_target: bool) -> NDArray[np.int32] | None:
+    """Which block of `size` bytes each source, or target, is; None where one of the copies is no such block.
+
+    `firsts`: the number of each region's first block.
+    """
+    if _library is None:
+        return _blocks_slowly(copies, np.uint64(size), firsts.array, "dst" if is_target else "src")
+    copies = np.ascontiguousarray(copies)
+    blocks = np.empty(len(copies), dtype=np.int32)
+    table = (address_of(copies), len(copies), size, firsts.address, len(firsts.array))
+    return blocks if _library.scatter_blocks(*table, is_target, address_of(blocks)) else None
+
+
+def _blocks_slowly(copies: Copies, size: np.uint64, firsts: NDArray[np.uint64], side: str) -> NDArray[np.int32] | None:
+    regions, offsets = copies[f"{side}_region"], copies[f"{side}_offset"]
+    if (copies["length"] != size).any() or (regions >= len(firsts)).any() or (offsets % size).any():
+        return None
+    blocks: NDArray[np.int32] = (firsts[regions] + offsets // size).astype(np.int32)
+    return blocks
+
+
+def in_source_order(copies: Copies, num_bytes: int, sources: Numbers) -> Copies:
+    """The same copies, `num_bytes` in all, from ORDERED_BYTES on in the order of their source pages.
+
+    A read waits for the translation of its address, a write does not. `sources`: where our regions begin.
+    """
+    if _library is None or num_bytes < ORDERED_BYTES:
+        return copies
+    copies = np.ascontiguousarray(copies)
+    first, second = np.empty((2, len(copies)), dtype=copies.dtype)
+    table = (address_of(copies), len(copies))
+    ordered = _library.scatter_sort(*table, sources.address, address_of(first), address_of(second))
+    return first if ordered == address_of(first) else second if ordered == address_of(second) else copies
+
+
 class ScatterCopy:
     """Carries out a table of copies part by part. `sources`, `targets`: where our regions and the peer's begin.
 
-    From ORDERED_BYTES on in the order of their sources, since a read waits for the translation of its address and a
-    write does not. Nothing is checked (`bytes_inside`): a wrong address ends the process.
+    In `in_source_order`. Nothing is checked (`bytes_inside`): a wrong address ends the process.
     """
 
     def __init__(self, copies: Copies, num_bytes: int, sources: Numbers, targets: Numbers) -> None:
         """`num_bytes`: of all copies."""
         self._sources, self._targets = sources, targets
         self._num_pieces = len(copies)
-        self._copies = np.ascontiguousarray(copies)
-        self._address = _address(self._copies)
+        self._copies = np.ascontiguousarray(in_source_order(copies, num_bytes, sources))
+        self._address = address_of(self._copies)
         self._store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
-        if _library is not None and num_bytes >= ORDERED_BYTES:
-            self._sorted = np.empty((2, len(copies)), dtype=copies.dtype)
-            first, second = self._sorted.ctypes.data, self._sorted[1].ctypes.data
-            self._address = _library.scatter_sort(self._address, len(copies), sources.address, first, second)
         self._at = _Position()
         # Of `_at`, among threads that advance at once.
         self._lock = threading.Lock()
@@ -181,7 +245,7 @@ def copy_at_once(copies: Copies, num_bytes: int, sources: Numbers, targets: Numb
     copies = np.ascontiguousarray(copies)
     store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
     n, at = len(copies), _Position()
-    _library.scatter_copy(_address(copies), n, sources.address, targets.address, at, num_bytes, store_bytes)
+    _library.scatter_copy(address_of(copies), n, sources.address, targets.address, at, num_bytes, store_bytes)
 
 
 def gather_pieces(pieces: Copies, buffer: int) -> None:
@@ -192,7 +256,7 @@ def gather_pieces(pieces: Copies, buffer: int) -> None:
     if _library is None:
         _move_slowly(pieces, buffer, is_out=False)
     else:
-        _library.scatter_pieces(_address(pieces), len(pieces), buffer, False, 0)
+        _library.scatter_pieces(address_of(pieces), len(pieces), buffer, False, 0)
 
 
 def scatter_pieces(buffer: int, pieces: Copies) -> None:
@@ -200,7 +264,7 @@ def scatter_pieces(buffer: int, pieces: Copies) -> None:
     if _library is None:
         _move_slowly(pieces, buffer, is_out=True)
     else:
-        _library.scatter_pieces(_address(pieces), len(pieces), buffer, True, STORE_BYTES)
+        _library.scatter_pieces(address_of(pieces), len(pieces), buffer, True, STORE_BYTES)
 
 
 def _move_slowly(pieces: Copies, buffer: int, *, is_out: bool) -> None:

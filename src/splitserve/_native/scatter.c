@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "copies.h"
+
 /* Pieces ahead whose first bytes are asked for, so that their address translations are at hand when their turn comes. */
 #define PIECES_AHEAD 8
 /* Bytes ahead of the one being read, over the end of a piece into the next: but for a line a page, over whose ends the
@@ -112,15 +114,6 @@ static void fence(void)
 #endif
 }
 
-/* A row of the copy table (copies.py), as numpy packs it. */
-struct __attribute__((packed)) copy {
-    uint32_t src_region;
-    uint64_t src_offset;
-    uint32_t dst_region;
-    uint64_t dst_offset;
-    uint64_t length;
-};
-
 /* Bytes of n copies, or, where the source or target of copy i is the first that is not inside its region, ~i (which is
  * negative). lengths: of the regions. They are real memory: a table that would add up to 2^63 is longer than any. */
 int64_t scatter_inside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
@@ -146,14 +139,41 @@ uint64_t scatter_bytes(const struct copy *copies, uint64_t n)
     return bytes;
 }
 
-static const char *source(const struct copy *copy, const uint64_t *bases)
+static int goes_on(const struct copy *after, const struct copy *before)
 {
-    return (const char *)(uintptr_t)(bases[copy->src_region] + copy->src_offset);
+    return after->src_region == before->src_region && after->dst_region == before->dst_region &&
+           after->src_offset == before->src_offset + before->length &&
+           after->dst_offset == before->dst_offset + before->length;
 }
 
-static char *target(const struct copy *copy, const uint64_t *bases)
+/* n copies into `out`, each that goes on where the one before ended as a part of it. Returns how many there are then. */
+uint64_t scatter_coalesce(const struct copy *copies, uint64_t n, struct copy *out)
 {
-    return (char *)(uintptr_t)(bases[copy->dst_region] + copy->dst_offset);
+    uint64_t count = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        if (count && goes_on(&copies[i], &out[count - 1]))
+            out[count - 1].length += copies[i].length;
+        else
+            out[count++] = copies[i];
+    }
+    return count;
+}
+
+/* Which block of `size` bytes each source, or target, of n copies is. firsts: number of each region's first block.
+ * Returns 0 where a copy is no such block. size: at least 1.
+ */
+int scatter_blocks(const struct copy *copies, uint64_t n, uint64_t size, const uint64_t *firsts, uint64_t num_regions,
+                   int is_target, int32_t *blocks)
+{
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t region = is_target ? copies[i].dst_region : copies[i].src_region;
+        uint64_t offset = is_target ? copies[i].dst_offset : copies[i].src_offset;
+        uint64_t block = offset / size;
+        if (copies[i].length != size || region >= num_regions || block * size != offset)
+            return 0;
+        blocks[i] = (int32_t)(firsts[region] + block);
+    }
+    return 1;
 }
 
 /* Bits of an address that one pass sorts by, and those that no pass looks at: within a page order does not matter. */

@@ -54,8 +54,8 @@ def install(visit: Visit) -> None:
     _wrap(DecodeRole, "finish_step", _after, visit, Stage.MID_STREAM)
 
     # Only `tcp` moves bytes by these.
-    iovec.send_all = _halved(iovec.send_all, visit)
-    iovec.receive_all = _after(_halved(iovec.receive_all, visit), visit, Stage.MID_CHUNK)
+    iovec.send_copies = _halved(iovec.send_copies, visit)
+    iovec.receive_copies = _after(_halved(iovec.receive_copies, visit), visit, Stage.MID_CHUNK)
 
 
 def _wrap(owner: type, name: str, how: Callable[..., Any], visit: Visit, stage: Stage) -> None:
@@ -81,14 +81,14 @@ def _before(function: Callable[..., Any], visit: Visit, stage: Stage) -> Callabl
     return wrapped
 
 
-def _halved(move_all: Callable[..., None], visit: Visit) -> Callable[..., None]:
-    """`move_all(socket, table, ...)` in two calls of half the pieces each, with the visit between them."""
+def _halved(move: Callable[..., None], visit: Visit) -> Callable[..., None]:
+    """`move(socket, copies, ...)` in two calls of half the copies each, with the visit between; a head in the first."""
 
-    @functools.wraps(move_all)
-    def wrapped(sock: Any, table: Any, *more: Any) -> None:
-        half = len(table) // 2
-        move_all(sock, table[:half], *more)
+    @functools.wraps(move)
+    def wrapped(sock: Any, copies: Any, *more: Any, **head: Any) -> None:
+        half = len(copies) // 2
+        move(sock, copies[:half], *more, **head)
         visit(Stage.MID_TRANSFER)
-        move_all(sock, table[half:], *more)
+        move(sock, copies[half:], *more)
 
     return wrapped

@@ -6,9 +6,10 @@ import threading
 import numpy as np
 import pytest
 
+from splitserve import _native
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import tcp
+from splitserve.disaggregation.transports import iovec, tcp
 from splitserve.disaggregation.transports.base import WriteState
 from splitserve.disaggregation.transports.frames import receive_reply, send_reply
 from splitserve.disaggregation.transports.sockets import Deadline
@@ -83,6 +84,31 @@ def test_a_refused_part_fails_its_write_and_no_other(ends, write_all, monkeypatc
     assert [status.state for status in statuses] == [WriteState.FAILED, WriteState.DONE]
     assert (ends[1].memory[0][:MIB] == ends[0].memory[0][MIB : 2 * MIB]).all()
     assert not ends[1].memory[0][MIB : 3 * MIB].any()
+
+
+def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch):
+    monkeypatch.setattr(_native, "ORDERED_BYTES", MIB)
+    order, send_copies = [], iovec.send_copies
+
+    def record(sock, copies, *args, **head):
+        order.extend(copies["src_offset"].tolist())
+        send_copies(sock, copies, *args, **head)
+
+    monkeypatch.setattr(iovec, "send_copies", record)
+    src, dst = End("tcp", [2 * MIB]), End("tcp", [2 * MIB])
+    try:
+        random = np.random.default_rng(1)
+        src.memory[0][:] = random.integers(1, 256, 2 * MIB, dtype=np.uint8)
+        pages, places = random.permutation(512)[:300].tolist(), random.permutation(512).tolist()
+        rows = [(0, page * 4096, 0, place * 4096, 4096) for page, place in zip(pages, places, strict=False)]
+        assert src.outcome(src.transport.write(dst.transport.open_session(), copy_table(rows))).error is None
+        for _, source, _, target, n in rows:
+            assert (dst.memory[0][target : target + n] == src.memory[0][source : source + n]).all()
+    finally:
+        src.close()
+        dst.close()
+    if _native.is_built:
+        assert order == [source for _, source, *_ in sorted(rows, key=lambda row: row[1])]
 
 
 def test_a_reply_that_is_there_is_not_late():

@@ -13,9 +13,6 @@ import socket
 import struct
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import WriteRefused
@@ -53,12 +50,12 @@ class WriteFrame:
         return None
 
 
-def write_frame(ticket_id: int, copies: Copies) -> NDArray[np.uint8]:
+def write_frame(ticket_id: int, copies: Copies) -> bytes:
     """Header and table of ranges, in one piece. Raises WriteRefused for more ranges than fit."""
     if len(copies) > MAX_RANGES:
         raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
     header = _WRITE.pack(MAGIC, len(copies), ticket_id, num_bytes(copies))
-    return np.frombuffer(header + encode_targets(copies), dtype=np.uint8)
+    return header + encode_targets(copies)
 
 
 def receive_write_frame(sock: socket.socket) -> WriteFrame | None:

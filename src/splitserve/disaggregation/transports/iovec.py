@@ -1,7 +1,8 @@
-"""Scatter-gather over a socket without a Python object per piece: the kernel's own iovec table is built by numpy.
+"""Scatter-gather over a socket without a Python object per piece.
 
-`send_all` and `receive_all` call sendmsg(2) and recvmsg(2) with tables of up to 1,024 pieces. ctypes lets Python's lock
-go for the time of the call.
+`send_copies` and `receive_copies` move whole copy tables by sendmsg(2) and recvmsg(2), up to 1,024 pieces a call, in C
+(`_native/stream.c`): what Python does between two calls, the sender's processor does not spend on packets. Where that
+was not built, the kernel's own iovec table is made by numpy. Python's lock is free meanwhile.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import errno
 import os
 import socket
 import sys
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from splitserve._native import address_of, open_library
+from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sockets import Deadline, set_send_timeout
 
 # struct iovec on 64-bit systems: base, length.
@@ -23,6 +29,10 @@ IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 MAX_PIECES_PER_CALL = 1024
 
 _IS_LINUX = sys.platform == "linux"
+# A broken connection is an error, no signal.
+_SEND_FLAGS = socket.MSG_NOSIGNAL if _IS_LINUX else 0
+# stream.c: the connection has ended.
+_ENDED = -1
 
 
 class _MsgHdr(ctypes.Structure):
@@ -45,41 +55,81 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.restype = ctypes.c_ssize_t
 
 
-_NO_BYTES = np.empty(0, dtype=np.uint8)
+def _load() -> ctypes.CDLL | None:
+    library = open_library("stream")
+    if library is not None:
+        table = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
+        head = (ctypes.c_void_p, ctypes.c_uint64)
+        library.stream_send.argtypes = (ctypes.c_int, *head, *table, ctypes.c_int, ctypes.c_uint64, ctypes.c_double)
+        library.stream_receive.argtypes = (ctypes.c_int, *table)
+    return library
 
 
-def iovec_table(
-    addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], head: NDArray[np.uint8] = _NO_BYTES
-) -> NDArray[np.void]:
+_library = _load()
+
+
+def send_copies(
+    sock: socket.socket, copies: Copies, memory: Memory, max_bytes: int, deadline: Deadline, head: bytes = b""
+) -> None:
+    """Send the head, then the sources of the copies, in order and at most `max_bytes` a call of the kernel.
+
+    `memory`: ours. Raises OSError; TimeoutError at the deadline.
+    """
+    if _library is None:
+        table = iovec_table(memory.sources(copies), copies["length"], head)
+        _move_slowly(sock, table, _Call(_libc.sendmsg, _SEND_FLAGS, max_bytes, deadline))
+        return
+    copies = np.ascontiguousarray(copies)
+    _check(
+        _library.stream_send(
+            sock.fileno(),
+            head,
+            len(head),
+            address_of(copies),
+            len(copies),
+            memory.bases.address,
+            _SEND_FLAGS,
+            max_bytes,
+            deadline.left,
+        )
+    )
+
+
+def receive_copies(sock: socket.socket, copies: Copies, memory: Memory) -> None:
+    """Fill the targets of the copies in order. Raises OSError, ConnectionError where the connection ends before."""
+    if _library is None:
+        table = iovec_table(memory.targets(copies), copies["length"])
+        # The kernel returns when the pieces of a call are full, or the connection ends.
+        _move_slowly(sock, table, _Call(_libc.recvmsg, socket.MSG_WAITALL))
+        return
+    copies = np.ascontiguousarray(copies)
+    _check(_library.stream_receive(sock.fileno(), address_of(copies), len(copies), memory.bases.address))
+
+
+def iovec_table(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], head: bytes = b"") -> NDArray[np.void]:
     """A table of the bytes of `head`, which must outlive it, and the pieces; empty ones are left out."""
     table = np.empty((1 + len(addresses), 2), dtype=np.uint64)
-    table[0] = head.ctypes.data, head.nbytes
+    table[0] = np.frombuffer(head, dtype=np.uint8).ctypes.data, len(head)
     table[1:, 0], table[1:, 1] = addresses, lengths
     if not table[:, 1].all():
         table = table[table[:, 1] > 0]
     return table.view(IOVEC).reshape(-1)
 
 
-def send_all(sock: socket.socket, table: NDArray[np.void], max_bytes: int, deadline: Deadline) -> None:
-    """Send all pieces in order, at most `max_bytes`, or one piece, a call. Raises OSError. Spoils `table`."""
-    flags = socket.MSG_NOSIGNAL if _IS_LINUX else 0
-    _move_all(_libc.sendmsg, sock, table, flags, max_bytes, deadline)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Of the kernel."""
+
+    function: ctypes._NamedFuncPointer
+    flags: int
+    # In one call, or one piece.
+    max_bytes: int = 1 << 62
+    # Of a send.
+    deadline: Deadline | None = None
 
 
-def receive_all(sock: socket.socket, table: NDArray[np.void]) -> None:
-    """Fill all pieces in order. Raises OSError, ConnectionError where the connection ends before. Spoils `table`."""
-    # The kernel returns when the pieces of a call are full, or the connection ends.
-    _move_all(_libc.recvmsg, sock, table, socket.MSG_WAITALL, 1 << 62)
-
-
-def _move_all(
-    call: ctypes._NamedFuncPointer,
-    sock: socket.socket,
-    table: NDArray[np.void],
-    flags: int,
-    max_bytes: int,
-    deadline: Deadline | None = None,
-) -> None:
+def _move_slowly(sock: socket.socket, table: NDArray[np.void], call: _Call) -> None:
+    """Spoils `table`."""
     ends = np.cumsum(table["length"])
     address = table.ctypes.data
     first, moved = 0, 0
@@ -87,17 +137,18 @@ def _move_all(
     while first < len(table):
         header.iov = address + first * IOVEC.itemsize
         # Of the table's own type: for any other numpy converts all of it.
-        last = int(np.searchsorted(ends, np.uint64(moved + max_bytes), side="right"))
+        last = int(np.searchsorted(ends, np.uint64(moved + call.max_bytes), side="right"))
         header.iovlen = min(max(last - first, 1), MAX_PIECES_PER_CALL)
-        if deadline is not None:
+        if call.deadline is not None:
             # The kernel's own timeout begins anew with each call.
-            set_send_timeout(sock, deadline.remaining())
-        n = call(sock.fileno(), ctypes.byref(header), flags)
+            set_send_timeout(sock, call.deadline.remaining())
+        n = call.function(sock.fileno(), ctypes.byref(header), call.flags)
         if n < 0:
-            _raise(ctypes.get_errno())
-            continue
+            if (code := ctypes.get_errno()) == errno.EINTR:
+                continue
+            _raise(code)
         if n == 0:
-            raise ConnectionError("connection closed inside a write")
+            _raise(_ENDED)
         moved += n
         if moved == ends[-1]:
             return
@@ -109,10 +160,14 @@ def _move_all(
             table["length"][first] = left
 
 
-def _raise(code: int) -> None:
-    """Returns only for EINTR: try again."""
-    if code == errno.EINTR:
-        return
+def _check(code: int) -> None:
+    if code:
+        _raise(code)
+
+
+def _raise(code: int) -> NoReturn:
+    if code == _ENDED:
+        raise ConnectionError("connection closed inside a write")
     if code in (errno.EAGAIN, errno.EWOULDBLOCK):
         raise TimeoutError("the peer did not keep up")
     raise OSError(code, os.strerror(code))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from splitserve._native import Numbers, blocks_of
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.memory import Memory
 
@@ -35,8 +36,8 @@ class _Grid:
     ours: Any
     theirs: Any
     # The number of each region's first block.
-    our_firsts: NDArray[np.uint64]
-    their_firsts: NDArray[np.uint64]
+    our_firsts: Numbers
+    their_firsts: Numbers
 
     def release(self) -> None:
         self.ours.release()
@@ -54,13 +55,26 @@ class Requests:
         self._grids: dict[int, _Grid] = {}
 
     def make(self, batch: Copies, note: bytes) -> Any:
-        """A request to be posted and released. The peer is notified of `note` when all of it has arrived."""
-        if grid := self._grid(batch):
-            ours = grid.our_firsts[batch["src_region"]] + batch["src_offset"] // batch["length"]
-            theirs = grid.their_firsts[batch["dst_region"]] + batch["dst_offset"] // batch["length"]
-            return self._agent.make_prepped_xfer(
-                "WRITE", grid.ours, ours.astype(np.int32), grid.theirs, theirs.astype(np.int32), note
-            )
+        """A request to be posted and released. The peer is notified of `note` when all of it has arrived.
+
+        No piece is empty, and there is one at least.
+        """
+        request = self._make_of_blocks(batch, note)
+        return self._make_of_pieces(batch, note) if request is None else request
+
+    def _make_of_blocks(self, batch: Copies, note: bytes) -> Any:
+        """None where its pieces are no blocks of one size."""
+        size = int(batch["length"][0])
+        grid = self._grid(batch, size) if len(batch) > 1 else None
+        if grid is None:
+            return None
+        ours = blocks_of(batch, size, grid.our_firsts, is_target=False)
+        theirs = blocks_of(batch, size, grid.their_firsts, is_target=True)
+        if ours is None or theirs is None:
+            return None
+        return self._agent.make_prepped_xfer("WRITE", grid.ours, ours, grid.theirs, theirs, note)
+
+    def _make_of_pieces(self, batch: Copies, note: bytes) -> Any:
         ours = self._agent.get_xfer_descs(_descriptors(self._sources.sources(batch), batch), "DRAM")
         theirs = self._agent.get_xfer_descs(_descriptors(self._targets.targets(batch), batch), "DRAM")
         return self._agent.initialize_xfer("WRITE", ours, theirs, self._peer, note)
@@ -71,30 +85,33 @@ class Requests:
             grid.release()
         self._grids.clear()
 
-    def _grid(self, batch: Copies) -> _Grid | None:
-        """The lists to pick this batch from; None where its pieces are no blocks of one size."""
-        lengths = batch["length"]
-        block = lengths[0]
-        if len(batch) == 1 or (lengths != block).any():
+    def _grid(self, batch: Copies, size: int) -> _Grid | None:
+        """The lists of blocks of this size; None where there are none yet, and the batch is not made of them."""
+        if size in self._grids:
+            return self._grids[size]
+        our_blocks, their_blocks = _num_blocks(self._sources, size), _num_blocks(self._targets, size)
+        if max(our_blocks.sum(), their_blocks.sum()) > MAX_BLOCKS or not _are_blocks(batch, size):
             return None
-        if (batch["src_offset"] % block).any() or (batch["dst_offset"] % block).any():
-            return None
-        size = int(block)
-        if max(_num_blocks(memory, size).sum() for memory in (self._sources, self._targets)) > MAX_BLOCKS:
-            return None
-        if size not in self._grids:
-            if len(self._grids) == MAX_GRIDS:
-                self._grids.pop(next(iter(self._grids))).release()
-            ours, our_firsts = self._prepare(_LOCAL, self._sources, size)
-            theirs, their_firsts = self._prepare(self._peer, self._targets, size)
-            self._grids[size] = _Grid(ours, theirs, our_firsts, their_firsts)
+        if len(self._grids) == MAX_GRIDS:
+            self._grids.pop(next(iter(self._grids))).release()
+        ours = self._prepare(_LOCAL, self._sources, our_blocks, size)
+        theirs = self._prepare(self._peer, self._targets, their_blocks, size)
+        self._grids[size] = _Grid(ours, theirs, _firsts(our_blocks), _firsts(their_blocks))
         return self._grids[size]
 
-    def _prepare(self, agent_name: str, memory: Memory, size: int) -> tuple[Any, NDArray[np.uint64]]:
-        counts = _num_blocks(memory, size)
+    def _prepare(self, agent_name: str, memory: Memory, counts: NDArray[np.uint64], size: int) -> Any:
         rows = [(r.address, size, 0, size, n) for r, n in zip(memory.regions, counts, strict=True) if n]
-        prepared = self._agent.prep_xfer_dlist(agent_name, np.array(rows, dtype=np.uint64), "DRAM")
-        return prepared, np.cumsum(counts) - counts
+        return self._agent.prep_xfer_dlist(agent_name, np.array(rows, dtype=np.uint64), "DRAM")
+
+
+def _are_blocks(batch: Copies, size: int) -> bool:
+    offsets = (batch["src_offset"] % size, batch["dst_offset"] % size)
+    return bool((batch["length"] == size).all()) and not any(rest.any() for rest in offsets)
+
+
+def _firsts(counts: NDArray[np.uint64]) -> Numbers:
+    """The number of each region's first block."""
+    return Numbers((np.cumsum(counts) - counts).tolist())
 
 
 def _num_blocks(memory: Memory, size: int) -> NDArray[np.uint64]:
@@ -103,4 +120,6 @@ def _num_blocks(memory: Memory, size: int) -> NDArray[np.uint64]:
 
 def _descriptors(addresses: NDArray[np.uint64], batch: Copies) -> NDArray[np.uint64]:
     """As the library takes them: address, length, device 0."""
-    return np.stack([addresses, batch["length"], np.zeros(len(batch), dtype=np.uint64)], axis=1)
+    table = np.zeros((len(batch), 3), dtype=np.uint64)
+    table[:, 0], table[:, 1] = addresses, batch["length"]
+    return table

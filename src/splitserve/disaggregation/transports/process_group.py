@@ -184,7 +184,7 @@ class ProcessGroupOutgoing:
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         sockets.set_send_timeout(self._socket, deadline.remaining())
-        self._socket.sendall(write_frame(ticket_id, copies).data)
+        self._socket.sendall(write_frame(ticket_id, copies))
         # What the receiver owes us a reply for, oldest first: the frame, then pieces.
         owed: deque[Works] = deque([[]])
         try:

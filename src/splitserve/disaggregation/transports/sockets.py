@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 SOCKET_BUFFER_BYTES = 4 << 20
+_LATE = "the peer did not keep up"
 
 
 class Deadline:
@@ -89,15 +90,17 @@ def wait_until_closed(sock: socket.socket) -> None:
 
 def receive_exactly(sock: socket.socket, length: int) -> bytes:
     """Raises ConnectionError where the connection ends before, TimeoutError at the receive timeout."""
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        with timeouts_by_name():
-            n = sock.recv_into(view, len(view), socket.MSG_WAITALL)
-        if n == 0:
+    data = b""
+    while len(data) < length:
+        try:
+            # All of it at once, but for a signal.
+            more = sock.recv(length - len(data), socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError(_LATE) from error
+        if not more:
             raise ConnectionError("connection closed by the other side")
-        view = view[n:]
-    return bytes(data)
+        data += more
+    return data
 
 
 def set_send_timeout(sock: socket.socket, seconds: float) -> None:
@@ -124,4 +127,4 @@ def timeouts_by_name() -> Iterator[None]:
     try:
         yield
     except BlockingIOError as error:
-        raise TimeoutError("the peer did not keep up") from error
+        raise TimeoutError(_LATE) from error

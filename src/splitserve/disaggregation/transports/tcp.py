@@ -17,8 +17,9 @@ from functools import partial
 
 import msgspec
 
+from splitserve._native import in_source_order
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, cut, parts_of
+from splitserve.disaggregation.copies import Copies, parts_of
 from splitserve.disaggregation.transports import iovec, sockets
 from splitserve.disaggregation.transports.backend import Proof
 from splitserve.disaggregation.transports.base import TransportOptions
@@ -71,9 +72,10 @@ class TcpOutgoing:
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> Proof:
         # Checked by the receiver as well, but then other parts, or writes, are under way.
-        self._theirs.check_targets(copies)
+        num_bytes = self._theirs.check_targets(copies)
+        copies = in_source_order(copies, num_bytes, self._memory.bases)
         # The receiver prepares for a part while the one before is under way.
-        parts = parts_of(cut(copies, CALL_BYTES), PART_BYTES, MAX_RANGES)
+        parts = parts_of(copies, PART_BYTES, MAX_RANGES)
         for part in parts:
             self._send(ticket_id, part, deadline)
         return partial(self._receive_replies, len(parts), ticket_id, deadline)
@@ -84,9 +86,8 @@ class TcpOutgoing:
 
     def _send(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         head = write_frame(ticket_id, copies)
-        table = iovec.iovec_table(self._memory.sources(copies), copies["length"], head)
         # The head goes with the first piece: alone it would be a packet, and wake the receiver for nothing.
-        iovec.send_all(self._socket, table, CALL_BYTES + head.nbytes, deadline)
+        iovec.send_copies(self._socket, copies, self._memory, CALL_BYTES + len(head), deadline, head=head)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)
@@ -124,7 +125,7 @@ class TcpIncoming:
             send_reply(sock, frame.ticket_id, refusal)
             _discard(sock)
             return False
-        iovec.receive_all(sock, iovec.iovec_table(self._memory.targets(frame.targets), frame.targets["length"]))
+        iovec.receive_copies(sock, frame.targets, self._memory)
         send_reply(sock, frame.ticket_id)
         return True
 

@@ -1,0 +1,130 @@
+/* A table of copies through a socket, in one call of ours: between the calls of the kernel no Python runs.
+ *
+ * Plain C without Python's headers; loaded through ctypes, which lets Python's lock go for the time of the call.
+ */
+#include <errno.h>
+#include <stdint.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "copies.h"
+
+/* Pieces that Linux and macOS take in one call. */
+#define MAX_PIECES 1024
+/* The connection has ended, which is no error of the kernel's. */
+#define ENDED (-1)
+
+/* What is still to be moved: a head, then our ends of n copies. */
+struct rest {
+    const char *head;
+    uint64_t head_bytes;
+    const struct copy *copies;
+    uint64_t n;
+    uint64_t offset; /* bytes of the first copy that are done */
+    const uint64_t *bases;
+    int is_target;
+};
+
+static char *place(const struct rest *rest, const struct copy *copy)
+{
+    return rest->is_target ? target(copy, rest->bases) : (char *)(uintptr_t)source(copy, rest->bases);
+}
+
+/* The next max_bytes, or as many as go into MAX_PIECES. Returns how many pieces they are: 0 when nothing is left. */
+static int next_pieces(const struct rest *rest, struct iovec *pieces, uint64_t max_bytes)
+{
+    int count = 0;
+    if (rest->head_bytes) {
+        uint64_t length = rest->head_bytes < max_bytes ? rest->head_bytes : max_bytes;
+        pieces[count++] = (struct iovec){(char *)(uintptr_t)rest->head, length};
+        max_bytes -= length;
+    }
+    uint64_t offset = rest->offset;
+    for (uint64_t i = 0; i < rest->n && count < MAX_PIECES && max_bytes; i++, offset = 0) {
+        uint64_t length = rest->copies[i].length - offset;
+        length = length < max_bytes ? length : max_bytes;
+        if (length)
+            pieces[count++] = (struct iovec){place(rest, &rest->copies[i]) + offset, length};
+        max_bytes -= length;
+    }
+    return count;
+}
+
+static void advance(struct rest *rest, uint64_t bytes)
+{
+    uint64_t of_head = bytes < rest->head_bytes ? bytes : rest->head_bytes;
+    rest->head += of_head;
+    rest->head_bytes -= of_head;
+    bytes -= of_head;
+    while (rest->n && rest->copies->length - rest->offset <= bytes) {
+        bytes -= rest->copies->length - rest->offset;
+        rest->copies++, rest->n--;
+        rest->offset = 0;
+    }
+    rest->offset += bytes;
+}
+
+static double now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
+}
+
+/* The kernel's own timeout of one send, which leaves the socket blocking. 0, or an error: EAGAIN when nothing is left. */
+static int limit_sends(int fd, double seconds)
+{
+    if (seconds <= 0)
+        return EAGAIN;
+    struct timeval limit = {.tv_sec = (time_t)seconds};
+    limit.tv_usec = (suseconds_t)((seconds - (double)limit.tv_sec) * 1e6);
+    /* Zero would be no limit. */
+    if (limit.tv_sec == 0 && limit.tv_usec == 0)
+        limit.tv_usec = 1;
+    return setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) ? errno : 0;
+}
+
+/* Send the head and the sources of n copies in order, at most max_bytes a call of the kernel. seconds: for all of it.
+ * Returns 0, an error of the kernel (EAGAIN: too late) or ENDED.
+ */
+int stream_send(int fd, const char *head, uint64_t head_bytes, const struct copy *copies, uint64_t n,
+                const uint64_t *from, int flags, uint64_t max_bytes, double seconds)
+{
+    struct rest rest = {head, head_bytes, copies, n, 0, from, 0};
+    struct iovec pieces[MAX_PIECES];
+    struct msghdr message = {.msg_iov = pieces};
+    double end = now() + seconds;
+    while ((message.msg_iovlen = next_pieces(&rest, pieces, max_bytes))) {
+        /* It begins anew with each call. */
+        int error = limit_sends(fd, end - now());
+        if (error)
+            return error;
+        ssize_t moved = sendmsg(fd, &message, flags);
+        if (moved < 0 && errno != EINTR)
+            return errno;
+        if (moved == 0)
+            return ENDED;
+        advance(&rest, moved > 0 ? (uint64_t)moved : 0);
+    }
+    return 0;
+}
+
+/* Fill the targets of n copies in order. As above; the socket's own timeout counts. */
+int stream_receive(int fd, const struct copy *copies, uint64_t n, const uint64_t *to)
+{
+    struct rest rest = {0, 0, copies, n, 0, to, 1};
+    struct iovec pieces[MAX_PIECES];
+    struct msghdr message = {.msg_iov = pieces};
+    while ((message.msg_iovlen = next_pieces(&rest, pieces, UINT64_MAX))) {
+        /* The kernel returns when all pieces are full, or the connection ends. */
+        ssize_t moved = recvmsg(fd, &message, MSG_WAITALL);
+        if (moved < 0 && errno != EINTR)
+            return errno;
+        if (moved == 0)
+            return ENDED;
+        advance(&rest, moved > 0 ? (uint64_t)moved : 0);
+    }
+    return 0;
+}
