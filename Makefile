@@ -18,7 +18,7 @@ help:
 setup: .venv/.installed
 	@$(BIN)/splitserve pull smollm2
 
-.venv/.installed: requirements.lock pyproject.toml
+.venv/.installed: requirements.lock pyproject.toml $(wildcard src/splitserve/_native/*.[ch])
 	@echo "Setting up .venv (first time: a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"

@@ -32,15 +32,13 @@ static char *place(const struct rest *rest, const struct copy *copy)
     return rest->is_target ? target(copy, rest->bases) : (char *)(uintptr_t)source(copy, rest->bases);
 }
 
-/* The next max_bytes, or as many as go into MAX_PIECES. Returns how many pieces they are: 0 when nothing is left. */
+/* The head and the next max_bytes, or as many as go into MAX_PIECES. Returns how many pieces they are: 0 when nothing is
+ * left. */
 static int next_pieces(const struct rest *rest, struct iovec *pieces, uint64_t max_bytes)
 {
     int count = 0;
-    if (rest->head_bytes) {
-        uint64_t length = rest->head_bytes < max_bytes ? rest->head_bytes : max_bytes;
-        pieces[count++] = (struct iovec){(char *)(uintptr_t)rest->head, length};
-        max_bytes -= length;
-    }
+    if (rest->head_bytes)
+        pieces[count++] = (struct iovec){(char *)(uintptr_t)rest->head, rest->head_bytes};
     uint64_t offset = rest->offset;
     for (uint64_t i = 0; i < rest->n && count < MAX_PIECES && max_bytes; i++, offset = 0) {
         uint64_t length = rest->copies[i].length - offset;
@@ -86,8 +84,8 @@ static int limit_sends(int fd, double seconds)
     return setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) ? errno : 0;
 }
 
-/* Send the head and the sources of n copies in order, at most max_bytes a call of the kernel. seconds: for all of it.
- * Returns 0, an error of the kernel (EAGAIN: too late) or ENDED.
+/* Send the head and the sources of n copies in order, at most max_bytes of them a call of the kernel (at least 1).
+ * Nothing is checked. seconds: for all of it. Returns 0, an error of the kernel (EAGAIN: too late) or ENDED.
  */
 int stream_send(int fd, const char *head, uint64_t head_bytes, const struct copy *copies, uint64_t n,
                 const uint64_t *from, int flags, uint64_t max_bytes, double seconds)

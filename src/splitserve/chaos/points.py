@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from splitserve.disaggregation.copies import cut, num_bytes
+
 # What is to happen where a stage is met; it need not return.
 Visit = Callable[["Stage"], None]
 
@@ -82,13 +84,14 @@ def _before(function: Callable[..., Any], visit: Visit, stage: Stage) -> Callabl
 
 
 def _halved(move: Callable[..., None], visit: Visit) -> Callable[..., None]:
-    """`move(socket, copies, ...)` in two calls of half the copies each, with the visit between; a head in the first."""
+    """`move(socket, copies, ...)` in two calls of about half the bytes, with the visit between; a head in the first."""
 
     @functools.wraps(move)
     def wrapped(sock: Any, copies: Any, *more: Any, **head: Any) -> None:
-        half = len(copies) // 2
-        move(sock, copies[:half], *more, **head)
+        pieces = cut(copies, max(1, num_bytes(copies) // 2))
+        half = len(pieces) // 2
+        move(sock, pieces[:half], *more, **head)
         visit(Stage.MID_TRANSFER)
-        move(sock, copies[half:], *more)
+        move(sock, pieces[half:], *more)
 
     return wrapped

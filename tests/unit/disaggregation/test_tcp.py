@@ -86,8 +86,13 @@ def test_a_refused_part_fails_its_write_and_no_other(ends, write_all, monkeypatc
     assert not ends[1].memory[0][MIB : 3 * MIB].any()
 
 
-def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch):
+@pytest.mark.parametrize("part_bytes", [tcp.PART_BYTES, MIB // 4])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch, part_bytes, is_native):
     monkeypatch.setattr(_native, "ORDERED_BYTES", MIB)
+    monkeypatch.setattr(tcp, "PART_BYTES", part_bytes)
+    if not is_native:
+        monkeypatch.setattr(iovec, "_library", None)
     order, send_copies = [], iovec.send_copies
 
     def record(sock, copies, *args, **head):

@@ -81,7 +81,8 @@ class Transport(Protocol):
         """Begin to copy from our regions into the peer's. Never blocks on the peer.
 
         Writes to one session become final in order; until then their targets must not overlap, for several may go as
-        one. The source bytes must not change until the ticket is final.
+        one, nor may those of one write, whose bytes land in any order. The source bytes must not change until the
+        ticket is final.
         Raises CapacityError while too many writes to this session are under way (try again when one of them is final)
         and ValueError for a copy outside our own regions.
         """

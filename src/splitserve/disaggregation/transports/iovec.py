@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve._native import address_of, open_library
-from splitserve.disaggregation.copies import Copies
+from splitserve.disaggregation.copies import Copies, cut
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sockets import Deadline, set_send_timeout
 
@@ -55,30 +55,31 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.restype = ctypes.c_ssize_t
 
 
-def _load() -> ctypes.CDLL | None:
-    library = open_library("stream")
-    if library is not None:
-        table = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
-        head = (ctypes.c_void_p, ctypes.c_uint64)
-        library.stream_send.argtypes = (ctypes.c_int, *head, *table, ctypes.c_int, ctypes.c_uint64, ctypes.c_double)
-        library.stream_receive.argtypes = (ctypes.c_int, *table)
-    return library
+def _declare(library: ctypes.CDLL) -> None:
+    table = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p)
+    head = (ctypes.c_void_p, ctypes.c_uint64)
+    library.stream_send.argtypes = (ctypes.c_int, *head, *table, ctypes.c_int, ctypes.c_uint64, ctypes.c_double)
+    library.stream_receive.argtypes = (ctypes.c_int, *table)
 
 
-_library = _load()
+_library = open_library("stream", _declare)
 
 
 def send_copies(
-    sock: socket.socket, copies: Copies, memory: Memory, max_bytes: int, deadline: Deadline, head: bytes = b""
+    sock: socket.socket, copies: Copies, memory: Memory, max_bytes: int, deadline: Deadline, *, head: bytes = b""
 ) -> None:
-    """Send the head, then the sources of the copies, in order and at most `max_bytes` a call of the kernel.
+    """Send the head, then the sources of the copies, in order and at most `max_bytes` of them a call of the kernel.
 
-    `memory`: ours. Raises OSError; TimeoutError at the deadline.
+    `memory`: ours; nothing is checked (`check_sources`). `max_bytes`: at least 1. Raises OSError; TimeoutError at the
+    deadline.
     """
     if _library is None:
+        copies = cut(copies, max_bytes)
         table = iovec_table(memory.sources(copies), copies["length"], head)
-        _move_slowly(sock, table, _Call(_libc.sendmsg, _SEND_FLAGS, max_bytes, deadline))
+        _move_slowly(sock, table, _Call(_libc.sendmsg, _SEND_FLAGS, len(head), max_bytes, deadline))
         return
+    # Held here until C is done with its address.
+    bases = memory.bases
     copies = np.ascontiguousarray(copies)
     _check(
         _library.stream_send(
@@ -87,7 +88,7 @@ def send_copies(
             len(head),
             address_of(copies),
             len(copies),
-            memory.bases.address,
+            bases.address,
             _SEND_FLAGS,
             max_bytes,
             deadline.left,
@@ -96,14 +97,18 @@ def send_copies(
 
 
 def receive_copies(sock: socket.socket, copies: Copies, memory: Memory) -> None:
-    """Fill the targets of the copies in order. Raises OSError, ConnectionError where the connection ends before."""
+    """Fill the targets of the copies in order. Raises OSError, ConnectionError where the connection ends before.
+
+    `memory`: ours; nothing is checked (`check_targets`).
+    """
     if _library is None:
         table = iovec_table(memory.targets(copies), copies["length"])
         # The kernel returns when the pieces of a call are full, or the connection ends.
         _move_slowly(sock, table, _Call(_libc.recvmsg, socket.MSG_WAITALL))
         return
+    bases = memory.bases
     copies = np.ascontiguousarray(copies)
-    _check(_library.stream_receive(sock.fileno(), address_of(copies), len(copies), memory.bases.address))
+    _check(_library.stream_receive(sock.fileno(), address_of(copies), len(copies), bases.address))
 
 
 def iovec_table(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], head: bytes = b"") -> NDArray[np.void]:
@@ -122,22 +127,24 @@ class _Call:
 
     function: ctypes._NamedFuncPointer
     flags: int
-    # In one call, or one piece.
+    # They go beside `max_bytes` of the first call.
+    head_bytes: int = 0
     max_bytes: int = 1 << 62
     # Of a send.
     deadline: Deadline | None = None
 
 
 def _move_slowly(sock: socket.socket, table: NDArray[np.void], call: _Call) -> None:
-    """Spoils `table`."""
+    """No piece is longer than `call.max_bytes`. Spoils `table`."""
     ends = np.cumsum(table["length"])
     address = table.ctypes.data
     first, moved = 0, 0
     header = _MsgHdr()
     while first < len(table):
         header.iov = address + first * IOVEC.itemsize
+        end = max(moved, call.head_bytes) + call.max_bytes
         # Of the table's own type: for any other numpy converts all of it.
-        last = int(np.searchsorted(ends, np.uint64(moved + call.max_bytes), side="right"))
+        last = int(np.searchsorted(ends, np.uint64(end), side="right"))
         header.iovlen = min(max(last - first, 1), MAX_PIECES_PER_CALL)
         if call.deadline is not None:
             # The kernel's own timeout begins anew with each call.

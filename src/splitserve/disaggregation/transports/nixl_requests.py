@@ -89,8 +89,10 @@ class Requests:
         """The lists of blocks of this size; None where there are none yet, and the batch is not made of them."""
         if size in self._grids:
             return self._grids[size]
+        if not _are_blocks(batch, size):
+            return None
         our_blocks, their_blocks = _num_blocks(self._sources, size), _num_blocks(self._targets, size)
-        if max(our_blocks.sum(), their_blocks.sum()) > MAX_BLOCKS or not _are_blocks(batch, size):
+        if max(our_blocks.sum(), their_blocks.sum()) > MAX_BLOCKS:
             return None
         if len(self._grids) == MAX_GRIDS:
             self._grids.pop(next(iter(self._grids))).release()

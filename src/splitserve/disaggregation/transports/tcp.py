@@ -30,7 +30,7 @@ from splitserve.disaggregation.transports.ranges import MAX_RANGES
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 
-# Of a write that goes in one frame, about.
+# Of a write that goes in one frame, about: up to twice as much, where pieces are that long.
 PART_BYTES = 8 << 20
 # Sent in one call of the kernel. Longer calls are up to half as slow again, shorter ones too.
 CALL_BYTES = 2 << 20
@@ -87,7 +87,7 @@ class TcpOutgoing:
     def _send(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         head = write_frame(ticket_id, copies)
         # The head goes with the first piece: alone it would be a packet, and wake the receiver for nothing.
-        iovec.send_copies(self._socket, copies, self._memory, CALL_BYTES + len(head), deadline, head=head)
+        iovec.send_copies(self._socket, copies, self._memory, CALL_BYTES, deadline, head=head)
 
     def is_alive(self) -> bool:
         return not sockets.is_broken(self._socket)

@@ -1,0 +1,121 @@
+"""From copy lists to NIXL's requests, with an agent that writes down what it is asked for."""
+
+import pytest
+
+from splitserve.core.layout import Region
+from splitserve.disaggregation.copies import copy_table
+from splitserve.disaggregation.transports import nixl_requests
+from splitserve.disaggregation.transports.memory import Memory
+from splitserve.disaggregation.transports.nixl_requests import MAX_GRIDS, Requests
+
+# Regions of 100 and 60 bytes here, of 40 and 200 there.
+OURS = [Region(1000, 100), Region(5000, 60)]
+THEIRS = [Region(20000, 40), Region(30000, 200)]
+
+
+class Prepared:
+    def __init__(self, rows):
+        self.rows, self.is_released = rows, False
+
+    def release(self):
+        self.is_released = True
+
+    def block(self, number):
+        """(address, length) of one block, as the library counts them."""
+        assert not self.is_released
+        for address, size, _, stride, count in self.rows:
+            if number < count:
+                return address + number * stride, size
+            number -= count
+        raise AssertionError("no such block")
+
+
+class Agent:
+    """Requests are: how they were made, lists of ((address, length) here, (address, length) there), and notes."""
+
+    def __init__(self):
+        self.prepared = []
+
+    def prep_xfer_dlist(self, agent_name, rows, kind):
+        self.prepared.append(Prepared(rows.tolist()))
+        return self.prepared[-1]
+
+    def make_prepped_xfer(self, operation, ours, our_blocks, theirs, their_blocks, note):
+        ends = zip(our_blocks.tolist(), their_blocks.tolist(), strict=True)
+        return "blocks", [(ours.block(a), theirs.block(b)) for a, b in ends], note
+
+    def get_xfer_descs(self, rows, kind):
+        return [(address, length) for address, length, _ in rows.tolist()]
+
+    def initialize_xfer(self, operation, ours, theirs, peer, note):
+        return "pieces", list(zip(ours, theirs, strict=True)), note
+
+
+def expected(rows):
+    return [((OURS[s].address + a, n), (THEIRS[d].address + b, n)) for s, a, d, b, n in rows]
+
+
+@pytest.fixture
+def agent():
+    return Agent()
+
+
+@pytest.fixture
+def requests(agent):
+    return Requests(agent, "peer", Memory(OURS), Memory(THEIRS))
+
+
+BLOCKS = [(0, 90, 1, 190, 10), (1, 0, 0, 30, 10), (1, 50, 1, 0, 10)]
+
+
+def test_pieces_at_multiples_of_their_size_are_picked_from_lists_made_once(agent, requests):
+    for _ in range(3):
+        assert requests.make(copy_table(BLOCKS), b"note") == ("blocks", expected(BLOCKS), b"note")
+    assert len(agent.prepared) == 2
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0, 0, 0, 10)],
+        [(0, 0, 0, 0, 10), (0, 20, 0, 20, 20)],
+        [(0, 0, 0, 0, 10), (0, 25, 0, 20, 10)],
+        [(0, 0, 0, 0, 10), (0, 20, 0, 25, 10)],
+    ],
+    ids=["one", "unequal", "between blocks here", "between blocks there"],
+)
+def test_other_pieces_are_described_one_by_one(agent, requests, rows, is_known):
+    if is_known:
+        requests.make(copy_table(BLOCKS), b"")
+    assert requests.make(copy_table(rows), b"note") == ("pieces", expected(rows), b"note")
+    assert len(agent.prepared) == 2 * is_known
+
+
+def test_the_oldest_lists_go_where_there_are_many_sizes(agent, requests):
+    def write(size):
+        rows = [(0, 0, 1, size, size), (0, size, 1, 0, size)]
+        assert requests.make(copy_table(rows), b"") == ("blocks", expected(rows), b"")
+
+    for size in range(1, MAX_GRIDS + 2):
+        write(size)
+    assert [prepared.is_released for prepared in agent.prepared] == [True] * 2 + [False] * 2 * MAX_GRIDS
+    write(1)
+    requests.release()
+    assert all(prepared.is_released for prepared in agent.prepared)
+
+
+def test_memory_of_too_many_blocks_is_described_piece_by_piece(agent, requests, monkeypatch):
+    monkeypatch.setattr(nixl_requests, "MAX_BLOCKS", 23)
+    assert requests.make(copy_table(BLOCKS), b"")[0] == "pieces"
+    monkeypatch.setattr(nixl_requests, "MAX_BLOCKS", 24)
+    assert requests.make(copy_table(BLOCKS), b"")[0] == "blocks"
+
+
+def test_regions_that_came_after_the_lists_are_in_none(agent):
+    ours = Memory(OURS)
+    requests = Requests(agent, "peer", ours, Memory(THEIRS))
+    requests.make(copy_table(BLOCKS), b"")
+    ours.add([Region(9000, 100)])
+    way, pairs, _ = requests.make(copy_table([(2, 0, 0, 0, 10), (2, 10, 0, 10, 10)]), b"")
+    assert (way, pairs[0]) == ("pieces", ((9000, 10), (20000, 10)))
