@@ -256,3 +256,11 @@ def test_rows_that_do_not_lie_together_are_joined_and_numbered_too(way):
     copies = copy_table([(0, 4, 0, 8, 4), (1, 0, 1, 0, 1), (0, 8, 0, 12, 4), (1, 1, 1, 1, 1)])
     assert coalesce(copies[::2]).tolist() == [(0, 4, 0, 8, 8)]
     assert blocks_of(copies[::2], 4, Numbers([10]), is_target=True).tolist() == [12, 13]
+
+
+def test_a_build_of_other_sources_says_what_to_do():
+    if not _native.is_built:
+        pytest.skip("installed without a C compiler")
+    with pytest.raises(ImportError, match=r"scatter.* was built from other sources, install splitserve again.*no_such"):
+        _native.open_library("scatter", lambda library: library.no_such_function.argtypes)
+    assert _native.open_library("no_such_library", lambda library: None) is None

@@ -64,6 +64,17 @@ static void advance(struct rest *rest, uint64_t bytes)
     rest->offset += bytes;
 }
 
+/* What the kernel said it has moved. 0 where there may be another call, or why not. */
+static int take(struct rest *rest, ssize_t moved)
+{
+    if (moved < 0)
+        return errno == EINTR ? 0 : errno;
+    if (moved == 0)
+        return ENDED;
+    advance(rest, (uint64_t)moved);
+    return 0;
+}
+
 static double now(void)
 {
     struct timespec time;
@@ -99,12 +110,9 @@ int stream_send(int fd, const char *head, uint64_t head_bytes, const struct copy
         int error = limit_sends(fd, end - now());
         if (error)
             return error;
-        ssize_t moved = sendmsg(fd, &message, flags);
-        if (moved < 0 && errno != EINTR)
-            return errno;
-        if (moved == 0)
-            return ENDED;
-        advance(&rest, moved > 0 ? (uint64_t)moved : 0);
+        error = take(&rest, sendmsg(fd, &message, flags));
+        if (error)
+            return error;
     }
     return 0;
 }
@@ -117,12 +125,9 @@ int stream_receive(int fd, const struct copy *copies, uint64_t n, const uint64_t
     struct msghdr message = {.msg_iov = pieces};
     while ((message.msg_iovlen = next_pieces(&rest, pieces, UINT64_MAX))) {
         /* The kernel returns when all pieces are full, or the connection ends. */
-        ssize_t moved = recvmsg(fd, &message, MSG_WAITALL);
-        if (moved < 0 && errno != EINTR)
-            return errno;
-        if (moved == 0)
-            return ENDED;
-        advance(&rest, moved > 0 ? (uint64_t)moved : 0);
+        int error = take(&rest, recvmsg(fd, &message, MSG_WAITALL));
+        if (error)
+            return error;
     }
     return 0;
 }
