@@ -158,19 +158,30 @@ def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> 
     for _ in range(runs):
         limits.append(measure_limit(all_bytes, repeats))
         ours.append(_run(pair, writes, repeats))
+    gb_per_s, limit_gb_per_s = run_of_median_ratio([run.gb_per_s for run in ours], limits)
     alone = [pair.write(writes[i % len(writes)]) for i in range(max(runs, len(writes)))]
     latencies = _latencies(pair, case)
     return TransferFigures.of(
         pair.backend,
         case,
-        gb_per_s=median([run.gb_per_s for run in ours]),
-        limit_gb_per_s=median(limits),
+        gb_per_s=gb_per_s,
+        limit_gb_per_s=limit_gb_per_s,
         alone=median(alone),
         p50=percentile(latencies, 50),
         p99=percentile(latencies, 99),
         cpu_seconds_per_gb=sum(run.cpu_seconds for run in ours) / (runs * repeats * num_bytes(all_bytes) / 1e9),
         num_writes=len(writes[0]),
     )
+
+
+def run_of_median_ratio(ours: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
+    """Of runs in turn, ours and the limit of the one whose ratio is in the middle.
+
+    The machine's speed may change for minutes, and so between the runs of a case: the median of each side could be from
+    different times.
+    """
+    by_ratio = sorted(zip(ours, limits, strict=True), key=lambda run: run[0] / run[1])
+    return by_ratio[len(by_ratio) // 2]
 
 
 def _run(pair: _Pair, writes: Sequence[Copies], repeats: int) -> _Run:

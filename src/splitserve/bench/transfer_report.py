@@ -31,7 +31,8 @@ _LEGEND = (
     "GB/s: 10^9 bytes a second; what is small goes several writes at once, {at_once} in all, from memory that no cache "
     "holds. Limit: {limits}, the same bytes, in turn with ours. Alone: one write, nothing else on its way. "
     "p50, p99: one page a write. "
-    "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. Medians of {runs} runs. "
+    "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. GB/s and limit: of the run "
+    "with the median ratio, of {runs}; medians otherwise. "
     "A ratio well above 1 means that the limit was measured badly, not that it was beaten. Hand-over: pages change "
     "owner in a shared pool, p50 and p99 of one exchange of all of them. Checksum: --transfer-checksum, on one side."
 )

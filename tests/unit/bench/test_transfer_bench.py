@@ -14,7 +14,12 @@ from rich.console import Console
 
 from splitserve.bench import backends
 from splitserve.bench.limits import LIMITS, Limit
-from splitserve.bench.transfer import TransferBenchOptions, measure_backend, run_transfer_bench
+from splitserve.bench.transfer import (
+    TransferBenchOptions,
+    measure_backend,
+    run_of_median_ratio,
+    run_transfer_bench,
+)
 from splitserve.bench.transfer_plan import KIB, MIB, Case, TransferPlan, copies_of
 from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
 from splitserve.disaggregation.transports import USER_BACKENDS, missing
@@ -59,6 +64,12 @@ def test_figures_are_set_against_the_limit():
     assert found.ratio == 0.75
     assert (found.alone_us, found.p50_us, found.p99_us) == pytest.approx((200.0, 100.0, 300.0))
     assert found.bytes_per_write == 256 * KIB
+
+
+def test_ours_and_the_limit_are_of_one_run():
+    # The machine slows down between the second run and the third.
+    assert run_of_median_ratio([9.0, 8.0, 4.0, 5.1, 4.5], [10.0, 10.0, 5.5, 5.0, 5.0]) == (9.0, 10.0)
+    assert run_of_median_ratio([3.0], [2.0]) == (3.0, 2.0)
 
 
 def test_the_json_form_is_a_list_of_cases():
