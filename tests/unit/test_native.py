@@ -16,6 +16,7 @@ from splitserve._native import (
     copy_at_once,
     gather_pieces,
     in_source_order,
+    parts_of,
     scatter_pieces,
 )
 from splitserve.disaggregation.copies import copy_table, num_bytes
@@ -231,6 +232,27 @@ def test_what_goes_on_where_the_last_one_ended_joins_it(steps, every):
     if len(rows) > 1:
         assert [list(row) for row in _native._coalesce_slowly(copies).tolist()] == expected
     assert [list(row) for row in copies.tolist()] == [list(row) for row in rows]
+
+
+@given(
+    rows=st.lists(st.tuples(FEW, U64, FEW, U64, st.integers(0, 30)), max_size=12),
+    max_bytes=st.integers(1, 20),
+    max_pieces=st.integers(1, 5),
+)
+def test_parts_hold_the_same_bytes_in_order_in_bounded_tables(rows, max_bytes, max_pieces):
+    def every_byte(copies):
+        return [(s, (a + i) % 2**64, d, (b + i) % 2**64) for s, a, d, b, n in copies.tolist() for i in range(n)]
+
+    copies = copy_table(rows)
+    parts = parts_of(copies, max_bytes, max_pieces)
+    assert [byte for part in parts for byte in every_byte(part)] == every_byte(copies)
+    for part in parts:
+        assert 0 < len(part) <= max_pieces
+        assert 0 < part["length"].min() <= part["length"].max() <= max_bytes
+        assert num_bytes(part) < 2 * max_bytes
+    if len(copies) > max_pieces or num_bytes(copies) > max_bytes:
+        slowly = _native._parts_slowly(copies, max_bytes, max_pieces)
+        assert [part.tolist() for part in parts] == [part.tolist() for part in slowly]
 
 
 @given(

@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import threading
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.scatter_bytes.restype = ctypes.c_uint64
     library.scatter_coalesce.argtypes = (*table, ctypes.c_void_p)
     library.scatter_coalesce.restype = ctypes.c_uint64
+    library.scatter_parts.argtypes = (*table, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
+    library.scatter_parts.restype = ctypes.c_uint64
     library.scatter_blocks.argtypes = (*table, ctypes.c_uint64, *table, ctypes.c_int, ctypes.c_void_p)
     library.scatter_sort.argtypes = (*table, *[ctypes.c_void_p] * 3)
     library.scatter_sort.restype = ctypes.c_void_p
@@ -146,6 +149,48 @@ def _coalesce_slowly(copies: Copies) -> Copies:
     table: Copies = copies.view(np.dtype((np.void, copies.itemsize)))[firsts].view(copies.dtype)
     table["length"] = np.add.reduceat(copies["length"], firsts)
     return table
+
+
+def parts_of(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
+    """The same bytes in the same order, in tables of about `max_bytes` and at most `max_pieces` rows.
+
+    No row is empty or longer than `max_bytes`.
+    """
+    total = num_bytes(copies)
+    if len(copies) <= max_pieces and total <= max_bytes:
+        whole = copies if copies["length"].all() else copies[copies["length"] > 0]
+        return [whole] if len(whole) else []
+    if _library is None:
+        return _parts_slowly(copies, max_bytes, max_pieces)
+    copies = np.ascontiguousarray(copies)
+    pieces = np.empty(len(copies) + total // max_bytes, dtype=copies.dtype)
+    firsts = np.empty(len(pieces) + 1, dtype=np.uint64)
+    table = (address_of(copies), len(copies))
+    n = _library.scatter_parts(*table, max_bytes, max_pieces, address_of(pieces), address_of(firsts))
+    return [pieces[first:end] for first, end in pairwise(firsts[: n + 1].tolist())]
+
+
+def _parts_slowly(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
+    pieces = cut(copies, max_bytes)
+    starts = np.cumsum(pieces["length"]) - pieces["length"]
+    by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1
+    by_pieces = np.arange(max_pieces, len(pieces), max_pieces)
+    return np.split(pieces, np.union1d(by_bytes, by_pieces)) if len(pieces) else []
+
+
+def cut(copies: Copies, max_bytes: int) -> Copies:
+    """The same bytes in the same order, without empty copies, and each at most `max_bytes` long."""
+    if len(copies) == 0 or (copies["length"].min() > 0 and copies["length"].max() <= max_bytes):
+        return copies
+    limit = np.uint64(max_bytes)
+    counts = -(-copies["length"].astype(np.int64) // max_bytes)
+    pieces = np.repeat(copies, counts)
+    ends = np.cumsum(counts)
+    place = (np.arange(len(pieces)) - np.repeat(ends - counts, counts)).astype(np.uint64) * limit
+    pieces["src_offset"] += place
+    pieces["dst_offset"] += place
+    pieces["length"] = np.minimum(pieces["length"] - place, limit)
+    return pieces
 
 
 def blocks_of(copies: Copies, size: int, firsts: Numbers, *, is_target: bool) -> NDArray[np.int32] | None:

@@ -159,6 +159,35 @@ uint64_t scatter_coalesce(const struct copy *copies, uint64_t n, struct copy *ou
     return count;
 }
 
+/* The same bytes of n copies in the same order, in pieces of at most max_bytes, none of them empty, and these in parts: a
+ * new one begins where a multiple of max_bytes of the whole lies before a piece and not before the one ahead of it, and
+ * after each max_pieces pieces. pieces: room for n and one more for each max_bytes in all. firsts: of each part, as much
+ * room. Returns how many parts there are; firsts of the one behind the last is the number of pieces.
+ */
+uint64_t scatter_parts(const struct copy *copies, uint64_t n, uint64_t max_bytes, uint64_t max_pieces,
+                       struct copy *pieces, uint64_t *firsts)
+{
+    uint64_t count = 0, parts = 0, bytes = 0, next = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        struct copy rest = copies[i];
+        while (rest.length) {
+            uint64_t length = rest.length < max_bytes ? rest.length : max_bytes;
+            if (bytes >= next || count % max_pieces == 0) {
+                firsts[parts++] = count;
+                next = (bytes / max_bytes + 1) * max_bytes;
+            }
+            pieces[count] = rest;
+            pieces[count++].length = length;
+            bytes += length;
+            rest.src_offset += length;
+            rest.dst_offset += length;
+            rest.length -= length;
+        }
+    }
+    firsts[parts] = count;
+    return parts;
+}
+
 /* Which block of `size` bytes each source, or target, of n copies is. firsts: number of each region's first block.
  * Returns 0 where a copy is no such block. size: at least 1.
  */

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve._native import coalesce as coalesce
+from splitserve._native import cut as cut
 from splitserve._native import num_bytes as num_bytes
+from splitserve._native import parts_of as parts_of
 
 COPY = np.dtype(
     [("src_region", "<u4"), ("src_offset", "<u8"), ("dst_region", "<u4"), ("dst_offset", "<u8"), ("length", "<u8")]
@@ -43,36 +45,6 @@ def select(copies: Copies, which: NDArray[Any]) -> Copies:
     """A table of these rows: a mask, or their numbers."""
     table: Copies = copies.view(_ROW)[which].view(COPY)
     return table
-
-
-def parts_of(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
-    """The same bytes in the same order, in tables of about `max_bytes` and at most `max_pieces` rows.
-
-    No row is empty or longer than `max_bytes`.
-    """
-    if len(copies) <= max_pieces and num_bytes(copies) <= max_bytes:
-        whole = copies if copies["length"].all() else select(copies, copies["length"] > 0)
-        return [whole] if len(whole) else []
-    pieces = cut(copies, max_bytes)
-    starts = np.cumsum(pieces["length"]) - pieces["length"]
-    by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1
-    by_pieces = np.arange(max_pieces, len(pieces), max_pieces)
-    return np.split(pieces, np.union1d(by_bytes, by_pieces)) if len(pieces) else []
-
-
-def cut(copies: Copies, max_bytes: int) -> Copies:
-    """The same bytes in the same order, without empty copies, and each at most `max_bytes` long."""
-    if len(copies) == 0 or (copies["length"].min() > 0 and copies["length"].max() <= max_bytes):
-        return copies
-    limit = np.uint64(max_bytes)
-    counts = -(-copies["length"].astype(np.int64) // max_bytes)
-    pieces = np.repeat(copies, counts)
-    ends = np.cumsum(counts)
-    place = (np.arange(len(pieces)) - np.repeat(ends - counts, counts)).astype(np.uint64) * limit
-    pieces["src_offset"] += place
-    pieces["dst_offset"] += place
-    pieces["length"] = np.minimum(pieces["length"] - place, limit)
-    return pieces
 
 
 def over_regions(runs: Copies, src_regions: NDArray[np.int64], dst_regions: NDArray[np.int64]) -> Copies:
