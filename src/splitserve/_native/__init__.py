@@ -125,6 +125,13 @@ def _bytes_inside_slowly(copies: Copies, lengths: NDArray[np.uint64], side: str)
     return ~int(outside.argmax()) if outside.any() else num_bytes(copies)
 
 
+def select(copies: Copies, which: NDArray[Any]) -> Copies:
+    """A table of these rows: a mask, or their numbers."""
+    # A row in one piece: numpy moves rows of fields field by field, which takes up to fifty times as long.
+    table: Copies = copies.view(np.dtype((np.void, copies.itemsize)))[which].view(copies.dtype)
+    return table
+
+
 def coalesce(copies: Copies) -> Copies:
     """The same bytes in fewer copies: each row that goes on where the one before ended, on both sides, joins it."""
     if len(copies) < 2:
@@ -145,8 +152,7 @@ def _coalesce_slowly(copies: Copies) -> Copies:
         & (after["dst_offset"] == before["dst_offset"] + before["length"])
     )
     firsts = np.flatnonzero(np.concatenate(([True], ~joins)))
-    # A row in one piece: numpy moves rows of fields field by field, which takes up to fifty times as long.
-    table: Copies = copies.view(np.dtype((np.void, copies.itemsize)))[firsts].view(copies.dtype)
+    table = select(copies, firsts)
     table["length"] = np.add.reduceat(copies["length"], firsts)
     return table
 
@@ -158,7 +164,7 @@ def parts_of(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
     """
     total = num_bytes(copies)
     if len(copies) <= max_pieces and total <= max_bytes:
-        whole = copies if copies["length"].all() else copies[copies["length"] > 0]
+        whole = copies if copies["length"].all() else select(copies, copies["length"] > 0)
         return [whole] if len(whole) else []
     if _library is None:
         return _parts_slowly(copies, max_bytes, max_pieces)
@@ -224,9 +230,9 @@ def in_source_order(copies: Copies, num_bytes: int, sources: Numbers) -> Copies:
         return copies
     copies = np.ascontiguousarray(copies)
     first, second = np.empty((2, len(copies)), dtype=copies.dtype)
-    table = (address_of(copies), len(copies))
-    ordered = _library.scatter_sort(*table, sources.address, address_of(first), address_of(second))
-    return first if ordered == address_of(first) else second if ordered == address_of(second) else copies
+    rooms = {address_of(first): first, address_of(second): second}
+    ordered = _library.scatter_sort(address_of(copies), len(copies), sources.address, *rooms)
+    return rooms.get(ordered, copies)
 
 
 class ScatterCopy:

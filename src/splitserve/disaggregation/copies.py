@@ -7,7 +7,6 @@ Regions are numbered in the order in which they were registered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from splitserve._native import coalesce as coalesce
 from splitserve._native import cut as cut
 from splitserve._native import num_bytes as num_bytes
 from splitserve._native import parts_of as parts_of
+from splitserve._native import select as select
 
 COPY = np.dtype(
     [("src_region", "<u4"), ("src_offset", "<u8"), ("dst_region", "<u4"), ("dst_offset", "<u8"), ("length", "<u8")]
@@ -23,8 +23,6 @@ COPY = np.dtype(
 
 # A one-dimensional array of dtype COPY.
 Copies = NDArray[np.void]
-# A row in one piece: numpy moves rows of fields field by field, which takes up to fifty times as long.
-_ROW = np.dtype((np.void, COPY.itemsize))
 
 
 def copy_table(rows: Iterable[tuple[int, int, int, int, int]]) -> Copies:
@@ -39,12 +37,6 @@ def joined(tables: Sequence[Copies]) -> Copies:
     """One table of the rows of all."""
     # As bytes: numpy's own way takes five times as long, which a sender of many small writes notices.
     return np.frombuffer(bytearray().join([table.tobytes() for table in tables]), dtype=COPY)
-
-
-def select(copies: Copies, which: NDArray[Any]) -> Copies:
-    """A table of these rows: a mask, or their numbers."""
-    table: Copies = copies.view(_ROW)[which].view(COPY)
-    return table
 
 
 def over_regions(runs: Copies, src_regions: NDArray[np.int64], dst_regions: NDArray[np.int64]) -> Copies:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from splitserve._native import address_of, open_library
 from splitserve.disaggregation.copies import Copies, cut
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.sockets import Deadline, set_send_timeout
+from splitserve.disaggregation.transports.sockets import LATE, Deadline, set_send_timeout
 
 # struct iovec on 64-bit systems: base, length.
 IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
@@ -176,5 +176,5 @@ def _raise(code: int) -> NoReturn:
     if code == _ENDED:
         raise ConnectionError("connection closed inside a write")
     if code in (errno.EAGAIN, errno.EWOULDBLOCK):
-        raise TimeoutError("the peer did not keep up")
+        raise TimeoutError(LATE)
     raise OSError(code, os.strerror(code))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 SOCKET_BUFFER_BYTES = 4 << 20
-_LATE = "the peer did not keep up"
+LATE = "the peer did not keep up"
 
 
 class Deadline:
@@ -96,7 +96,7 @@ def receive_exactly(sock: socket.socket, length: int) -> bytes:
             # All of it at once, but for a signal.
             more = sock.recv(length - len(data), socket.MSG_WAITALL)
         except BlockingIOError as error:
-            raise TimeoutError(_LATE) from error
+            raise TimeoutError(LATE) from error
         if not more:
             raise ConnectionError("connection closed by the other side")
         data += more
@@ -127,4 +127,4 @@ def timeouts_by_name() -> Iterator[None]:
     try:
         yield
     except BlockingIOError as error:
-        raise TimeoutError(_LATE) from error
+        raise TimeoutError(LATE) from error
