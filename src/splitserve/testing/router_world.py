@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,11 +20,24 @@ from splitserve.router.args import LBArgs, PrefillConfig
 Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
+class Rooms(defaultdict[str, asyncio.Event]):
+    """By `bootstrap_room`, as JSON: a prefill worker was asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.Event)
+
+
 @dataclass
 class FakeWorker:
-    """Answers every route with `handler`, remembers bodies, and sees clients leave."""
+    """Answers every route with `handler`, remembers bodies, and sees clients leave.
+
+    A decode worker says nothing of a room before some prefill worker of its `rooms` was asked for it: without that
+    the answer of a scripted decode may overtake the question to its prefill, which no real one can.
+    """
 
     handler: Handler
+    is_decode: bool = False
+    rooms: Rooms = field(default_factory=Rooms)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -51,7 +65,13 @@ class FakeWorker:
         self.bodies.append(body)
         self.paths.append(request.path)
         self.arrived.set()
+        room = self.rooms[json.dumps(body.get("bootstrap_room"))]
+        if not self.is_decode:
+            room.set()
         try:
+            if "bootstrap_room" in body:
+                async with asyncio.timeout(10):
+                    await room.wait()
             return await self.handler(request, body)
         except (asyncio.CancelledError, ConnectionResetError):
             self.cancelled.set()
@@ -59,8 +79,8 @@ class FakeWorker:
 
 
 @asynccontextmanager
-async def start_worker(handler: Handler) -> AsyncIterator[FakeWorker]:
-    worker = FakeWorker(handler)
+async def start_worker(handler: Handler, **fields: Any) -> AsyncIterator[FakeWorker]:
+    worker = FakeWorker(handler, **fields)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", worker.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -104,9 +124,10 @@ class Pair:
 @asynccontextmanager
 async def serve_pair(prefill: Handler, decode: Handler, **options: Any) -> AsyncIterator[Pair]:
     """Two scripted workers, a router with these LBArgs, and a client."""
+    rooms = Rooms()
     async with (
-        start_worker(prefill) as p,
-        start_worker(decode) as d,
+        start_worker(prefill, rooms=rooms) as p,
+        start_worker(decode, rooms=rooms, is_decode=True) as d,
         start_router(prefill=(PrefillConfig(p.url, 8998),), decode=(d.url,), **options) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as client,
     ):
@@ -128,9 +149,10 @@ class Pools:
 @asynccontextmanager
 async def serve_pools(prefill: Sequence[Handler], decode: Sequence[Handler], **options: Any) -> AsyncIterator[Pools]:
     """As `serve_pair`, with several of each. A first request goes to the first of each, and so on in turn."""
+    rooms = Rooms()
     async with AsyncExitStack() as stack:
-        p = [await stack.enter_async_context(start_worker(handler)) for handler in prefill]
-        d = [await stack.enter_async_context(start_worker(handler)) for handler in decode]
+        p = [await stack.enter_async_context(start_worker(handler, rooms=rooms)) for handler in prefill]
+        d = [await stack.enter_async_context(start_worker(handler, rooms=rooms, is_decode=True)) for handler in decode]
         configs = tuple(PrefillConfig(w.url, 8998) for w in p)
         router = start_router(prefill=configs, decode=tuple(w.url for w in d), **options)
         url = await stack.enter_async_context(router)
