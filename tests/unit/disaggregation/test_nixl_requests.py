@@ -2,6 +2,7 @@
 
 import pytest
 
+from splitserve import _native
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import nixl_requests
@@ -63,6 +64,24 @@ def agent():
 @pytest.fixture
 def requests(agent):
     return Requests(agent, "peer", Memory(OURS), Memory(THEIRS))
+
+
+@pytest.mark.skipif(not _native.is_built, reason="pages are sorted in C alone")
+def test_a_large_write_is_joined_and_goes_in_the_order_of_its_sources_in_parts_of_a_requests_size(monkeypatch, agent):
+    monkeypatch.setattr(nixl_requests, "MAX_BATCH_PIECES", 2)
+    here, there = Region(1 << 20, 6 * 4096), Region(1 << 30, 8 * 4096)
+    requests = Requests(agent, "peer", Memory([here]), Memory([there]))
+    # Of pages 4 and 5 the targets are neighbours too.
+    places = [(4, 0), (5, 1), (0, 6), (3, 4), (1, 2)]
+    copies = copy_table((0, 4096 * s, 0, 4096 * d, 4096) for s, d in places)
+    num_bytes = 5 * 4096
+
+    def pages(parts):
+        return [[(s // 4096, d // 4096, n // 4096) for _, s, _, d, n in part.tolist()] for part in parts]
+
+    assert pages(requests.parts(copies, num_bytes)) == [[(4, 0, 2), (0, 6, 1)], [(3, 4, 1), (1, 2, 1)]]
+    monkeypatch.setattr(_native, "ORDERED_BYTES", num_bytes)
+    assert pages(requests.parts(copies, num_bytes)) == [[(0, 6, 1), (1, 2, 1)], [(3, 4, 1), (4, 0, 2)]]
 
 
 BLOCKS = [(0, 90, 1, 190, 10), (1, 0, 0, 30, 10), (1, 50, 1, 0, 10)]

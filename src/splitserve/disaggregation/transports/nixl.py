@@ -36,13 +36,13 @@ from typing import Any
 import msgspec
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import Copies, coalesce, parts_of
+from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.nixl_requests import MAX_BATCH_BYTES, MAX_BATCH_PIECES, Requests
+from splitserve.disaggregation.transports.nixl_requests import Requests
 from splitserve.disaggregation.transports.session import SessionTransport
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
@@ -219,8 +219,7 @@ class NixlOutgoing:
         self._requests = Requests(self._agent, self._peer, memory, self._targets)
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        self._targets.check_targets(copies)
-        parts = parts_of(coalesce(copies), MAX_BATCH_BYTES, MAX_BATCH_PIECES)
+        parts = self._requests.parts(copies, self._targets.check_targets(copies))
         if not parts:
             return
         is_confirmed = self._key is None

@@ -1,7 +1,8 @@
 """From copy lists to the transfer requests of NIXL, for one connection.
 
-`Requests.make` turns a list, or a part of it, into a request. Pieces of one size at multiples of it, which is what
-pages are, are picked by index from lists that were prepared once; anything else is described piece by piece.
+`Requests.parts` cuts a list into what one request may be, `Requests.make` turns each of these into a request. Pieces of
+one size at multiples of it, which is what pages are, are picked by index from lists that were prepared once; anything
+else is described piece by piece.
 
 Lists are prepared for the whole memory of both sides, as "every so many bytes": that costs nothing, whatever its size.
 """
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import Numbers, blocks_of
-from splitserve.disaggregation.copies import Copies
+from splitserve._native import Numbers, blocks_of, in_source_order
+from splitserve.disaggregation.copies import Copies, coalesce, parts_of
 from splitserve.disaggregation.transports.memory import Memory
 
 # Of one request: it keeps the library busy for some 10 to 100 ms, in which nothing can interrupt it.
@@ -53,6 +54,14 @@ class Requests:
         self._sources = sources
         self._targets = targets
         self._grids: dict[int, _Grid] = {}
+
+    def parts(self, copies: Copies, num_bytes: int) -> list[Copies]:
+        """The same bytes, `num_bytes` in all, joined where they join and cut into what one request may be.
+
+        Of small pages the library copies those that are neighbours at the source faster one after the other.
+        """
+        ordered = in_source_order(coalesce(copies), num_bytes, self._sources.bases)
+        return parts_of(ordered, MAX_BATCH_BYTES, MAX_BATCH_PIECES)
 
     def make(self, batch: Copies, note: bytes) -> Any:
         """A request to be posted and released. The peer is notified of `note` when all of it has arrived.
