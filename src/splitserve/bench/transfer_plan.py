@@ -14,9 +14,9 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # Writes below it are sent several at once, each from and to places of its own: many requests are on their way at any
 # moment, and no cache holds their pages. At 32 MiB one that has as much still held some of a memcpy's.
 _MIN_BYTES_AT_ONCE = 64 * MIB
-# A run moves at least so many bytes: what is less is sent several times. With a quarter of it the raw sockets differed
-# from themselves by up to 5 % (medians of 5), with this by 2 to 3.
-_MIN_BYTES_A_RUN = 2 * GIB
+# A run moves at least so many bytes: what is less is sent several times. With half of it raw sockets differed from
+# themselves by up to 5 % (medians of 5).
+_MIN_BYTES_A_RUN = GIB
 # For the latency of one page: so many writes, fewer where they would move more than so many bytes.
 _LATENCY_WRITES = 300
 _MIN_LATENCY_WRITES = 100

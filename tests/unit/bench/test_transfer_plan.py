@@ -55,7 +55,7 @@ def test_no_case_has_pages_larger_than_all_of_it():
 
 
 def test_small_totals_are_sent_often_enough_to_be_timed():
-    assert all(batches_a_run(total) * memory_of(total) >= 512 * MIB for total in FULL.totals)
+    assert all(batches_a_run(total) * memory_of(total) >= GIB for total in FULL.totals)
     assert batches_a_run(GIB) == 1
 
 
