@@ -227,7 +227,7 @@ def in_source_order(copies: Copies, num_bytes: int, sources: Numbers) -> Copies:
     A read waits for the translation of its address, a write does not. `sources`: where our regions begin. For copies
     whose targets do not overlap.
     """
-    if _library is None or num_bytes < ORDERED_BYTES:
+    if _library is None or num_bytes < ORDERED_BYTES or len(copies) < 2:
         return copies
     copies = np.ascontiguousarray(copies)
     first, second = np.empty((2, len(copies)), dtype=copies.dtype)
