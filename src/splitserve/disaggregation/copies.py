@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import coalesce as coalesce
-from splitserve._native import cut as cut
-from splitserve._native import num_bytes as num_bytes
-from splitserve._native import parts_of as parts_of
-from splitserve._native import select as select
+from splitserve._native.tables import coalesce as coalesce
+from splitserve._native.tables import cut as cut
+from splitserve._native.tables import num_bytes as num_bytes
+from splitserve._native.tables import parts_of as parts_of
+from splitserve._native.tables import select as select
 
 COPY = np.dtype(
     [("src_region", "<u4"), ("src_offset", "<u8"), ("dst_region", "<u4"), ("dst_offset", "<u8"), ("length", "<u8")]

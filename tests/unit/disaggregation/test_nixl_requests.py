@@ -2,7 +2,7 @@
 
 import pytest
 
-from splitserve import _native
+from splitserve._native import tables
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import nixl_requests
@@ -66,7 +66,7 @@ def requests(agent):
     return Requests(agent, "peer", Memory(OURS), Memory(THEIRS))
 
 
-@pytest.mark.skipif(not _native.is_built, reason="pages are sorted in C alone")
+@pytest.mark.skipif(not tables.is_built, reason="pages are sorted in C alone")
 def test_a_large_write_is_joined_and_goes_in_the_order_of_its_sources_in_parts_of_a_requests_size(monkeypatch, agent):
     monkeypatch.setattr(nixl_requests, "MAX_BATCH_PIECES", 2)
     here, there = Region(1 << 20, 6 * 4096), Region(1 << 30, 8 * 4096)
@@ -80,7 +80,7 @@ def test_a_large_write_is_joined_and_goes_in_the_order_of_its_sources_in_parts_o
         return [[(s // 4096, d // 4096, n // 4096) for _, s, _, d, n in part.tolist()] for part in parts]
 
     assert pages(requests.parts(copies, num_bytes)) == [[(4, 0, 2), (0, 6, 1)], [(3, 4, 1), (1, 2, 1)]]
-    monkeypatch.setattr(_native, "ORDERED_BYTES", num_bytes)
+    monkeypatch.setattr(tables, "ORDERED_BYTES", num_bytes)
     assert pages(requests.parts(copies, num_bytes)) == [[(0, 6, 1), (1, 2, 1)], [(3, 4, 1), (4, 0, 2)]]
 
 

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from splitserve import _native
+from splitserve._native import tables
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import iovec, tcp
@@ -89,7 +89,7 @@ def test_a_refused_part_fails_its_write_and_no_other(ends, write_all, monkeypatc
 @pytest.mark.parametrize("part_bytes", [tcp.PART_BYTES, MIB // 4])
 @pytest.mark.parametrize("is_native", [True, False])
 def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch, part_bytes, is_native):
-    monkeypatch.setattr(_native, "ORDERED_BYTES", MIB)
+    monkeypatch.setattr(tables, "ORDERED_BYTES", MIB)
     monkeypatch.setattr(tcp, "PART_BYTES", part_bytes)
     if not is_native:
         monkeypatch.setattr(iovec, "_library", None)
@@ -112,7 +112,7 @@ def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch, part_bytes,
     finally:
         src.close()
         dst.close()
-    if _native.is_built:
+    if tables.is_built:
         assert order == [source for _, source, *_ in sorted(rows, key=lambda row: row[1])]
 
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import ScatterCopy
+from splitserve._native.moves import ScatterCopy
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, num_bytes, select

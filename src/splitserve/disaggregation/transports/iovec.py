@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import address_of, open_library
+from splitserve._native.library import address_of, open_library
 from splitserve.disaggregation.copies import Copies, cut
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sockets import LATE, Deadline, set_send_timeout

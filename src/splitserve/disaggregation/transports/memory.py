@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import Numbers, bytes_inside
+from splitserve._native.library import Numbers
+from splitserve._native.tables import bytes_inside
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.base import WriteRefused

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import Numbers, blocks_of, in_source_order
+from splitserve._native.library import Numbers
+from splitserve._native.tables import blocks_of, in_source_order
 from splitserve.disaggregation.copies import Copies, coalesce, parts_of
 from splitserve.disaggregation.transports.memory import Memory
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from splitserve._native import ScatterCopy, copy_at_once
+from splitserve._native.moves import ScatterCopy, copy_at_once
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets

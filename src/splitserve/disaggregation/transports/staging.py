@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native import gather_pieces, scatter_pieces
+from splitserve._native.moves import gather_pieces, scatter_pieces
 from splitserve.disaggregation.transports.iovec import iovec_table
 
 _libc = ctypes.CDLL(None, use_errno=True)

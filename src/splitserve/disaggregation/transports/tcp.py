@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from splitserve._native import in_source_order
+from splitserve._native.tables import in_source_order
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, parts_of
 from splitserve.disaggregation.transports import iovec, sockets
