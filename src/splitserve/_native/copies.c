@@ -9,7 +9,7 @@
 /* Bytes of n copies, or, where the source or target of copy i is the first that is not inside its region, ~i (which is
  * negative). lengths: of the regions. They are real memory: a table that would add up to 2^63 is longer than any. */
 int64_t copies_inside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
-                       int is_target)
+                      int is_target)
 {
     uint64_t bytes = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -57,7 +57,7 @@ uint64_t copies_coalesce(const struct copy *copies, uint64_t n, struct copy *out
  * room. Returns how many parts there are; firsts of the one behind the last is the number of pieces.
  */
 uint64_t copies_parts(const struct copy *copies, uint64_t n, uint64_t max_bytes, uint64_t max_pieces,
-                       struct copy *pieces, uint64_t *firsts)
+                      struct copy *pieces, uint64_t *firsts)
 {
     uint64_t count = 0, parts = 0, bytes = 0, next = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -84,7 +84,7 @@ uint64_t copies_parts(const struct copy *copies, uint64_t n, uint64_t max_bytes,
  * Returns 0 where a copy is no such block. size: at least 1.
  */
 int copies_blocks(const struct copy *copies, uint64_t n, uint64_t size, const uint64_t *firsts, uint64_t num_regions,
-                   int is_target, int32_t *blocks)
+                  int is_target, int32_t *blocks)
 {
     for (uint64_t i = 0; i < n; i++) {
         uint64_t region = is_target ? copies[i].dst_region : copies[i].src_region;
@@ -111,7 +111,7 @@ static uint64_t source_page(const struct copy *copy, const uint64_t *from)
  * them next reads them one after the other.
  */
 const struct copy *copies_sort(const struct copy *copies, uint64_t n, const uint64_t *from, struct copy *first,
-                                struct copy *second)
+                               struct copy *second)
 {
     uint64_t least = ~(uint64_t)0, most = 0;
     for (uint64_t i = 0; i < n; i++) {
