@@ -310,11 +310,26 @@ N = 32 << 20
 WHOLE = [(0, 0, 0, 0, N)]
 
 
+# Seconds, for a machine that has much else to do. For a test that waits until they are over: fewer.
+WRITE_TIMEOUT = 15.0
+SHORT_WRITE_TIMEOUT = 4.0
+
+
 @pytest.fixture(params=[b for b in BACKENDS if b != TransferBackend.FAKE])
-def pair(request):
+def backend_between_processes(request):
+    return present(request.param)
+
+
+@pytest.fixture
+def write_timeout():
+    return WRITE_TIMEOUT
+
+
+@pytest.fixture
+def pair(backend_between_processes, write_timeout):
     """An end here, and one in a process of its own."""
-    backend = present(request.param)
-    end = End(backend, [N], token=TOKEN, write_timeout=2.0)
+    backend = backend_between_processes
+    end = End(backend, [N], token=TOKEN, write_timeout=write_timeout)
     # Whose pool is on a fake GPU has a peer with one in the CPU's memory: they need not be alike.
     with PeerProcess(library_of(backend), [N], token=TOKEN.decode()) as peer:
         yield end, peer
@@ -396,6 +411,7 @@ def test_a_sender_killed_in_the_middle_leaves_a_session_that_can_be_fenced(pair)
     assert not here.memory[0].any()
 
 
+@pytest.mark.parametrize("write_timeout", [SHORT_WRITE_TIMEOUT])
 def test_a_stopped_receiver_costs_at_most_the_deadline_of_a_write(pair):
     here, there = pair
     session = there.open_session()
