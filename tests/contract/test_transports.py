@@ -315,20 +315,15 @@ WRITE_TIMEOUT = 15.0
 SHORT_WRITE_TIMEOUT = 4.0
 
 
-@pytest.fixture(params=[b for b in BACKENDS if b != TransferBackend.FAKE])
-def backend_between_processes(request):
-    return present(request.param)
-
-
 @pytest.fixture
 def write_timeout():
     return WRITE_TIMEOUT
 
 
-@pytest.fixture
-def pair(backend_between_processes, write_timeout):
+@pytest.fixture(params=[b for b in BACKENDS if b != TransferBackend.FAKE])
+def pair(request, write_timeout):
     """An end here, and one in a process of its own."""
-    backend = backend_between_processes
+    backend = present(request.param)
     end = End(backend, [N], token=TOKEN, write_timeout=write_timeout)
     # Whose pool is on a fake GPU has a peer with one in the CPU's memory: they need not be alike.
     with PeerProcess(library_of(backend), [N], token=TOKEN.decode()) as peer:
