@@ -7,6 +7,7 @@ A backend whose library is missing is skipped with what it says of itself.
 import contextlib
 import os
 import random
+import select
 import socket
 import struct
 import threading
@@ -18,7 +19,7 @@ import pytest
 
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import TransferBackend, create_transport, door, missing
+from splitserve.disaggregation.transports import TransferBackend, create_transport, door, iovec, missing
 from splitserve.disaggregation.transports.base import PeerAddress, TransportOptions, WriteState
 from splitserve.disaggregation.transports.memory import encode_regions
 from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES
@@ -531,6 +532,30 @@ def test_a_peer_that_stops_runs_into_the_deadline_of_the_write(tcp, mute, length
     status = src.outcome(write(src, mute.address(), [(0, 0, 0, 0, length)]))
     assert status.state is WriteState.LOST
     assert "within 0.3 s" in status.error
+
+
+def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch):
+    """What is read after a shutdown makes no room: the kernel would let the sender ask for some for a minute."""
+    n = 64 << 20
+    src, dst = tcp(n), tcp(n)
+    session, receive = dst.transport.open_session(), iovec.receive_copies
+
+    def receive_once_shut(sock, *args):
+        poller = select.poll()
+        poller.register(sock, select.POLLRDHUP)
+        assert poller.poll(DEADLINE * 1000)
+        receive(sock, *args)
+
+    def is_asking_for_room():
+        """The kernel has found all room taken, and has asked for some since (`tcpi_backoff`)."""
+        outgoing = src.transport._senders[session.session_id]._socket
+        return outgoing is not None and outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[4] > 0
+
+    monkeypatch.setattr(iovec, "receive_copies", receive_once_shut)
+    ticket = write(src, session, [(0, 0, 0, 0, n)])
+    until(is_asking_for_room)
+    dst.transport.drain(session.session_id)
+    assert src.outcome(ticket, timeout=DEADLINE).state is WriteState.LOST
 
 
 def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):

@@ -25,6 +25,7 @@ from typing import Protocol
 from splitserve.disaggregation.challenge import TOKENS_DIFFER
 from splitserve.disaggregation.transports.sockets import (
     Deadline,
+    abort,
     connect,
     receive_exactly,
     set_receive_timeout,
@@ -166,8 +167,8 @@ class Guest:
         self._thread.start()
 
     def stop(self) -> None:
-        """When this returns, the connection's thread has ended."""
-        shut(self.socket)
+        """When this returns, the connection's thread has ended, and the sender has been told."""
+        abort(self.socket)
         self._thread.join()
 
     def _run(self) -> None:
