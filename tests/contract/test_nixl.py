@@ -1,6 +1,8 @@
 """What is particular to NIXL: pieces of any shape, links with and without the gate, peers that come again."""
 
+import itertools
 import random
+import threading
 import time
 
 import numpy as np
@@ -15,7 +17,8 @@ from splitserve.testing.transfer_peer import End, PeerProcess
 if problem := missing(TransferBackend.NIXL):
     pytest.skip(problem, allow_module_level=True)
 
-from splitserve.disaggregation.transports import nixl
+from splitserve.disaggregation.transports import nixl, nixl_requests
+from splitserve.disaggregation.transports.nixl_lane import Lane
 
 DEADLINE = 20.0
 N = 8 << 20
@@ -116,6 +119,126 @@ def test_without_the_gate_a_stopped_receiver_costs_at_most_the_deadline(world, m
         there.go_on()
         assert status.state is WriteState.LOST
         assert "within 4 s" in status.error
+
+
+@pytest.fixture
+def shared(world, monkeypatch):
+    """Two ends whose writes of N bytes and more two threads share, in eight parts; of the source no byte is 0."""
+    monkeypatch.setattr(nixl, "SHARED_BYTES", N)
+    monkeypatch.setattr(nixl_requests, "MAX_BATCH_BYTES", N // 8)
+    src, dst = (world(N, extra={"threads": "2"}) for _ in range(2))
+    src.memory[0][:] = np.random.default_rng(1).integers(1, 256, N, dtype=np.uint8)
+    return src, dst
+
+
+def meet(monkeypatch, then=lambda: None):
+    """The threads that post a part, each in its list once; the first two wait for each other before they do."""
+    barrier, post, threads = threading.Barrier(2, then), Lane.post, []
+
+    def post_after_meeting(lane, part, note):
+        if threading.get_ident() not in threads:
+            threads.append(threading.get_ident())
+            barrier.wait(DEADLINE)
+        return post(lane, part, note)
+
+    monkeypatch.setattr(Lane, "post", post_after_meeting)
+    return threads
+
+
+def test_threads_share_a_large_write_on_one_host(shared, monkeypatch):
+    src, dst = shared
+    threads = meet(monkeypatch)
+    assert write(src, dst.transport.open_session(), WHOLE).state is WriteState.DONE
+    assert len(threads) == 2
+    assert (dst.memory[0] == src.memory[0]).all()
+
+
+@pytest.mark.parametrize("size", [N - 1, N])
+def test_small_writes_and_those_to_other_hosts_are_one_threads(shared, monkeypatch, size):
+    src, dst = shared
+    if size == N:
+        # Both ends ask: no two machines are the same.
+        machines = itertools.count()
+        monkeypatch.setattr(nixl, "boot_id", lambda: str(next(machines)))
+    post, threads = Lane.post, []
+
+    def noted(lane, part, note):
+        threads.append(threading.get_ident())
+        return post(lane, part, note)
+
+    monkeypatch.setattr(Lane, "post", noted)
+    assert write(src, dst.transport.open_session(), [(0, 0, 0, 0, size)]).state is WriteState.DONE
+    assert len(threads) == 8
+    assert len(set(threads)) == 1
+    assert np.count_nonzero(dst.memory[0]) == size
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_either_thread_loses_a_shared_write_and_the_next_one_connects_anew(shared, monkeypatch, failing):
+    src, dst = shared
+    session = dst.transport.open_session()
+    with monkeypatch.context() as patch:
+        threads, state = meet(patch), Lane.post
+        posts = []
+
+        def fail(lane, part, note):
+            posts.append(threading.get_ident())
+            result = state(lane, part, note)
+            if threading.get_ident() == threads[failing]:
+                raise RuntimeError("no more")
+            return result
+
+        patch.setattr(Lane, "post", fail)
+        status = write(src, session, WHOLE)
+    assert status.state is WriteState.LOST
+    assert "no more" in status.error
+    # Of the eight parts: who failed took no other, and left none to others but the one that they had by then.
+    assert posts.count(threads[failing]) == 1
+    dst.memory[0][:] = 0
+    assert write(src, session, WHOLE).state is WriteState.DONE
+    assert (dst.memory[0] == src.memory[0]).all()
+
+
+def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monkeypatch):
+    src, dst = shared
+    session, post = dst.transport.open_session(), Lane.post
+    both_are_in, is_seen, threads = threading.Barrier(3), threading.Event(), []
+
+    def post_held(lane, part, note):
+        if threading.get_ident() not in threads:
+            threads.append(threading.get_ident())
+            both_are_in.wait(DEADLINE)
+            # The second one stays until the fence was looked at; the first one fails, or takes the other parts.
+            if threading.get_ident() == threads[1]:
+                assert is_seen.wait(DEADLINE)
+        return post(lane, part, note)
+
+    monkeypatch.setattr(Lane, "post", post_held)
+    ticket = src.transport.write(session, copy_table(WHOLE))
+    both_are_in.wait(DEADLINE)
+    dst.transport.drain(session.session_id)
+    fenced = [dst.transport.is_fenced(session.session_id) for _ in range(100)]
+    is_seen.set()
+    assert src.outcome(ticket).state is WriteState.LOST
+    assert not any(fenced)
+    until(lambda: dst.transport.is_fenced(session.session_id))
+
+
+def test_a_large_write_goes_by_one_thread_where_there_are_no_more_agents(shared, monkeypatch, caplog):
+    src, dst = shared
+    session = dst.transport.open_session()
+    assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.DONE
+
+    def no_more(*args, **options):
+        raise RuntimeError("too many open files")
+
+    monkeypatch.setattr(nixl, "new_agent", no_more)
+    for _ in range(2):
+        assert write(src, session, WHOLE).state is WriteState.DONE
+    assert (dst.memory[0] == src.memory[0]).all()
+    assert [record.getMessage() for record in caplog.records].count(
+        "no further agent for large writes: they go by 1 thread(s)"
+    ) == 1
 
 
 def test_settings_that_keep_the_links_of_the_host_are_refused_where_the_gate_is_out_of_reach(world, monkeypatch):

@@ -121,7 +121,13 @@ _ENTRIES = {
         pools=_CPU | _GPU,
         lacks=_missing_for_mooncake,
     ),
-    TransferBackend.NIXL: _Entry(f"{_HERE}.nixl", "nixl_transport", "nixl_cu12", "pip install 'splitserve[nixl]'"),
+    TransferBackend.NIXL: _Entry(
+        f"{_HERE}.nixl",
+        "nixl_transport",
+        "nixl_cu12",
+        "pip install 'splitserve[nixl]'",
+        options=frozenset({"threads"}),
+    ),
 }
 
 # What workers can be started with: the fake one reaches nobody outside its process.

@@ -1,8 +1,10 @@
 """KV pages through NIXL: one-sided writes of UCX over whatever links the two processes, RDMA, sockets or the kernel.
 
 1. A session has a receiving agent of its own. The welcome carries its metadata, our regions and the session's gate.
-2. A connection has a sending agent of its own, which knows that one peer.
-3. A write is posted in batches, one after another. On one host a write that the library calls done is in place.
+2. A connection has a sending agent of its own, which knows that one peer (`nixl_lane.py`). On one host, where a call
+   copies by itself, it has several: threads share large writes, each with its agent.
+3. A write is posted in batches, one after another in each thread. On one host one that the library calls done is in
+   place.
 4. First contact, and some links, need the receiver's agent to work as well; one with a thread of its own would take a
    whole core for ever. So a sender that is not done soon says so on the connection, and from there to the mark at the
    write's end the receiver's thread drives its agent.
@@ -23,13 +25,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import ipaddress
 import logging
 import os
 import secrets
 import socket
 import struct
+import threading
 import time
+from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,8 +47,9 @@ from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.disaggregation.transports.memory import Memory
-from splitserve.disaggregation.transports.nixl_requests import Requests
+from splitserve.disaggregation.transports.nixl_lane import Lane
 from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.disaggregation.transports.sharing import run_together, threads_of
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 from splitserve.errors import ConfigError
@@ -54,6 +60,7 @@ try:
 except ImportError:
     import nixl_cu12 as library
 
+logger = logging.getLogger(__name__)
 # The library sets it to report each agent on standard output.
 logging.getLogger("nixl").setLevel(logging.WARNING)
 
@@ -61,6 +68,8 @@ logging.getLogger("nixl").setLevel(logging.WARNING)
 POLL_INTERVAL = 50e-6
 # Seconds after which a transfer under way is not done soon.
 HELP_AFTER = 200e-6
+# Copied by several threads on one host, where a call copies in the thread that made it: in two thirds of the time.
+SHARED_BYTES = 16 << 20
 
 # What the last batch of a write carries over a network, and the receiver's answer: the ticket's id.
 _NOTE = struct.Struct("<Q")
@@ -87,7 +96,7 @@ def nixl_transport(options: TransportOptions) -> SessionTransport:
         new_agent(options.host, Memory())
     except Exception as error:
         raise ConfigError(f"the transfer backend 'nixl' cannot start: {error}") from error
-    return SessionTransport(NixlBackend(options.host), options)
+    return SessionTransport(NixlBackend(options.host, threads_of(options)), options)
 
 
 def new_agent(host: str, memory: Memory, *, same_host_links: bool = True, has_thread: bool = False) -> Any:
@@ -128,8 +137,10 @@ class NixlBackend:
     brief_bytes = 0
     joined_bytes = 32 << 20
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, num_threads: int = 1) -> None:
+        """`num_threads`: of one large write on this host."""
         self._host = host
+        self._num_threads = num_threads
         self._memory = Memory()
 
     def register(self, memory: Memory) -> None:
@@ -143,7 +154,7 @@ class NixlBackend:
             told = _welcomes.decode(welcome)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed welcome: {error}") from error
-        return NixlOutgoing(sock, self._host, self._memory, told)
+        return NixlOutgoing(sock, self._host, self._memory, told, self._num_threads)
 
     def close(self) -> None:
         """Agents belong to sessions and connections."""
@@ -203,33 +214,35 @@ class NixlIncoming:
 
 
 class NixlOutgoing:
-    def __init__(self, sock: socket.socket, host: str, memory: Memory, told: Welcome) -> None:
+    def __init__(self, sock: socket.socket, host: str, memory: Memory, told: Welcome, num_threads: int = 1) -> None:
         self._socket = sock
+        self._host = host
+        self._memory = memory
+        self._metadata = told.metadata
         self._targets = Memory([Region(address, length) for address, length in told.regions])
         self._key = _reach(told)
+        # Over a network a call copies nothing.
+        self._num_threads = num_threads if self._key is not None else 1
         self._gate = ExitStack()
         self._interrupted = False
-        # Whether the receiver was called for help with the write under way.
+        # Whether the receiver was called for help with the write under way. Threads that share a write take turns.
         self._is_helped = False
-        # The request under way.
-        self._request: Any = None
-        # Bytes move in our own calls alone, so under the gate no thread of the agent can be inside a write either.
-        self._agent = new_agent(host, memory, same_host_links=self._key is not None)
-        self._peer: str = self._agent.add_remote_agent(told.metadata)
-        self._requests = Requests(self._agent, self._peer, memory, self._targets)
+        self._help_lock = threading.Lock()
+        self._lanes = [self._new_lane()]
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        parts = self._requests.parts(copies, self._targets.check_targets(copies))
+        num_bytes = self._targets.check_targets(copies)
+        lanes = self._lanes_for(num_bytes)
+        parts = deque(lanes[0].requests.parts(copies, num_bytes, len(lanes)))
         if not parts:
             return
         is_confirmed = self._key is None
+        note = _NOTE.pack(ticket_id) if is_confirmed else b""
         self._is_helped = False
         if self._key is not None:
             self._gate.enter_context(self._key.held())
-        for part in parts[:-1]:
-            self._transfer(part, b"", deadline)
-        self._transfer(parts[-1], _NOTE.pack(ticket_id) if is_confirmed else b"", deadline)
-        # Not in a `finally`: what failed may be half-way until `close` has destroyed the agent.
+        run_together([functools.partial(self._carry_out, lane, parts, note, deadline) for lane in lanes])
+        # Not in a `finally`: what failed may be half-way until `close` has destroyed the agents.
         self._gate.close()
         if is_confirmed:
             self._say(_Mark.END_AND_CONFIRM, deadline, ticket_id)
@@ -244,37 +257,65 @@ class NixlOutgoing:
         self._interrupted = True
 
     def close(self) -> None:
-        # Each of these fails where the peer, or the request, is in a bad way; the agent goes with all of them.
-        for let_go in (self._release_request, self._requests.release, self._remove_peer):
-            with contextlib.suppress(Exception):
-                let_go()
-        self._request = None
-        del self._requests, self._agent
+        for lane in self._lanes:
+            lane.close()
+        self._lanes.clear()
         self._gate.close()
         if self._key is not None:
             self._key.close()
 
-    def _transfer(self, part: Copies, note: bytes, deadline: Deadline) -> None:
+    def _new_lane(self) -> Lane:
+        # Bytes move in our own calls alone, so under the gate no thread of the agent can be inside a write either.
+        agent = new_agent(self._host, self._memory, same_host_links=self._key is not None)
+        return Lane(agent, self._metadata, self._memory, self._targets)
+
+    def _lanes_for(self, num_bytes: int) -> list[Lane]:
+        """Those that share a write of so many bytes; made when the first such write comes."""
+        if num_bytes < SHARED_BYTES:
+            return self._lanes[:1]
+        while len(self._lanes) < self._num_threads:
+            try:
+                self._lanes.append(self._new_lane())
+            except Exception:
+                logger.exception("no further agent for large writes: they go by %d thread(s)", len(self._lanes))
+                self._num_threads = len(self._lanes)
+        return self._lanes
+
+    def _carry_out(self, lane: Lane, parts: deque[Copies], note: bytes, deadline: Deadline) -> None:
+        """Part after part until none is left, alone or beside other threads. The last one carries the note."""
+        try:
+            while (part := _next_of(parts)) is not None:
+                self._transfer(lane, part, b"" if parts else note, deadline)
+        except BaseException:
+            parts.clear()
+            raise
+
+    def _transfer(self, lane: Lane, part: Copies, note: bytes, deadline: Deadline) -> None:
         self._check()
-        self._request = self._requests.make(part, note)
-        state = self._agent.transfer(self._request)
+        state = lane.post(part, note)
         began = time.monotonic()
         while state == "PROC":
             deadline.remaining()
             self._check()
-            if not self._is_helped and time.monotonic() - began > HELP_AFTER:
-                self._is_helped = True
-                self._say(_Mark.HELP, deadline)
+            if time.monotonic() - began > HELP_AFTER:
+                self._call_for_help(deadline)
             # Under the gate nobody but us moves the bytes, and only when the library is called.
             time.sleep(0 if self._key is not None else POLL_INTERVAL)
-            state = self._agent.check_xfer_state(self._request)
+            state = lane.state()
         if state != "DONE":
             raise ConnectionError(f"the library ended a transfer with {state}")
-        self._release_request()
+        lane.release()
 
     def _check(self) -> None:
         if self._interrupted or sockets.is_broken(self._socket):
             raise ConnectionError("the connection was closed")
+
+    def _call_for_help(self, deadline: Deadline) -> None:
+        """Once a write."""
+        with self._help_lock:
+            if not self._is_helped:
+                self._is_helped = True
+                self._say(_Mark.HELP, deadline)
 
     def _say(self, mark: _Mark, deadline: Deadline, ticket_id: int = 0) -> None:
         sockets.set_send_timeout(self._socket, deadline.remaining())
@@ -285,13 +326,13 @@ class NixlOutgoing:
         if sockets.receive_exactly(self._socket, _NOTE.size) != _NOTE.pack(ticket_id):
             raise ProtocolError("the receiver confirms another write")
 
-    def _release_request(self) -> None:
-        if self._request is not None:
-            self._request.release()
-            self._request = None
 
-    def _remove_peer(self) -> None:
-        self._agent.remove_remote_agent(self._peer)
+def _next_of(parts: deque[Copies]) -> Copies | None:
+    """None: all have been taken."""
+    try:
+        return parts.popleft()
+    except IndexError:
+        return None
 
 
 def _receive_mark(sock: socket.socket) -> tuple[_Mark, int] | None:

@@ -56,13 +56,14 @@ class Requests:
         self._targets = targets
         self._grids: dict[int, _Grid] = {}
 
-    def parts(self, copies: Copies, num_bytes: int) -> list[Copies]:
-        """The same bytes, `num_bytes` in all, joined where they join and cut into what one request may be.
+    def parts(self, copies: Copies, num_bytes: int, num_lanes: int = 1) -> list[Copies]:
+        """The same bytes, `num_bytes` in all, joined where they join and cut into what one request may be, with one at
+        least for each lane.
 
         Of small pages the library copies those that are neighbours at the source faster one after the other.
         """
         ordered = in_source_order(coalesce(copies), num_bytes, self._sources.bases)
-        return parts_of(ordered, MAX_BATCH_BYTES, MAX_BATCH_PIECES)
+        return parts_of(ordered, min(MAX_BATCH_BYTES, -(-num_bytes // num_lanes)), MAX_BATCH_PIECES)
 
     def make(self, batch: Copies, note: bytes) -> Any:
         """A request to be posted and released. The peer is notified of `note` when all of it has arrived.

@@ -13,12 +13,11 @@ pages; a receiver that is stopped costs the sender nothing.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import socket
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -40,6 +39,7 @@ from splitserve.disaggregation.transports.same_host import (
     this_host,
 )
 from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.disaggregation.transports.sharing import run_together, threads_of
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 from splitserve.errors import ConfigError
@@ -51,24 +51,13 @@ BRIEF_BYTES = 1 << 20
 # Copied by several threads: one waits for the memory, most of all where pages are small, and does so for so long that
 # starting others takes no time beside it. What is less is not worth a core that streams may run on.
 SHARED_BYTES = 128 << 20
-# Threads of such a write, unless `--transfer-option threads=N` says otherwise; fewer where there are fewer cores.
-NUM_THREADS = 2
-MAX_THREADS = 64
 
 
 def shm_transport(options: TransportOptions) -> SessionTransport:
     """Raises ConfigError."""
     if sys.platform != "linux":
         raise ConfigError(f"the transfer backend 'shm' needs Linux, this is {sys.platform}: choose 'tcp'")
-    return SessionTransport(ShmBackend(_num_threads(options.extra.get("threads"))), options)
-
-
-def _num_threads(wanted: str | None) -> int:
-    if wanted is None:
-        return min(NUM_THREADS, len(os.sched_getaffinity(0)))
-    if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
-        raise ConfigError(f"--transfer-option threads={wanted}: a number from 1 to {MAX_THREADS}")
-    return int(wanted)
+    return SessionTransport(ShmBackend(threads_of(options)), options)
 
 
 class _Welcome(msgspec.Struct, frozen=True):
@@ -153,23 +142,8 @@ class ShmOutgoing:
                 copy_at_once(copies, num_bytes, self._ours.bases, self._theirs.bases)
             return
         copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
-        if len(self._keys) > 1 and num_bytes >= SHARED_BYTES:
-            self._share(copy, deadline)
-        else:
-            self._carry_out(copy, self._keys[0], deadline)
-
-    def _share(self, copy: ScatterCopy, deadline: Deadline) -> None:
-        """Returns, or raises, when no thread is at it any more."""
-        first, *others = self._keys
-        with ThreadPoolExecutor(len(others), "kv-copy") as pool:
-            parts = []
-            # A system that has no more threads: those that there are do it.
-            with contextlib.suppress(RuntimeError):
-                for key in others:
-                    parts.append(pool.submit(self._carry_out, copy, key, deadline))
-            self._carry_out(copy, first, deadline)
-        for part in parts:
-            part.result()
+        keys = self._keys if num_bytes >= SHARED_BYTES else self._keys[:1]
+        run_together([functools.partial(self._carry_out, copy, key, deadline) for key in keys])
 
     def _carry_out(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
         """Part after part until none is left, alone or beside other threads."""
