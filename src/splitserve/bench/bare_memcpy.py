@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
+from splitserve.bench.limits import Once
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies, num_bytes
 
 
-def measure(copies: Copies, repeats: int) -> float:
-    """GB/s (10^9 bytes a second) of as many bytes in one block, median of `repeats`, after one that is not counted."""
+@contextmanager
+def opened(copies: Copies) -> Iterator[Once]:
+    """As many bytes in one block."""
     total_bytes = num_bytes(copies)
     source, target = Arena(total_bytes, shareable=True), Arena(total_bytes, shareable=True)
     for arena in (source, target):
         ctypes.memset(arena.address, 1, total_bytes)
     _seconds(source, target)
-    return total_bytes / statistics.median(_seconds(source, target) for _ in range(repeats)) / 1e9
+    yield partial(_seconds, source, target)
 
 
 def _seconds(source: Arena, target: Arena) -> float:

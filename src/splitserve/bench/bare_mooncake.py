@@ -7,11 +7,14 @@ own synchronous calls with the library's own settings: one piece at once, many i
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
+from splitserve.bench.limits import Once
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports.mooncake_engine import MooncakeTransferEngine
@@ -21,8 +24,9 @@ HOST = "127.0.0.1"
 _READY = "READY"
 
 
-def measure(copies: Copies, repeats: int) -> float:
-    """GB/s of all copies, median of `repeats` writes. Raises MooncakeError, ConfigError."""
+@contextmanager
+def opened(copies: Copies) -> Iterator[Once]:
+    """The very same copies. Raises MooncakeError, ConfigError."""
     total_bytes = num_bytes(copies)
     engine, arena = _engine_over(total_bytes)
     # Real memory, not the system's one page of zeros.
@@ -42,7 +46,7 @@ def measure(copies: Copies, repeats: int) -> float:
             targets = (address + copies["dst_offset"]).tolist()
             pieces = (sources, targets, copies["length"].tolist())
             _seconds(engine, session_id, *pieces)
-            return total_bytes / statistics.median(_seconds(engine, session_id, *pieces) for _ in range(repeats)) / 1e9
+            yield partial(_seconds, engine, session_id, *pieces)
         finally:
             receiver.kill()
 

@@ -1,26 +1,29 @@
 """NIXL alone, as the limit that the transfer backend `nixl` is compared with: no sessions, no fence, no thread of ours.
 
 1. A second process makes an agent over `total_bytes` of memory and says its metadata and address on standard output.
-2. We write all of it in one transfer, described piece by piece, again and again, each time until the library calls it
-   done. The descriptors are made once, outside the time that counts: the library keeps such lists for that.
-3. The median of the times counts. The second process ends when its standard input does.
+2. We write all of it in one transfer, described piece by piece, each time until the library calls it done. The
+   descriptors are made once, outside the time that counts: the library keeps such lists for that.
+3. The second process drives its agent while we write, as some links need it, and rests between two writes: each line
+   on its standard input turns it on or off. It ends when that does.
 
 Agents, and with them all settings of UCX, are made by the backend's own function.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from splitserve.bench.limits import Once
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies, num_bytes
@@ -35,20 +38,30 @@ WARM_UP = 2
 _READY = b"READY "
 
 
-def measure(copies: Copies, repeats: int) -> float:
-    """GB/s of one transfer of all copies, median of `repeats`. Raises ImportError without the library."""
+@contextmanager
+def opened(copies: Copies) -> Iterator[Once]:
+    """The very same copies. Raises ImportError without the library."""
     from splitserve.disaggregation.transports.nixl import new_agent
 
     total_bytes = num_bytes(copies)
     source = _filled(total_bytes)
     agent = new_agent(HOST, Memory([source.region()]))
-    with _peer(total_bytes) as (metadata, address):
+    with _peer(total_bytes) as (metadata, address, switch):
         name = agent.add_remote_agent(metadata)
         ours = agent.get_xfer_descs(_descriptors(source.address, copies["src_offset"], copies["length"]), "DRAM")
         theirs = agent.get_xfer_descs(_descriptors(address, copies["dst_offset"], copies["length"]), "DRAM")
-        times = [_transfer(agent, ours, theirs, name) for _ in range(WARM_UP + repeats)][WARM_UP:]
+
+        def once() -> float:
+            switch()
+            try:
+                return _transfer(agent, ours, theirs, name)
+            finally:
+                switch()
+
+        for _ in range(WARM_UP):
+            once()
+        yield once
         agent.remove_remote_agent(name)
-    return total_bytes / statistics.median(times) / 1e9
 
 
 def _descriptors(base: int, offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -77,8 +90,8 @@ def _filled(num_bytes: int) -> Arena:
 
 
 @contextmanager
-def _peer(total_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """The other process: its agent's metadata and the address of its memory."""
+def _peer(total_bytes: int) -> Iterator[tuple[bytes, int, Callable[[], None]]]:
+    """The other process, which rests: its agent's metadata, the address of its memory, and what turns it on and off."""
     command = [sys.executable, "-m", "splitserve.bench.bare_nixl", "--target", str(total_bytes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -91,22 +104,32 @@ def _peer(total_bytes: int) -> Iterator[tuple[bytes, int]]:
         if not line:
             raise RuntimeError(f"the second process ended with code {process.wait()}")
         size, address = line[len(_READY) :].split()
-        yield process.stdout.read(int(size)), int(address)
+        there = process.stdin.fileno()
+        yield process.stdout.read(int(size)), int(address), lambda: _turn(there)
     finally:
         process.stdin.close()
         process.wait(TRANSFER_TIMEOUT)
         process.stdout.close()
 
 
+def _turn(there: int) -> None:
+    os.write(there, b"\n")
+
+
 def _be_target(total_bytes: int) -> None:
     from splitserve.disaggregation.transports.nixl import new_agent
 
     target = _filled(total_bytes)
-    agent = new_agent(HOST, Memory([Region(target.address, total_bytes)]), has_thread=True)
+    agent = new_agent(HOST, Memory([Region(target.address, total_bytes)]))
     metadata = agent.get_agent_metadata()
     sys.stdout.buffer.write(_READY + b"%d %d\n" % (len(metadata), target.address) + metadata)
     sys.stdout.buffer.flush()
-    sys.stdin.read()
+    asked = select.poll()
+    asked.register(sys.stdin.fileno(), select.POLLIN)
+    while os.read(sys.stdin.fileno(), 1):
+        while not asked.poll(0):
+            agent.get_new_notifs()
+        os.read(sys.stdin.fileno(), 1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 1. The receiver, a process of its own, connects.
 2. A round: the sender sends one buffer, SEND_BYTES a call, the receiver fills one of the same size and says one byte.
    The first round touches all memory and is not counted.
-3. The figure is the median of the others.
+3. The receiver ends with the connection.
 
 Socket buffers and options are those of the transports, and so is the kind of memory: with other memory, or sockets that
 get their buffers only once they are connected, the same loop is up to twice as slow (docs/log.md), and a limit that is
@@ -18,9 +18,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
+from splitserve.bench.limits import Once
 from splitserve.bench.stats import median
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies, copy_table, num_bytes
@@ -32,23 +36,16 @@ _TIMEOUT = 120.0
 SEND_BYTES = 2 << 20
 
 
-def measure(copies: Copies, repeats: int = 5) -> float:
-    """GB/s (10^9 bytes a second) of as many bytes in one piece. Raises OSError where the receiver is lost."""
+@contextmanager
+def opened(copies: Copies) -> Iterator[Once]:
+    """As many bytes in one piece. Raises OSError where the receiver is lost."""
     total_bytes = num_bytes(copies)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # What is accepted inherits it. The window's scale is agreed on in the handshake.
         tune(listener)
         listener.settimeout(_TIMEOUT)
         port = listener.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "splitserve.bench.bare_sockets",
-            "receive",
-            str(port),
-            str(total_bytes),
-            str(repeats + 1),
-        ]
+        command = [sys.executable, "-m", "splitserve.bench.bare_sockets", "receive", str(port), str(total_bytes)]
         with subprocess.Popen(command) as receiver:
             try:
                 sock, _ = listener.accept()
@@ -56,10 +53,10 @@ def measure(copies: Copies, repeats: int = 5) -> float:
                     _prepare(sock)
                     source = Arena(total_bytes).buffer
                     np.frombuffer(source, dtype=np.uint8)[:] = 1
-                    seconds = [_send(sock, source) for _ in range(repeats + 1)]
+                    _send(sock, source)
+                    yield partial(_send, sock, source)
             finally:
                 receiver.kill()
-    return total_bytes / median(seconds[1:]) / 1e9
 
 
 def _send(sock: socket.socket, source: memoryview) -> float:
@@ -71,14 +68,14 @@ def _send(sock: socket.socket, source: memoryview) -> float:
     return time.perf_counter() - began
 
 
-def _receive(port: int, total_bytes: int, rounds: int) -> None:
+def _receive(port: int, total_bytes: int) -> None:
     target = Arena(total_bytes).buffer
     with socket.socket() as sock:
         tune(sock)
         sock.settimeout(_TIMEOUT)
         sock.connect(("127.0.0.1", port))
         _prepare(sock)
-        for _ in range(rounds):
+        while True:
             got = 0
             while got < total_bytes:
                 n = sock.recv_into(target[got:], total_bytes - got, socket.MSG_WAITALL)
@@ -100,8 +97,9 @@ def main(words: list[str]) -> None:
         _receive(*map(int, words[1:]))
         return
     total_bytes, repeats = int(words[0]), int(words[1]) if len(words) > 1 else 5
-    copies = copy_table([(0, 0, 0, 0, total_bytes)])
-    figures = {"total_bytes": total_bytes, "repeats": repeats, "gb_per_s": measure(copies, repeats)}
+    with opened(copy_table([(0, 0, 0, 0, total_bytes)])) as once:
+        gb_per_s = total_bytes / median([once() for _ in range(repeats)]) / 1e9
+    figures = {"total_bytes": total_bytes, "repeats": repeats, "gb_per_s": gb_per_s}
     sys.stdout.write(json.dumps(figures) + "\n")
 
 

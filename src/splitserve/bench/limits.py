@@ -4,20 +4,23 @@ What our own code moves is set against the same bytes in one piece, however many
 scattering are our business. What a library moves is set against that library given the very same copies, by the call
 it has for many of them: what we add must cost nothing, and where we coalesce or stage it must win.
 
-Adding one: a file with `measure(copies, repeats)`, which returns GB/s of one write of all copies, from region 0 into
-region 0, the first not counted, median of the repeats; and a line here. It loads only when it is measured.
+Adding one: a file with `opened(copies)`, a context manager, and a line here. What it gives writes all copies once, from
+region 0 into region 0, and returns the seconds; first writes, which connect and touch memory, lie behind it. Between
+two calls it takes no core: ours is measured then. The file loads only when it is measured.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from splitserve.disaggregation.copies import Copies
 
-# (copies of one write, writes) -> GB/s.
-Measure = Callable[[Copies, int], float]
+# One write of all copies; its seconds.
+Once = Callable[[], float]
+OpenLimit = Callable[[Copies], AbstractContextManager[Once]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,9 @@ class Limit:
     name: str
     module: str
 
-    def load(self) -> Measure:
-        measure: Measure = importlib.import_module(f"splitserve.bench.{self.module}").measure
-        return measure
+    def load(self) -> OpenLimit:
+        opened: OpenLimit = importlib.import_module(f"splitserve.bench.{self.module}").opened
+        return opened
 
 
 # Backends that move host memory between two processes: those that `bench transfer` can measure.

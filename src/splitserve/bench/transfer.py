@@ -1,9 +1,9 @@
 """`splitserve bench transfer`: each transport beside its limit, between two processes of this machine.
 
 1. For each total size: a receiving process and, here, the sending end; all memory touched, one session open.
-2. For each case of that size, runs in turn: the limit, then ours, so that what else the machine does hits both. Small
-   writes go several at once; the limit gets the bytes of all of them. The first writes of a run are not counted, on
-   either side: a connection that has stood still, and caches that others have used, take a while.
+2. For each case of that size, runs: the limit and ours write by turns, so that what else the machine does hits both.
+   Small writes go several at once; the limit gets the bytes of all of them. The first writes of a run are not counted,
+   on either side: connections and memory are new. A run has a new limit, since where its memory lies matters too.
 3. Then a write alone, and single pages, one write after another: the latency of small transfers.
 4. The table is printed, and appended to a log where asked.
 
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from splitserve.bench.backends import choose_backends
 from splitserve.bench.extras import measure_extras
-from splitserve.bench.limits import LIMITS, Measure
+from splitserve.bench.limits import LIMITS, OpenLimit
 from splitserve.bench.machine import check_writable, describe_machine
 from splitserve.bench.publish import publish
 from splitserve.bench.stats import median, percentile
@@ -90,7 +90,7 @@ def _choose(named: Sequence[str], console: Console) -> list[str]:
 
 def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferFigures]:
     """All cases that fit into memory. Raises SplitserveError."""
-    measure_limit = LIMITS[backend].load()
+    open_limit = LIMITS[backend].load()
     for total in plan.totals:
         available = psutil.virtual_memory().available
         if not fits(total, available):
@@ -105,13 +105,14 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
                 order = "scattered" if case.scattered else "contiguous"
                 pages = f"pages of {size_text(case.page_bytes)}, {order}"
                 status.update(f"{backend}: {size_text(total)} in {pages}")
-                yield measure_case(pair, case, plan.runs, measure_limit)
+                yield measure_case(pair, case, plan.runs, open_limit)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
     gb_per_s: float
-    # Of both processes, user and system.
+    limit_gb_per_s: float
+    # Ours, of both processes, user and system.
     cpu_seconds: float
 
 
@@ -145,20 +146,16 @@ class _Pair:
                 raise TransferBenchError(f"{self.backend}: a write ended as {status.state.name}: {status.error}")
         return seconds
 
-    def cpu_seconds(self) -> float:
-        of_receiver: float = self._receiver.ask("cpu_seconds")
-        return time.process_time() + of_receiver
+    def receiver_cpu_seconds(self) -> float:
+        seconds: float = self._receiver.ask("cpu_seconds")
+        return seconds
 
 
-def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> TransferFigures:
+def measure_case(pair: _Pair, case: Case, runs: int, open_limit: OpenLimit) -> TransferFigures:
     writes, repeats = batch_of(case), batches_a_run(case.total_bytes)
     all_bytes = joined(writes)
-    pair.write(*writes)
-    limits, ours = [], []
-    for _ in range(runs):
-        limits.append(measure_limit(all_bytes, repeats))
-        ours.append(_run(pair, writes, repeats))
-    gb_per_s, limit_gb_per_s = run_of_median_ratio([run.gb_per_s for run in ours], limits)
+    found = [_run(pair, writes, all_bytes, repeats, open_limit) for _ in range(runs)]
+    gb_per_s, limit_gb_per_s = run_of_median_ratio([r.gb_per_s for r in found], [r.limit_gb_per_s for r in found])
     alone = [pair.write(writes[i % len(writes)]) for i in range(max(runs, len(writes)))]
     latencies = _latencies(pair, case)
     return TransferFigures.of(
@@ -169,7 +166,7 @@ def measure_case(pair: _Pair, case: Case, runs: int, measure_limit: Measure) -> 
         alone=median(alone),
         p50=percentile(latencies, 50),
         p99=percentile(latencies, 99),
-        cpu_seconds_per_gb=sum(run.cpu_seconds for run in ours) / (runs * repeats * num_bytes(all_bytes) / 1e9),
+        cpu_seconds_per_gb=sum(r.cpu_seconds for r in found) / (runs * repeats * num_bytes(all_bytes) / 1e9),
         num_writes=len(writes[0]),
     )
 
@@ -184,11 +181,20 @@ def run_of_median_ratio(ours: Sequence[float], limits: Sequence[float]) -> tuple
     return by_ratio[len(by_ratio) // 2]
 
 
-def _run(pair: _Pair, writes: Sequence[Copies], repeats: int) -> _Run:
-    pair.write(*writes)
-    before = pair.cpu_seconds()
-    seconds = [pair.write(*writes) for _ in range(repeats)]
-    return _Run(sum(map(num_bytes, writes)) / median(seconds) / 1e9, pair.cpu_seconds() - before)
+def _run(pair: _Pair, writes: Sequence[Copies], all_bytes: Copies, repeats: int, open_limit: OpenLimit) -> _Run:
+    ours, limits, cpu_seconds = [], [], 0.0
+    with open_limit(all_bytes) as write_bare:
+        pair.write(*writes)
+        cpu_seconds -= pair.receiver_cpu_seconds()
+        for _ in range(repeats):
+            limits.append(write_bare())
+            # The limit's sender is in this process too.
+            cpu_seconds -= time.process_time()
+            ours.append(pair.write(*writes))
+            cpu_seconds += time.process_time()
+        cpu_seconds += pair.receiver_cpu_seconds()
+    num_gb = num_bytes(all_bytes) / 1e9
+    return _Run(num_gb / median(ours), num_gb / median(limits), cpu_seconds)
 
 
 def _latencies(pair: _Pair, case: Case) -> list[float]:

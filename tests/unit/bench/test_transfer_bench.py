@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from splitserve.bench.limits import LIMITS, Limit
 from splitserve.bench.transfer import (
     TransferBenchOptions,
     measure_backend,
+    measure_case,
     run_of_median_ratio,
     run_transfer_bench,
 )
 from splitserve.bench.transfer_plan import KIB, MIB, Case, TransferPlan, copies_of
 from splitserve.bench.transfer_report import TransferFigures, TransferReport, size_text
+from splitserve.disaggregation.copies import num_bytes
 from splitserve.disaggregation.transports import USER_BACKENDS, missing
 from splitserve.errors import ConfigError
 
@@ -112,7 +115,35 @@ def test_every_limit_belongs_to_a_transport():
 def test_every_limit_takes_the_copies_of_a_case(backend, scattered):
     if problem := missing(backend):
         pytest.skip(problem)
-    assert LIMITS[backend].load()(copies_of(Case(4 * KIB, MIB, scattered)), 2) > 0
+    with LIMITS[backend].load()(copies_of(Case(4 * KIB, MIB, scattered))) as once:
+        assert once() > 0
+        assert once() > 0
+
+
+def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own():
+    told = []
+
+    class Pair:
+        backend = "tcp"
+
+        def write(self, *writes):
+            told.append(sum(map(num_bytes, writes)))
+            return 2e-3
+
+        def receiver_cpu_seconds(self):
+            return 0.0
+
+    @contextmanager
+    def opened(copies):
+        told.append("open")
+        yield lambda: told.append(("limit", num_bytes(copies))) or 1e-3
+        told.append("closed")
+
+    case = Case(MIB, 64 * MIB, scattered=True)
+    found = measure_case(Pair(), case, 2, opened)
+    of_run = ["open", 64 * MIB, *(16 * [("limit", 64 * MIB), 64 * MIB]), "closed"]
+    assert told[: 2 * len(of_run)] == 2 * of_run
+    assert found.ratio == pytest.approx(0.5)
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):

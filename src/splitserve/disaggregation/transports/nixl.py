@@ -99,14 +99,14 @@ def nixl_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(NixlBackend(options.host, threads_of(options)), options)
 
 
-def new_agent(host: str, memory: Memory, *, same_host_links: bool = True, has_thread: bool = False) -> Any:
-    """An agent with `memory` registered. With a thread it serves its peers by itself, else only while it is called."""
+def new_agent(host: str, memory: Memory, *, same_host_links: bool = True) -> Any:
+    """An agent with `memory` registered, and no thread: it serves its peers only while it is called."""
     settings = []
     if ipaddress.ip_address(host).is_loopback:
         settings.append("NET_DEVICES=lo")
     if not same_host_links:
         settings.append("TLS=^sm")
-    config = library.nixl_agent_config(enable_prog_thread=has_thread, backends=[])
+    config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
     agent = library.nixl_agent(secrets.token_hex(16), config)
     agent.create_backend("UCX", {"engine_config": ",".join(settings)} if settings else {})
     rows = [(r.address, r.length, 0, "") for r in memory.regions if r.length]
