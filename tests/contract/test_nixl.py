@@ -236,9 +236,23 @@ def test_a_large_write_goes_by_one_thread_where_there_are_no_more_agents(shared,
     for _ in range(2):
         assert write(src, session, WHOLE).state is WriteState.DONE
     assert (dst.memory[0] == src.memory[0]).all()
-    assert [record.getMessage() for record in caplog.records].count(
-        "no further agent for large writes: they go by 1 thread(s)"
-    ) == 1
+    said = "large writes go by 1 thread(s), for want of an agent: too many open files"
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+
+
+def test_a_session_that_ends_while_another_agent_is_made_says_so(shared, monkeypatch):
+    src, dst = shared
+    session = dst.transport.open_session()
+    assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.DONE
+
+    def drain(*args, **options):
+        dst.transport.drain(session.session_id)
+        raise RuntimeError("the agent cannot be reached")
+
+    monkeypatch.setattr(nixl, "new_agent", drain)
+    status = write(src, session, WHOLE)
+    assert status.state is WriteState.LOST
+    assert "the connection was closed" in status.error
 
 
 def test_settings_that_keep_the_links_of_the_host_are_refused_where_the_gate_is_out_of_reach(world, monkeypatch):

@@ -276,9 +276,11 @@ class NixlOutgoing:
         while len(self._lanes) < self._num_threads:
             try:
                 self._lanes.append(self._new_lane())
-            except Exception:
-                logger.exception("no further agent for large writes: they go by %d thread(s)", len(self._lanes))
+            except Exception as error:
+                # The receiver's agent goes with its session.
+                self._check()
                 self._num_threads = len(self._lanes)
+                logger.warning("large writes go by %d thread(s), for want of an agent: %s", self._num_threads, error)
         return self._lanes
 
     def _carry_out(self, lane: Lane, parts: deque[Copies], note: bytes, deadline: Deadline) -> None:
