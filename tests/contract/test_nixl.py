@@ -1,9 +1,12 @@
 """What is particular to NIXL: pieces of any shape, links with and without the gate, peers that come again."""
 
+import contextlib
 import itertools
+import os
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from splitserve.testing.transfer_peer import End, PeerProcess
 if problem := missing(TransferBackend.NIXL):
     pytest.skip(problem, allow_module_level=True)
 
-from splitserve.disaggregation.transports import nixl, nixl_requests
+from splitserve.disaggregation.transports import nixl, nixl_requests, write_gate
 from splitserve.disaggregation.transports.nixl_lane import Lane
 
 DEADLINE = 20.0
@@ -178,22 +181,31 @@ def test_an_error_of_either_thread_loses_a_shared_write_and_the_next_one_connect
     src, dst = shared
     session = dst.transport.open_session()
     with monkeypatch.context() as patch:
-        threads, state = meet(patch), Lane.post
-        posts = []
+        threads, post, carry_out = meet(patch), Lane.post, nixl.NixlOutgoing._carry_out
+        posts, has_failed = [], threading.Event()
 
         def fail(lane, part, note):
             posts.append(threading.get_ident())
-            result = state(lane, part, note)
+            result = post(lane, part, note)
             if threading.get_ident() == threads[failing]:
                 raise RuntimeError("no more")
+            assert has_failed.wait(DEADLINE)
             return result
 
+        def note_failure(*args):
+            try:
+                carry_out(*args)
+            except RuntimeError:
+                has_failed.set()
+                raise
+
         patch.setattr(Lane, "post", fail)
+        patch.setattr(nixl.NixlOutgoing, "_carry_out", note_failure)
         status = write(src, session, WHOLE)
     assert status.state is WriteState.LOST
     assert "no more" in status.error
-    # Of the eight parts: who failed took no other, and left none to others but the one that they had by then.
-    assert posts.count(threads[failing]) == 1
+    # Of the eight parts: who failed left none to the other but the one that it had by then.
+    assert sorted(posts) == sorted(threads)
     dst.memory[0][:] = 0
     assert write(src, session, WHOLE).state is WriteState.DONE
     assert (dst.memory[0] == src.memory[0]).all()
@@ -222,6 +234,53 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
     assert src.outcome(ticket).state is WriteState.LOST
     assert not any(fenced)
     until(lambda: dst.transport.is_fenced(session.session_id))
+
+
+def test_what_failed_keeps_the_gate_until_its_agents_are_gone(shared, monkeypatch):
+    src, dst = shared
+    session, agents, gone = dst.transport.open_session(), [], []
+    make, leave = Lane.__init__, write_gate._Held.__exit__
+
+    def note_agent(lane, agent, *args):
+        agents.append(weakref.ref(agent))
+        make(lane, agent, *args)
+
+    def fail(agent, request):
+        raise RuntimeError("no more")
+
+    def note_agents(held, *error):
+        gone.append([agent() is None for agent in agents])
+        leave(held, *error)
+
+    monkeypatch.setattr(Lane, "__init__", note_agent)
+    monkeypatch.setattr(nixl.library.nixl_agent, "transfer", fail)
+    monkeypatch.setattr(write_gate._Held, "__exit__", note_agents)
+    assert write(src, session, WHOLE).state is WriteState.LOST
+    assert gone == [[True, True]]
+
+
+def test_a_connection_that_cannot_be_made_keeps_no_file_open(shared, monkeypatch):
+    src, dst = shared
+    session = dst.transport.open_session()
+
+    def fail(*args):
+        raise RuntimeError("no such peer")
+
+    monkeypatch.setattr(Lane, "__init__", fail)
+
+    def num_gates():
+        return sum("splitserve-gate" in link for link in links("/proc/self/fd"))
+
+    before = num_gates()
+    for _ in range(3):
+        assert write(src, session, WHOLE).state is WriteState.FAILED
+    assert num_gates() == before
+
+
+def links(folder):
+    for entry in list(os.scandir(folder)):
+        with contextlib.suppress(OSError):
+            yield os.readlink(entry.path)
 
 
 def test_a_large_write_goes_by_one_thread_where_there_are_no_more_agents(shared, monkeypatch, caplog):

@@ -33,7 +33,8 @@ _LEGEND = (
     "p50, p99: one page a write. "
     "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. GB/s and limit: of the run "
     "with the median ratio, of {runs}; medians otherwise. "
-    "A ratio well above 1 means that the limit was measured badly, not that it was beaten. Hand-over: pages change "
+    "A limit is one thread's work: large writes of shm and nixl are shared by two, and libraries get the pieces as "
+    "they come, so these ratios may be well above 1; sockets cannot be beaten. Hand-over: pages change "
     "owner in a shared pool, p50 and p99 of one exchange of all of them. Checksum: --transfer-checksum, on one side."
 )
 

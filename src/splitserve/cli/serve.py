@@ -59,7 +59,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import USER_BACKENDS
+from splitserve.disaggregation.transports import USER_BACKENDS, options_help
 from splitserve.errors import ConfigError
 from splitserve.launch.checks import check_nodes, check_worker, named_values, num_bytes, stage_sizes
 from splitserve.launch.join import WILDCARDS, settle_place
@@ -103,9 +103,7 @@ def serve(
     ] = "tcp",
     transfer_option: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="Backend's own setting, repeatable: mooncake takes protocol, device, staging."
-        ),
+        typer.Option(metavar="NAME=VALUE", help=f"Backend's own setting, repeatable. {options_help()}."),
     ] = None,
     transfer_checksum: Annotated[
         bool, typer.Option(help="Compare every prompt's KV cache end to end; enough on one side.")

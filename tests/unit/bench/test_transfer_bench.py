@@ -8,12 +8,13 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from splitserve.bench import backends
+from splitserve.bench import backends, transfer
 from splitserve.bench.limits import LIMITS, Limit
 from splitserve.bench.transfer import (
     TransferBenchOptions,
@@ -120,14 +121,21 @@ def test_every_limit_takes_the_copies_of_a_case(backend, scattered):
         assert once() > 0
 
 
-def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own():
-    told = []
+def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own(monkeypatch):
+    told, cpu_seconds = [], [0.0]
+    monkeypatch.setattr(transfer.time, "process_time", lambda: cpu_seconds[0])
+
+    def write_bare(copies):
+        told.append(("limit", num_bytes(copies)))
+        cpu_seconds[0] += 10.0
+        return 1e-3
 
     class Pair:
         backend = "tcp"
 
         def write(self, *writes):
             told.append(sum(map(num_bytes, writes)))
+            cpu_seconds[0] += 0.25
             return 2e-3
 
         def receiver_cpu_seconds(self):
@@ -136,7 +144,7 @@ def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own()
     @contextmanager
     def opened(copies):
         told.append("open")
-        yield lambda: told.append(("limit", num_bytes(copies))) or 1e-3
+        yield partial(write_bare, copies)
         told.append("closed")
 
     case = Case(MIB, 64 * MIB, scattered=True)
@@ -144,6 +152,7 @@ def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own()
     of_run = ["open", 64 * MIB, *(16 * [("limit", 64 * MIB), 64 * MIB]), "closed"]
     assert told[: 2 * len(of_run)] == 2 * of_run
     assert found.ratio == pytest.approx(0.5)
+    assert found.cpu_seconds_per_gb == pytest.approx(0.25 / (64 * MIB / 1e9))
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):

@@ -163,6 +163,11 @@ def moves_pools_on(backend: str, device_type: str) -> bool:
     return backend in _ENTRIES and device_type in _ENTRIES[TransferBackend(backend)].pools
 
 
+def options_help() -> str:
+    """Which backend takes which options, for users."""
+    return "; ".join(f"{name}: {', '.join(sorted(e.options))}" for name, e in _ENTRIES.items() if e.options)
+
+
 def check_options(backend: str, given: Mapping[str, str]) -> None:
     """Raises ConfigError for an option that a known backend does not have."""
     options = _ENTRIES[TransferBackend(backend)].options

@@ -228,7 +228,12 @@ class NixlOutgoing:
         # Whether the receiver was called for help with the write under way. Threads that share a write take turns.
         self._is_helped = False
         self._help_lock = threading.Lock()
-        self._lanes = [self._new_lane()]
+        self._lanes: list[Lane] = []
+        try:
+            self._lanes.append(self._new_lane())
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         num_bytes = self._targets.check_targets(copies)
@@ -277,14 +282,16 @@ class NixlOutgoing:
             try:
                 self._lanes.append(self._new_lane())
             except Exception as error:
-                # The receiver's agent goes with its session.
+                # Where the session has ended, that is why: the receiver's agent goes with it.
                 self._check()
                 self._num_threads = len(self._lanes)
                 logger.warning("large writes go by %d thread(s), for want of an agent: %s", self._num_threads, error)
         return self._lanes
 
     def _carry_out(self, lane: Lane, parts: deque[Copies], note: bytes, deadline: Deadline) -> None:
-        """Part after part until none is left, alone or beside other threads. The last one carries the note."""
+        """Part after part until none is left, alone or beside other threads. A note goes with the last: over a network
+        there is one thread.
+        """
         try:
             while (part := _next_of(parts)) is not None:
                 self._transfer(lane, part, b"" if parts else note, deadline)

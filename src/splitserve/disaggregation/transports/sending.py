@@ -270,6 +270,7 @@ class Sender:
 
     def _lose(self, batches: Sequence[_Batch], error: Exception) -> None:
         """Whatever the error was, also of a library: nobody vouches for the rest of these writes. It is the first's."""
+        _release_frames(error)
         self._unproven.clear()
         for batch in batches:
             if isinstance(error, TimeoutError) and batch is batches[0]:
@@ -316,6 +317,13 @@ class Sender:
                 logger.exception("a connection to %s ended badly", self._where)
         if sock is not None:
             sock.close()
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """They hold what the error came through, such as a library's agent, which must end when its connection closes."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _text(error: Exception) -> str:
