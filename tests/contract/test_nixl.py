@@ -134,9 +134,9 @@ def shared(world, monkeypatch):
     return src, dst
 
 
-def meet(monkeypatch, then=lambda: None):
+def meet(monkeypatch):
     """The threads that post a part, each in its list once; the first two wait for each other before they do."""
-    barrier, post, threads = threading.Barrier(2, then), Lane.post, []
+    barrier, post, threads = threading.Barrier(2), Lane.post, []
 
     def post_after_meeting(lane, part, note):
         if threading.get_ident() not in threads:

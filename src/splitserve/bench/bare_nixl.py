@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def _filled(num_bytes: int) -> Arena:
 
 
 @contextmanager
-def _peer(total_bytes: int) -> Iterator[tuple[bytes, int, Callable[[], None]]]:
+def _peer(total_bytes: int) -> Iterator[tuple[bytes, int, Callable[[], object]]]:
     """The other process, which rests: its agent's metadata, the address of its memory, and what turns it on and off."""
     command = [sys.executable, "-m", "splitserve.bench.bare_nixl", "--target", str(total_bytes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -104,16 +105,12 @@ def _peer(total_bytes: int) -> Iterator[tuple[bytes, int, Callable[[], None]]]:
         if not line:
             raise RuntimeError(f"the second process ended with code {process.wait()}")
         size, address = line[len(_READY) :].split()
-        there = process.stdin.fileno()
-        yield process.stdout.read(int(size)), int(address), lambda: _turn(there)
+        turn = partial(os.write, process.stdin.fileno(), b"\n")
+        yield process.stdout.read(int(size)), int(address), turn
     finally:
         process.stdin.close()
         process.wait(TRANSFER_TIMEOUT)
         process.stdout.close()
-
-
-def _turn(there: int) -> None:
-    os.write(there, b"\n")
 
 
 def _be_target(total_bytes: int) -> None:

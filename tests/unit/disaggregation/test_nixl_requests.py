@@ -84,6 +84,15 @@ def test_a_large_write_is_joined_and_goes_in_the_order_of_its_sources_in_parts_o
     assert pages(requests.parts(copies, num_bytes)) == [[(0, 6, 1), (1, 2, 1)], [(3, 4, 1), (4, 0, 2)]]
 
 
+@pytest.mark.parametrize("num_lanes", [1, 2, 3])
+def test_a_write_that_one_request_could_hold_has_a_part_for_each_lane(requests, num_lanes):
+    parts = requests.parts(copy_table([(0, 0, 1, 0, 100)]), 100, num_lanes)
+    assert len(parts) == num_lanes
+    lengths = [part["length"].item() for part in parts]
+    assert sum(lengths) == 100
+    assert max(lengths) == -(-100 // num_lanes)
+
+
 BLOCKS = [(0, 90, 1, 190, 10), (1, 0, 0, 30, 10), (1, 50, 1, 0, 10)]
 
 

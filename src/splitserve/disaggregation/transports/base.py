@@ -144,5 +144,5 @@ class TransportOptions:
     # Deadlines in seconds: of one write from when it begins to be sent to its proof, and of a connection.
     write_timeout: float = 60.0
     connect_timeout: float = 5.0
-    # Backend's own settings, as "name=value" (shm, nixl: threads; mooncake: protocol, device, staging).
+    # Backend's own settings, as "name=value": `options_help` says which there are.
     extra: dict[str, str] = field(default_factory=dict)

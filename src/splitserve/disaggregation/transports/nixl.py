@@ -137,7 +137,7 @@ class NixlBackend:
     brief_bytes = 0
     joined_bytes = 32 << 20
 
-    def __init__(self, host: str, num_threads: int = 1) -> None:
+    def __init__(self, host: str, num_threads: int) -> None:
         """`num_threads`: of one large write on this host."""
         self._host = host
         self._num_threads = num_threads
@@ -214,7 +214,7 @@ class NixlIncoming:
 
 
 class NixlOutgoing:
-    def __init__(self, sock: socket.socket, host: str, memory: Memory, told: Welcome, num_threads: int = 1) -> None:
+    def __init__(self, sock: socket.socket, host: str, memory: Memory, told: Welcome, num_threads: int) -> None:
         self._socket = sock
         self._host = host
         self._memory = memory
