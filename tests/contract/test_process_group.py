@@ -1,5 +1,6 @@
 """What only groups of torch.distributed can suffer, beside the contract that they share with every transport."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from splitserve.disaggregation.transports import create_transport, missing, sock
 from splitserve.disaggregation.transports.base import TransportOptions, WriteState
 from splitserve.disaggregation.transports.groups import GlooGroup
 from splitserve.disaggregation.transports.process_group import Gloo
-from splitserve.disaggregation.transports.rendezvous import RECEIVER, Welcome
+from splitserve.disaggregation.transports.rendezvous import RECEIVER, SENDER, Welcome
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.errors import ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
@@ -104,9 +105,7 @@ sys.stdin.read()
 def test_a_wait_for_a_tensor_that_is_half_there_ends_with_the_doors_connection_and_nothing_lands_after_it():
     """Larger than what the kernel's buffers hold, so that the stopped sender leaves it in the middle."""
     tensor = torch.zeros(256 << 20, dtype=torch.uint8)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
+    ours, theirs = connected()
     command = [sys.executable, "-c", HALF_WAY, str(theirs.fileno()), str(len(tensor))]
     with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE) as sender:
         try:
@@ -155,6 +154,50 @@ def test_a_receiver_killed_half_way_ends_the_write_long_before_its_deadline(gloo
     ticket = here.transport.write(session, copy_table(WHOLE))
     there.kill()
     assert here.outcome(ticket, DEADLINE).state in (WriteState.FAILED, WriteState.LOST)
+
+
+def what_a_member_says_before_it_goes(rank):
+    """Over the door's connection, to let the other find it."""
+    ours, theirs = connected()
+    with theirs:
+        member = threading.Thread(target=ignoring_loss, args=(ours, rank))
+        member.start()
+        said = theirs.recv(1 << 16)
+        sockets.shut(theirs)
+        member.join(DEADLINE)
+        ours.close()
+    return said
+
+
+def ignoring_loss(sock, rank):
+    """The library alone would wait five times as long, and does when nobody waits for it any more."""
+    with contextlib.suppress(ConnectionError):
+        GlooGroup(sock, rank, Deadline(DEADLINE / 4)).close()
+
+
+def connected():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        return server.accept()[0], theirs
+
+
+@pytest.mark.parametrize("rank", [RECEIVER, SENDER])
+@pytest.mark.parametrize("who", ["ours", "theirs"])
+def test_a_member_that_meets_one_that_has_gone_waits_no_longer_than_the_doors_connection(rank, who):
+    """Which of the two connects to the other is the library's choice, by chance: only the one that does not would
+    wait. So several of them.
+    """
+    for _ in range(4):
+        ends = dict(zip(("ours", "theirs"), connected(), strict=True))
+        with ends["ours"], ends["theirs"]:
+            ends["theirs"].sendall(what_a_member_says_before_it_goes(1 - rank))
+            member = threading.Thread(target=ignoring_loss, args=(ends["ours"], rank), daemon=True)
+            member.start()
+            # It has said who it is, and has what the other said: from here on it waits for the other.
+            ends["theirs"].recv(1 << 16)
+            sockets.shut(ends[who])
+            member.join(DEADLINE)
+            assert not member.is_alive()
 
 
 def test_a_lost_member_costs_its_own_pair_only(gloo, peers):

@@ -1,6 +1,6 @@
 """Groups of two: the classes of torch.distributed, for one connection between two workers and no longer.
 
-1. Both ends make their half at the same time and meet as `rendezvous.py` says.
+1. Both ends make their half at the same time and meet as `rendezvous.py` says; gloo's waits as `meeting.py` does.
 2. Tensors are sent and received in order. A receiver's wait ends with the door's connection, or at its deadline.
 3. `close` is the fence: no memory handed to the group is read or written any more. A group is never mended.
 
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from splitserve.disaggregation.transports import sockets
+from splitserve.disaggregation.transports.meeting import meet
 from splitserve.disaggregation.transports.rendezvous import DoorStore
 from splitserve.disaggregation.transports.sockets import Deadline
 
@@ -82,11 +83,12 @@ class GlooGroup:
         # The names that torch's own tests use; its type stubs know others.
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
-        options._timeout = timedelta(seconds=deadline.remaining())
+        # Of one try. The end that is connected to waits five times as long.
+        options._timeout = timedelta(seconds=deadline.remaining() / 5)
         options._devices = [ProcessGroupGloo.create_device(hostname=sock.getsockname()[0])]
-        self._store = DoorStore(sock, deadline)
+        self._group: Any
         with _losses_by_name():
-            self._group: Any = ProcessGroupGloo(self._store, rank, 2, options)
+            self._group, self._store = meet(lambda store: ProcessGroupGloo(store, rank, 2, options), sock, deadline)
         self._watcher = threading.Thread(target=self._watch, name="kv-gloo-watch", daemon=True)
         self._watcher.start()
 
@@ -113,6 +115,7 @@ class GlooGroup:
 
     def close(self) -> None:
         sockets.shut(self._socket)
+        self._store.seal()
         self._watcher.join()
         if self._group is not None:
             self._break()
@@ -177,6 +180,7 @@ class NcclGroup:
 
     def close(self) -> None:
         sockets.shut(self._socket)
+        self._store.seal()
         group, self._group = self._group, None
         if group is not None:
             group.abort()

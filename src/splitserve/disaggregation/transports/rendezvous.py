@@ -61,12 +61,13 @@ _welcomes = msgspec.msgpack.Decoder(Welcome)
 class DoorStore(Store):
     """A rendezvous over the door's connection: what one end sets is sent to the other.
 
-    After `seal` it stays what it is, for the connection has other uses from then on.
+    After `seal` it stays what it is, for the connection has other uses from then on. Until then it has a descriptor of
+    its own: a library may still read from it when the connection's owner has closed his.
     """
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         super().__init__()
-        self._socket = sock
+        self._socket = sock.dup()
         self._deadline = deadline
         self._values: dict[str, bytes] = {}
         self._sealed = False
@@ -101,4 +102,6 @@ class DoorStore(Store):
         return self
 
     def seal(self) -> None:
+        """Idempotent."""
         self._sealed = True
+        self._socket.close()

@@ -87,6 +87,14 @@ def is_broken(sock: socket.socket) -> bool:
     return has_data(sock)
 
 
+def has_ended(sock: socket.socket) -> bool:
+    """Whether either end has ended the connection, also where something said before is still to be read."""
+    poller = select.poll()
+    # That both ends have is reported unasked.
+    poller.register(sock, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
 def has_data(sock: socket.socket) -> bool:
     """Whether a read would not block: something was said, or the connection has ended."""
     poller = select.poll()
