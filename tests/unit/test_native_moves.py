@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from splitserve._native import moves, tables
 from splitserve._native.library import Numbers
-from splitserve._native.moves import ScatterCopy, copy_at_once, gather_pieces, scatter_pieces
+from splitserve._native.moves import ScatterCopy, copy_few, gather_pieces, scatter_pieces
 from splitserve.disaggregation.copies import copy_table, num_bytes
 from splitserve.disaggregation.transports.iovec import iovec_table
 
@@ -76,9 +76,24 @@ def test_few_bytes_are_copied_at_once(way, num_pieces):
     starts = [end - n for end, n in zip(ends, lengths, strict=True)]
     rows = table(starts, [start + 1 for start in starts], lengths)
     here, there = random.integers(0, 256, ends[-1], dtype=np.uint8), np.zeros(ends[-1] + 2, np.uint8)
-    copy_at_once(rows, ends[-1], begins(here), begins(there))
+    assert copy_few(rows, ends[-1], begins(here), begins(there), Numbers([len(there)])) == ends[-1]
     assert (there[1:-1] == here).all()
     assert there[0] == there[-1] == 0
+
+
+def test_of_too_many_bytes_none_is_copied_and_their_number_is_told(way):
+    here, there = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
+    rows = table([0, 2048], [0, 2048], [2048, 2048])
+    assert copy_few(rows, 4095, begins(here), begins(there), Numbers([4096])) == 4096
+    assert not there.any()
+
+
+@pytest.mark.parametrize(("region", "offset", "length"), [(0, 1, 4096), (0, 5000, 0), (1, 0, 1), (0, 1 << 63, 1 << 63)])
+def test_where_one_target_is_outside_nothing_is_copied_and_it_is_named(way, region, offset, length):
+    here, there = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
+    rows = copy_table([(0, 0, 0, 0, 100), (0, 0, region, offset, length), (0, 0, 0, 100, 100)])
+    assert copy_few(rows, 1 << 62, begins(here), begins(there), Numbers([4096])) == ~1
+    assert not there.any()
 
 
 @pytest.mark.parametrize("part", [100_000, 777])

@@ -30,6 +30,7 @@ class Numbers:
     def __init__(self, numbers: Iterable[int]) -> None:
         self.array = np.array(list(numbers), dtype=np.uint64)
         self.address = self.array.ctypes.data
+        self.count = len(self.array)
 
 
 def address_of(table: NDArray[Any]) -> int:

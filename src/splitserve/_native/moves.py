@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from splitserve._native.library import Numbers, address_of, open_library
-from splitserve._native.tables import Copies, in_source_order
+from splitserve._native.tables import Copies, bytes_inside, in_source_order
 
 # Bytes in one transfer from which on it goes past the cache: its pages were not there, whoever reads them next is on
 # another core, and to read the old bytes of the target first would cost a third of the time.
@@ -31,6 +31,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ctypes.c_int,
     )
     library.scatter_copy.restype = None
+    library.scatter_few.argtypes = (*table, *[ctypes.c_void_p] * 3, *[ctypes.c_uint64] * 3, ctypes.c_int)
+    library.scatter_few.restype = ctypes.c_int64
     library.scatter_skip.argtypes = (*table, ctypes.POINTER(_Position), ctypes.c_uint64)
     library.scatter_skip.restype = None
     library.scatter_pieces.argtypes = (*table, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -101,15 +103,30 @@ class ScatterCopy:
             at.piece, at.offset = at.piece + 1, 0
 
 
-def copy_at_once(copies: Copies, num_bytes: int, sources: Numbers, targets: Numbers) -> None:
-    """A ScatterCopy in one part, in half the time that its object takes: for few bytes."""
+def copy_few(copies: Copies, max_bytes: int, sources: Numbers, targets: Numbers, lengths: Numbers) -> int:
+    """Bytes of all copies, carried out in one part unless they are more than `max_bytes`; ~i, which is negative, and
+    nothing is copied, where the target of copy i is the first that is not inside its region.
+
+    `lengths`: of the peer's regions. What `bytes_inside` and a ScatterCopy do, in a third of the time for few bytes.
+    """
     if _library is None:
-        ScatterCopy(copies, num_bytes, sources, targets).advance(num_bytes)
-        return
+        total = bytes_inside(copies, lengths, is_target=True)
+        if 0 <= total <= max_bytes:
+            ScatterCopy(copies, total, sources, targets).advance(total)
+        return total
     copies = np.ascontiguousarray(copies)
-    store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
-    n, at = len(copies), _Position()
-    _library.scatter_copy(address_of(copies), n, sources.address, targets.address, at, num_bytes, store_bytes)
+    n: int = _library.scatter_few(
+        address_of(copies),
+        len(copies),
+        sources.address,
+        targets.address,
+        lengths.address,
+        lengths.count,
+        max_bytes,
+        STREAMING_BYTES,
+        STORE_BYTES,
+    )
+    return n
 
 
 def gather_pieces(pieces: Copies, buffer: int) -> None:

@@ -142,6 +142,21 @@ void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, c
     fence();
 }
 
+/* Carry out n copies at once, unless they are more than max_bytes. Returns their bytes, or ~i, and nothing was copied,
+ * where the target of copy i is the first that is not inside its region. to, lengths: of num_regions regions of theirs.
+ * store_bytes: as for scatter_copy, from streaming_bytes in all.
+ */
+int64_t scatter_few(const struct copy *copies, uint64_t n, const uint64_t *from, const uint64_t *to,
+                    const uint64_t *lengths, uint64_t num_regions, uint64_t max_bytes, uint64_t streaming_bytes,
+                    int store_bytes)
+{
+    int64_t bytes = bytes_inside(copies, n, lengths, num_regions, 1);
+    struct position at = {0, 0};
+    if (bytes >= 0 && (uint64_t)bytes <= max_bytes)
+        scatter_copy(copies, n, from, to, &at, max_bytes, (uint64_t)bytes >= streaming_bytes ? store_bytes : 0);
+    return bytes;
+}
+
 /* Move `at` on as scatter_copy does, and copy nothing: what lies between is somebody's to copy. */
 void scatter_skip(const struct copy *copies, uint64_t n, struct position *at, uint64_t max_bytes)
 {

@@ -55,7 +55,7 @@ def bytes_inside(copies: Copies, lengths: Numbers, *, is_target: bool) -> int:
     if _library is None:
         return _bytes_inside_slowly(copies, lengths.array, "dst" if is_target else "src")
     copies = np.ascontiguousarray(copies)
-    n: int = _library.copies_inside(address_of(copies), len(copies), lengths.address, len(lengths.array), is_target)
+    n: int = _library.copies_inside(address_of(copies), len(copies), lengths.address, lengths.count, is_target)
     return n
 
 
@@ -151,7 +151,7 @@ def blocks_of(copies: Copies, size: int, firsts: Numbers, *, is_target: bool) ->
         return _blocks_slowly(copies, np.uint64(size), firsts.array, "dst" if is_target else "src")
     copies = np.ascontiguousarray(copies)
     blocks = np.empty(len(copies), dtype=np.int32)
-    table = (address_of(copies), len(copies), size, firsts.address, len(firsts.array))
+    table = (address_of(copies), len(copies), size, firsts.address, firsts.count)
     return blocks if _library.copies_blocks(*table, is_target, address_of(blocks)) else None
 
 

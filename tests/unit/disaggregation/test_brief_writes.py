@@ -7,7 +7,7 @@ import time
 import pytest
 
 from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import sending, shm
+from splitserve.disaggregation.transports import memory, sending, shm
 from splitserve.disaggregation.transports.base import WriteState
 from splitserve.disaggregation.transports.shm import BRIEF_BYTES
 from splitserve.testing.transfer_peer import End
@@ -26,18 +26,18 @@ def ends():
 
 @pytest.fixture
 def writers(monkeypatch):
-    """The threads that copied bytes, in order."""
+    """The threads that copied bytes, in order; of short writes also those that only looked how long a write is."""
     threads = []
 
     def note(copy):
         def noted(*args):
             threads.append(threading.get_ident())
-            copy(*args)
+            return copy(*args)
 
         return noted
 
     monkeypatch.setattr(shm.ScatterCopy, "advance", note(shm.ScatterCopy.advance))
-    monkeypatch.setattr(shm, "copy_at_once", note(shm.copy_at_once))
+    monkeypatch.setattr(memory, "copy_few", note(memory.copy_few))
     return threads
 
 
@@ -109,18 +109,18 @@ def test_a_drain_waits_for_the_write_that_a_caller_is_inside_of(ends, monkeypatc
     peer = connect(src, dst)
     interrupted, drained, too_early = threading.Event(), threading.Event(), []
     monkeypatch.setattr(shm.ShmOutgoing, "interrupt", lambda outgoing: interrupted.set())
-    copy_at_once = shm.copy_at_once
+    copy_few = memory.copy_few
 
     def slowly(*args):
         assert interrupted.wait(DEADLINE)
         too_early.append(drained.wait(0.2))
-        copy_at_once(*args)
+        return copy_few(*args)
 
     def drain():
         src.transport.drain(peer.session_id)
         drained.set()
 
-    monkeypatch.setattr(shm, "copy_at_once", slowly)
+    monkeypatch.setattr(memory, "copy_few", slowly)
     drainer = threading.Thread(target=drain)
 
     def drain_once_inside(key):

@@ -117,6 +117,16 @@ def test_a_gate_that_is_gone_stays_closed_for_its_keys():
     key.close()
 
 
+def test_a_key_that_is_closed_leaves_nothing_open(gate):
+    before = os.listdir("/proc/self/fd")
+    key = GateKey(gate.fd)
+    with key.held():
+        pass
+    key.close()
+    key.close()
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_failure_inside_lets_go(gate, key):
     with pytest.raises(ZeroDivisionError), key.held():
         raise ZeroDivisionError

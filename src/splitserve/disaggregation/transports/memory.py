@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve._native.library import Numbers
+from splitserve._native.moves import copy_few
 from splitserve._native.tables import bytes_inside
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
@@ -45,7 +46,17 @@ class Memory:
 
     def check_targets(self, copies: Copies) -> int:
         """Bytes of all copies. Raises WriteRefused unless every target lies inside its region."""
-        n = bytes_inside(copies, self._lengths, is_target=True)
+        return self._targets_inside(copies, bytes_inside(copies, self._lengths, is_target=True))
+
+    def take_few(self, copies: Copies, sources: Memory, max_bytes: int) -> int:
+        """`check_targets`, and at once the copies themselves, unless they are more than `max_bytes`.
+
+        `sources`: checked and mapped in this process, as is this.
+        """
+        n = copy_few(copies, max_bytes, sources.bases, self.bases, self._lengths)
+        return self._targets_inside(copies, n)
+
+    def _targets_inside(self, copies: Copies, n: int) -> int:
         if n < 0:
             raise WriteRefused(self._problem(*copies[["dst_region", "dst_offset", "length"]][~n]))
         return n

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from splitserve._native.moves import ScatterCopy, copy_at_once
+from splitserve._native.moves import ScatterCopy
 from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
@@ -117,7 +117,7 @@ class ShmOutgoing:
 
     def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
         check_host(welcome.host, this_host(), "shm")
-        self._socket = sock
+        self._is_broken = sockets.end_of(sock)
         self._ours = ours
         self._interrupted = False
         # Many regions lie in one file: a pool is one.
@@ -135,11 +135,10 @@ class ShmOutgoing:
             raise
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        num_bytes = self._theirs.check_targets(copies)
+        self._check(deadline)
+        with self._keys[0].held():
+            num_bytes = self._theirs.take_few(copies, self._ours, BRIEF_BYTES)
         if num_bytes <= BRIEF_BYTES:
-            self._check(deadline)
-            with self._keys[0].held():
-                copy_at_once(copies, num_bytes, self._ours.bases, self._theirs.bases)
             return
         copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
         keys = self._keys if num_bytes >= SHARED_BYTES else self._keys[:1]
@@ -165,7 +164,7 @@ class ShmOutgoing:
                 raise WriteRefused(str(error)) from error
 
     def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
+        return not self._is_broken()
 
     def interrupt(self) -> None:
         self._interrupted = True
