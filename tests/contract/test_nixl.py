@@ -215,6 +215,14 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
     src, dst = shared
     session, post = dst.transport.open_session(), Lane.post
     both_are_in, is_seen, threads = threading.Barrier(3), threading.Event(), []
+    carry_out, first_is_out = nixl.NixlOutgoing._carry_out, threading.Event()
+
+    def carry_out_noted(outgoing, *args):
+        try:
+            carry_out(outgoing, *args)
+        finally:
+            if threading.get_ident() == threads[0]:
+                first_is_out.set()
 
     def post_held(lane, part, note):
         if threading.get_ident() not in threads:
@@ -226,9 +234,11 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
         return post(lane, part, note)
 
     monkeypatch.setattr(Lane, "post", post_held)
+    monkeypatch.setattr(nixl.NixlOutgoing, "_carry_out", carry_out_noted)
     ticket = src.transport.write(session, copy_table(WHOLE))
     both_are_in.wait(DEADLINE)
     dst.transport.drain(session.session_id)
+    assert first_is_out.wait(DEADLINE)
     fenced = [dst.transport.is_fenced(session.session_id) for _ in range(100)]
     is_seen.set()
     assert src.outcome(ticket).state is WriteState.LOST

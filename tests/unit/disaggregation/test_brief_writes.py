@@ -139,15 +139,15 @@ def test_a_drain_waits_for_the_write_that_a_caller_is_inside_of(ends, monkeypatc
 def test_a_caller_never_waits_for_a_new_connection(ends, monkeypatch):
     src, dst = ends
     peer = connect(src, dst)
-    knocking = []
-    knock = sending.knock
+    connecting = []
+    connect_to = sending.connect
 
     def noted(*args):
-        knocking.append(threading.get_ident())
-        return knock(*args)
+        connecting.append(threading.get_ident())
+        return connect_to(*args)
 
-    monkeypatch.setattr(sending, "knock", noted)
+    monkeypatch.setattr(sending, "connect", noted)
     dst.transport.close()
     assert src.outcome(write(src, peer, 1)).state is WriteState.FAILED
-    assert knocking
-    assert threading.get_ident() not in knocking
+    assert connecting
+    assert threading.get_ident() not in connecting

@@ -61,7 +61,8 @@ def send(backend, monkeypatch):
     """Writes of these lengths, offered while the first is under way; functions are actions. Their states, in order."""
     pairs = [socket.socketpair() for _ in range(8)]
     free = iter(pairs)
-    monkeypatch.setattr(sending, "knock", lambda *args: (next(free)[0], b""))
+    monkeypatch.setattr(sending, "connect", lambda *args: next(free)[0])
+    monkeypatch.setattr(sending, "introduce", lambda *args: b"")
     states, all_final = {}, threading.Event()
 
     def send(*writes):

@@ -99,6 +99,17 @@ def test_an_engine_is_used_again_but_not_for_another_process_at_the_same_address
         mooncake_engine.give_back(engine)
 
 
+def test_memory_that_the_library_keeps_costs_no_other_connection_its_engine():
+    def refuse():
+        raise MooncakeError("cannot deregister")
+
+    first = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "before"))
+    mooncake_engine.give_back(first, when_idle=refuse)
+    again = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "before"))
+    assert again is first
+    mooncake_engine.give_back(again)
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

@@ -147,3 +147,9 @@ def test_regions_that_came_after_the_lists_are_in_none(agent):
     ours.add([Region(9000, 100)])
     way, pairs, _ = requests.make(copy_table([(2, 0, 0, 0, 10), (2, 10, 0, 10, 10)]), b"")
     assert (way, pairs[0]) == ("pieces", ((9000, 10), (20000, 10)))
+
+
+def test_of_nothing_at_all_there_is_no_part(agent):
+    """Many pieces of nothing, more than one request may hold."""
+    rows = [(0, 2 * i % 50, 0, i % 30, 0) for i in range(nixl_requests.MAX_BATCH_PIECES + 1)]
+    assert Requests(agent, "peer", Memory(OURS), Memory(THEIRS)).parts(copy_table(rows), 0) == []

@@ -32,6 +32,10 @@ def welcome_of(*arenas):
     return incoming, msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
 
 
+def never():
+    return False
+
+
 def test_private_memory_is_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"Arena\(..., shareable=True\)"):
         ShmBackend().register(Memory([Arena(8).region()]))
@@ -57,14 +61,14 @@ def test_a_file_that_is_not_the_announced_one_is_not_written_to():
     file, offset, length = welcome.regions[0]
     forged = msgspec.structs.replace(file, inode=file.inode + 1)
     with pytest.raises(ProtocolError, match="another one"):
-        ShmOutgoing(None, Memory(), msgspec.structs.replace(welcome, regions=[(forged, offset, length)]))
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, regions=[(forged, offset, length)]))
 
 
 def test_a_process_that_cannot_be_looked_into_names_what_it_takes():
     arena, _ = arena_of(8)
     _, welcome = welcome_of(arena)
     with pytest.raises(ProtocolError, match="process namespace"):
-        ShmOutgoing(None, Memory(), msgspec.structs.replace(welcome, pid=2**22 + 1))
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, pid=2**22 + 1))
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 9), (8, 1), (-1, 2)])
@@ -73,7 +77,7 @@ def test_a_region_that_its_file_does_not_hold_is_refused(offset, length):
     _, welcome = welcome_of(arena)
     region = (welcome.regions[0][0], offset, length)
     with pytest.raises(ProtocolError, match="in a file of 8 bytes"):
-        ShmOutgoing(None, Memory(), msgspec.structs.replace(welcome, regions=[region]))
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, regions=[region]))
 
 
 def test_regions_that_share_a_file_are_told_apart():
@@ -82,7 +86,7 @@ def test_regions_that_share_a_file_are_told_apart():
     source, bytes_here = arena_of(50)
     bytes_here[:] = 7
     outgoing = ShmOutgoing(
-        None, Memory([source.region()]), msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
+        never, Memory([source.region()]), msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
     )
     outgoing.write(0, copy_table([(0, 0, 1, 10, 20)]), Deadline(10))
     assert (memory[60:80] == 7).all()
@@ -97,7 +101,7 @@ def test_pieces_of_every_size_around_a_part_arrive_whole():
     target, there = arena_of(total)
     here[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
     _, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(None, Memory([source.region()]), welcome)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
     ends = np.cumsum(sizes).tolist()
     rows = [(0, end - n, 0, total - end, n) for end, n in zip(ends, sizes, strict=True)]
     outgoing.write(0, copy_table(rows), Deadline(10))
@@ -112,7 +116,7 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
     target, there = arena_of(total)
     here[:] = 1
     incoming, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(None, Memory([source.region()]), welcome)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
     advance = shm.ScatterCopy.advance
 
     def advance_and_revoke(copy, max_bytes):
@@ -132,7 +136,7 @@ def test_an_interrupted_write_ends_at_the_next_part():
     source, _ = arena_of(8)
     target, there = arena_of(8)
     _, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(None, Memory([source.region()]), welcome)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
     outgoing.interrupt()
     with pytest.raises(WriteRefused):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
@@ -168,7 +172,7 @@ def test_a_target_region_that_was_never_announced_is_refused():
     source, _ = arena_of(8)
     incoming = ShmIncoming(Memory())
     welcome = msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
-    outgoing = ShmOutgoing(None, Memory([Region(source.address, 8, 0)]), welcome)
+    outgoing = ShmOutgoing(never, Memory([Region(source.address, 8, 0)]), welcome)
     with pytest.raises(WriteRefused, match="region 0 is not registered"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
     outgoing.close()
@@ -182,7 +186,7 @@ def shared(monkeypatch):
     target, there = arena_of(6 * PART_BYTES)
     here[:] = np.random.default_rng(1).integers(1, 256, here.size, dtype=np.uint8)
     incoming, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(None, Memory([source.region()]), welcome, num_threads=2)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome, num_threads=2)
     yield here, there, incoming, outgoing
     outgoing.close()
 
@@ -243,7 +247,8 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
     def note_check(self, deadline):
         if threading.get_ident() == caller:
             checks.append(None)
-            if len(checks) == 2:
+            # At the beginning, before its first part, and now that it has left that.
+            if len(checks) == 3:
                 caller_is_out.set()
         check(self, deadline)
 

@@ -108,9 +108,14 @@ class World:
         options = TransportOptions(write_timeout=3.0)
         self.sender = Sender(backend, options, PeerAddress("session", "nowhere:1"), self.finish)
 
-    def knock(self, *args):
+    def connect(self, *args):
         self.pairs.append(socket.socketpair())
-        return self.pairs[-1][0], b""
+        return self.pairs[-1][0]
+
+    def patch(self, patch):
+        """No door, only connections."""
+        patch.setattr(sending, "connect", self.connect)
+        patch.setattr(sending, "introduce", lambda *args: b"")
 
     def finish(self, tickets, status):
         with self.progress:
@@ -143,7 +148,7 @@ def run(backend, lengths):
     """Write these: how each ended."""
     with pytest.MonkeyPatch.context() as patch:
         world = World(backend)
-        patch.setattr(sending, "knock", world.knock)
+        world.patch(patch)
         world.offer(lengths)
         backend.go_on.set()
         world.until(len(lengths))
@@ -223,7 +228,7 @@ def test_a_stop_ends_what_is_unproven_and_what_waits(stop_at):
     backend.on_write = stop
     with pytest.MonkeyPatch.context() as patch:
         world = World(backend)
-        patch.setattr(sending, "knock", world.knock)
+        world.patch(patch)
         world.offer([JOINED, 999, 998, 997])
         backend.go_on.set()
         world.until(4)
@@ -249,7 +254,7 @@ def test_a_stop_between_two_writes_takes_no_proof_along(monkeypatch):
 
     monkeypatch.setattr(Sender, "_take_behind", stop_once_taken)
     world = World(backend)
-    monkeypatch.setattr(sending, "knock", world.knock)
+    world.patch(monkeypatch)
     stopper = threading.Thread(target=lambda: world.sender.stop("enough"))
     world.offer([JOINED, 999, 998])
     backend.go_on.set()

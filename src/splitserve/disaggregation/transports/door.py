@@ -19,14 +19,12 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
 from typing import Protocol
 
 from splitserve.disaggregation.challenge import TOKENS_DIFFER
 from splitserve.disaggregation.transports.sockets import (
     Deadline,
     abort,
-    connect,
     receive_exactly,
     set_receive_timeout,
     set_send_timeout,
@@ -44,6 +42,10 @@ MAX_SESSION_BYTES = 256
 MAX_WELCOME_BYTES = 16 << 20
 # A peer that has connected must have shown who it is within so many seconds.
 GRACE_SECONDS = 10.0
+# So many may be about to show it; others are turned away. Each has a thread.
+MAX_STRANGERS = 256
+# The next connection is waited for when one could not be taken, such as for want of descriptors.
+_PAUSE_SECONDS = 0.1
 
 _HELLO = struct.Struct(f"<4sH{NONCE_BYTES}sH")
 _CHALLENGE = struct.Struct(f"<4sH{NONCE_BYTES}s{PROOF_BYTES}s")
@@ -66,24 +68,15 @@ class Host(Protocol):
         ...
 
 
-def knock(
-    endpoint: str, session_id: str, token: bytes, deadline: Deadline, is_cancelled: Callable[[], bool]
-) -> tuple[socket.socket, bytes]:
-    """Connect to a session: a blocking socket, and what its receiver lets us know. Raises OSError, ProtocolError."""
-    sock = connect(endpoint, deadline, is_cancelled)
-    try:
-        set_send_timeout(sock, deadline.remaining())
-        set_receive_timeout(sock, deadline.remaining())
-        return sock, _introduce(sock, session_id, token)
-    except BaseException:
-        sock.close()
-        raise
+def introduce(sock: socket.socket, session_id: str, token: bytes, deadline: Deadline) -> bytes:
+    """Ask at a session's door to be let in: what its receiver lets us know. Raises OSError, ProtocolError.
 
-
-def _introduce(sock: socket.socket, session_id: str, token: bytes) -> bytes:
+    Shutting the socket ends it. The socket's timeouts are left as they come.
+    """
+    set_send_timeout(sock, deadline.remaining())
     name, ours = session_id.encode(), secrets.token_bytes(NONCE_BYTES)
     sock.sendall(_HELLO.pack(MAGIC, VERSION, ours, len(name)) + name)
-    magic, version, theirs, proof = _CHALLENGE.unpack(receive_exactly(sock, _CHALLENGE.size))
+    magic, version, theirs, proof = _CHALLENGE.unpack(receive_exactly(sock, _CHALLENGE.size, deadline))
     if magic != MAGIC:
         raise ProtocolError("the other side is no Splitserve transport")
     if version != VERSION:
@@ -91,13 +84,13 @@ def _introduce(sock: socket.socket, session_id: str, token: bytes) -> bytes:
     if not hmac.compare_digest(proof, _proof(token, b"receiver", ours, theirs, name)):
         raise ProtocolError(TOKENS_DIFFER)
     sock.sendall(_proof(token, b"sender", ours, theirs, name))
-    refusal_bytes, welcome_bytes = _WELCOME.unpack(receive_exactly(sock, _WELCOME.size))
+    refusal_bytes, welcome_bytes = _WELCOME.unpack(receive_exactly(sock, _WELCOME.size, deadline))
     if max(refusal_bytes, welcome_bytes) > MAX_WELCOME_BYTES:
         raise ProtocolError("malformed welcome")
-    refusal = receive_exactly(sock, refusal_bytes).decode(errors="replace")
+    refusal = receive_exactly(sock, refusal_bytes, deadline).decode(errors="replace")
     if refusal:
         raise ProtocolError(refusal)
-    return receive_exactly(sock, welcome_bytes)
+    return receive_exactly(sock, welcome_bytes, deadline)
 
 
 class Door:
@@ -114,7 +107,7 @@ class Door:
         self.endpoint = f"{name}:{self._socket.getsockname()[1]}"
         self._lock = threading.Lock()
         self._guests: set[Guest] = set()
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-accept", daemon=True)
         self._thread.start()
 
@@ -125,9 +118,9 @@ class Door:
     def close(self) -> None:
         """Nobody comes in any more, and who is in is thrown out. Idempotent."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
         shut(self._socket)
         self._thread.join()
         self._socket.close()
@@ -137,18 +130,31 @@ class Door:
             guest.stop()
 
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 sock, _ = self._socket.accept()
             except OSError as error:
-                if self._closed:
-                    return
-                logger.warning("cannot take a data connection: %s", error)
+                if not self._closed.is_set():
+                    logger.warning("cannot take a data connection: %s", error)
+                    self._closed.wait(_PAUSE_SECONDS)
                 continue
-            guest = Guest(self, sock)
-            with self._lock:
+            self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        guest = Guest(self, sock)
+        with self._lock:
+            num_strangers = sum(other.is_stranger for other in self._guests)
+            if num_strangers < MAX_STRANGERS:
                 self._guests.add(guest)
+        try:
+            if num_strangers >= MAX_STRANGERS:
+                raise RuntimeError(f"{num_strangers} others have not shown yet who they are")
             guest.start()
+        except RuntimeError as error:
+            # Also of a system that has no more threads.
+            logger.warning("a data connection was turned away: %s", error)
+            self.leave(guest)
+            sock.close()
 
 
 class Guest:
@@ -157,6 +163,8 @@ class Guest:
     def __init__(self, door: Door, sock: socket.socket) -> None:
         self._door = door
         self.socket = sock
+        # Until it has shown that it holds the token.
+        self.is_stranger = True
         self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
 
     @property
@@ -184,9 +192,9 @@ class Guest:
     def _let_in(self) -> str:
         sock = self.socket
         tune(sock)
+        deadline = Deadline(GRACE_SECONDS)
         set_send_timeout(sock, GRACE_SECONDS)
-        set_receive_timeout(sock, GRACE_SECONDS)
-        magic, version, theirs, length = _HELLO.unpack(receive_exactly(sock, _HELLO.size))
+        magic, version, theirs, length = _HELLO.unpack(receive_exactly(sock, _HELLO.size, deadline))
         if magic != MAGIC or length > MAX_SESSION_BYTES:
             raise ProtocolError(f"not a hello: {magic!r}")
         ours = secrets.token_bytes(NONCE_BYTES)
@@ -194,12 +202,13 @@ class Guest:
             # The other side reads our version from it and gives up.
             sock.sendall(_CHALLENGE.pack(MAGIC, VERSION, ours, bytes(PROOF_BYTES)))
             raise ProtocolError(_version_difference(VERSION, version))
-        name = receive_exactly(sock, length)
+        name = receive_exactly(sock, length, deadline)
         token = self._door.token
         sock.sendall(_CHALLENGE.pack(MAGIC, VERSION, ours, _proof(token, b"receiver", theirs, ours, name)))
-        answer = receive_exactly(sock, PROOF_BYTES)
+        answer = receive_exactly(sock, PROOF_BYTES, deadline)
         if not hmac.compare_digest(answer, _proof(token, b"sender", theirs, ours, name)):
             raise ProtocolError("a sender without the cluster token was turned away")
+        self.is_stranger = False
         session_id = name.decode(errors="replace")
         try:
             welcome = self._door.inhabitant.enter(self, session_id)

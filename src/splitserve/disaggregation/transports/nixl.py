@@ -182,7 +182,7 @@ class NixlIncoming:
 
     def serve(self, sock: socket.socket) -> None:
         """Drive the agent while a write is under way, and confirm it by its note."""
-        # Of the write under way, and of connections that broke before they asked.
+        # Of the write under way, of one that broke before it was asked about, and of connections that did.
         notes: set[bytes] = set()
         while (mark := _receive_mark(sock)) is not None:
             kind, ticket_id = mark
@@ -197,6 +197,7 @@ class NixlIncoming:
                     if sockets.is_broken(sock):
                         return
                     notes |= self._drive()
+                notes.discard(note)
                 sock.sendall(note)
 
     def _drive(self) -> set[bytes]:

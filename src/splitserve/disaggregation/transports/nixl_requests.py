@@ -62,6 +62,8 @@ class Requests:
 
         Of small pages the library copies those that are neighbours at the source faster one after the other.
         """
+        if num_bytes == 0:
+            return []
         ordered = in_source_order(coalesce(copies), num_bytes, self._sources.bases)
         return parts_of(ordered, min(MAX_BATCH_BYTES, -(-num_bytes // num_lanes)), MAX_BATCH_PIECES)
 

@@ -32,8 +32,8 @@ from splitserve.disaggregation.transports.base import (
     WriteState,
     WriteStatus,
 )
-from splitserve.disaggregation.transports.door import knock
-from splitserve.disaggregation.transports.sockets import Deadline, shut
+from splitserve.disaggregation.transports.door import introduce
+from splitserve.disaggregation.transports.sockets import Deadline, connect, shut
 
 logger = logging.getLogger(__name__)
 
@@ -291,13 +291,13 @@ class Sender:
             return self._outgoing
         self._disconnect()
         deadline = Deadline(self._options.connect_timeout)
-        sock, welcome = knock(
-            self._peer.endpoint, self._peer.session_id, self._options.token, deadline, lambda: self._stopped is not None
-        )
+        sock = connect(self._peer.endpoint, deadline, lambda: self._stopped is not None)
         with self._lock:
+            # From here on `stop` ends whatever is waited for.
             self._socket = sock
             if self._stopped:
                 shut(sock)
+        welcome = introduce(sock, self._peer.session_id, self._options.token, deadline)
         outgoing = self._backend.connect(sock, welcome, deadline)
         with self._lock:
             self._outgoing = outgoing

@@ -129,8 +129,8 @@ class _Sessions:
         self._lock = threading.Lock()
         self._open: dict[str, Incoming] = {}
         self._guests: dict[str, Guest] = {}
-        # Ended, but not fenced yet.
-        self._ending: dict[str, Incoming] = {}
+        # Ended, but not fenced yet; None: its connection is still being ended.
+        self._ending: dict[str, Incoming | None] = {}
         self._closed = False
 
     def open(self, session_id: str, incoming: Incoming) -> None:
@@ -160,24 +160,27 @@ class _Sessions:
         with self._lock:
             incoming = self._open.pop(session_id, None)
             guest = self._guests.pop(session_id, None)
-        if incoming is None:
-            return
+            if incoming is None:
+                return
+            self._ending[session_id] = None
         if guest is not None:
             guest.stop()
         incoming.revoke()
-        if not incoming.is_fenced():
-            with self._lock:
-                self._ending[session_id] = incoming
+        with self._lock:
+            self._ending[session_id] = incoming
+        self.is_fenced(session_id)
 
     def is_fenced(self, session_id: str) -> bool:
         with self._lock:
             if session_id in self._open:
                 return False
-            incoming = self._ending.get(session_id)
-            if incoming is not None and incoming.is_fenced():
-                del self._ending[session_id]
+            if session_id not in self._ending:
                 return True
-            return incoming is None
+            incoming = self._ending[session_id]
+            if incoming is None or not incoming.is_fenced():
+                return False
+            del self._ending[session_id]
+            return True
 
     def end_all(self) -> None:
         with self._lock:

@@ -94,7 +94,7 @@ class ShmBackend:
 
     def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ShmOutgoing:
         try:
-            return ShmOutgoing(sock, self._memory, _welcomes.decode(welcome), self._num_threads)
+            return ShmOutgoing(sockets.end_of(sock), self._memory, _welcomes.decode(welcome), self._num_threads)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"malformed welcome: {error}") from error
 
@@ -115,9 +115,10 @@ class ShmIncoming(GatedIncoming):
 class ShmOutgoing:
     """Holds mappings of the receiver's files, and with them their memory, until it is closed."""
 
-    def __init__(self, sock: socket.socket, ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
+    def __init__(self, is_broken: Callable[[], bool], ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
+        """`is_broken`: whether the connection is, and with it the receiver gone."""
         check_host(welcome.host, this_host(), "shm")
-        self._is_broken = sockets.end_of(sock)
+        self._is_broken = is_broken
         self._ours = ours
         self._interrupted = False
         # Many regions lie in one file: a pool is one.

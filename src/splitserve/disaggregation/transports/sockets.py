@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
 import socket
 import struct
@@ -43,7 +45,9 @@ def connect(endpoint: str, deadline: Deadline, is_cancelled: Callable[[], bool])
     try:
         tune(sock)
         sock.setblocking(False)
-        sock.connect_ex((host, int(port)))
+        code = sock.connect_ex((host, int(port)))
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, f"{endpoint}: {os.strerror(code)}")
         poller = select.poll()
         poller.register(sock, select.POLLOUT)
         while not poller.poll(min(50.0, deadline.remaining() * 1000)):
@@ -116,10 +120,15 @@ def wait_until_closed(sock: socket.socket) -> None:
             pass
 
 
-def receive_exactly(sock: socket.socket, length: int) -> bytes:
-    """Raises ConnectionError where the connection ends before, TimeoutError at the receive timeout."""
+def receive_exactly(sock: socket.socket, length: int, deadline: Deadline | None = None) -> bytes:
+    """Raises ConnectionError where the connection ends before, TimeoutError at the receive timeout.
+
+    That begins anew whenever some of it has come, but for a `deadline`, which is set as the timeout.
+    """
     data = b""
     while len(data) < length:
+        if deadline is not None:
+            set_receive_timeout(sock, deadline.remaining())
         try:
             # All of it at once, but for a signal.
             more = sock.recv(length - len(data), socket.MSG_WAITALL)
