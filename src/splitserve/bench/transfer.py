@@ -45,6 +45,7 @@ from splitserve.bench.transfer_report import TransferFigures, TransferReport, si
 from splitserve.disaggregation.copies import Copies, joined, num_bytes
 from splitserve.disaggregation.transports.base import PeerAddress, WriteState
 from splitserve.errors import ConfigError, SplitserveError
+from splitserve.launch.console import progress
 from splitserve.testing.transfer_peer import End, PeerProcess
 
 # Seconds one write may take.
@@ -98,13 +99,13 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
             console.print(f"{backend}: {size_text(total)} in all is left out: {room}", highlight=False)
             continue
         with (
-            console.status(f"{backend}: {size_text(total)} in all") as status,
+            progress(console, f"{backend}: {size_text(total)} in all") as show,
             _Pair(backend, memory_of(total)) as pair,
         ):
             for case in plan.cases(total):
                 order = "scattered" if case.scattered else "contiguous"
                 pages = f"pages of {size_text(case.page_bytes)}, {order}"
-                status.update(f"{backend}: {size_text(total)} in {pages}")
+                show(f"{backend}: {size_text(total)} in {pages}")
                 yield measure_case(pair, case, plan.runs, open_limit)
 
 

@@ -6,10 +6,11 @@ the options are wrong, which supervisors do not try again, 1 where something fai
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -358,9 +359,15 @@ def join_prefill_ports(argv: Sequence[str]) -> list[str]:
     return joined
 
 
+def _exit_at_signal(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = join_prefill_ports(sys.argv[1:] if argv is None else argv)
+    # What was started ends, and its folder goes, as at a Ctrl-C. Who serves has handlers of his own.
+    before = signal.signal(signal.SIGTERM, _exit_at_signal)
     try:
         app(args=words, prog_name="splitserve")
     except SplitserveError as error:
@@ -368,3 +375,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,9 +1,11 @@
-"""Standard output for tables: as wide as the terminal, and where it goes elsewhere, as wide as they are."""
+"""Tables on standard output, as wide as the terminal, elsewhere as wide as they are; and how far something is."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -14,3 +16,24 @@ _WIDTH_ELSEWHERE = 1000
 def standard_output() -> Console:
     is_told = "COLUMNS" in os.environ
     return Console(width=None if is_told or sys.stdout.isatty() else _WIDTH_ELSEWHERE)
+
+
+@contextmanager
+def progress(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """How far something is, to be told anew with what is yielded: in a terminal one line that changes, elsewhere a line
+    for each text that differs from the one before.
+    """
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    last = ""
+
+    def show(text: str) -> None:
+        nonlocal last
+        if text != last:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        last = text
+
+    show(text)
+    yield show

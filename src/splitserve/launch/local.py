@@ -321,7 +321,8 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._failed = self._failed or kind is not None
+        # Whoever ends it himself has no use for the logs.
+        self._failed = self._failed or (kind is not None and issubclass(kind, Exception))
         self.close()
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.engine.sources import resolve_model
-from splitserve.launch.console import standard_output
+from splitserve.launch.console import progress, standard_output
 from splitserve.launch.fit import check_fit
 from splitserve.launch.local import ClusterError, LocalCluster
 
@@ -46,14 +46,16 @@ def wait_ready(
 ) -> None:
     """Wait for every worker, with a line of progress. Returns early when cancelled. Raises ClusterError."""
     started = time.monotonic()
-    with console.status("starting") as status:
+    with progress(console, "starting") as show:
 
         def on_progress() -> None:
             if is_cancelled():
                 raise _CancelledError
             workers = cluster.workers
             states = ", ".join(f"{w.name} {w.status}" for w in workers)
-            status.update(f"starting ({time.monotonic() - started:.0f} s): {states}")
+            # Where lines stay, seconds would make one each.
+            seconds = f" ({time.monotonic() - started:.0f} s)" if console.is_terminal else ""
+            show(f"starting{seconds}: {states}")
 
         try:
             cluster.wait_ready(timeout, on_progress)

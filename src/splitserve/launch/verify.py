@@ -25,7 +25,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
-from splitserve.launch.console import standard_output
+from splitserve.launch.console import progress, standard_output
 from splitserve.launch.fit import check_fit
 from splitserve.launch.local import ONE_RANK, LocalCluster
 from splitserve.launch.passage import PASSAGE
@@ -145,8 +145,8 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         colocated = cluster.urls(DisaggregationMode.NULL)[0]
         workers = [w.url for w in cluster.workers if w.url is not None]
         sides = Sides(colocated, cluster.router_url, workers)
-        with console.status("comparing") as status:
-            return asyncio.run(compare_sides(options, prompts, sides, status.update))
+        with progress(console, "comparing") as show:
+            return asyncio.run(compare_sides(options, prompts, sides, show))
 
 
 async def compare_sides(
