@@ -10,10 +10,11 @@ import enum
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitserve.disaggregation.transports.base import Transport, TransportOptions
+from splitserve.disaggregation.transports.sharing import thread_count
 from splitserve.errors import ConfigError
 
 
@@ -82,8 +83,8 @@ class _Entry:
     # Module that must be there, and how it comes there; "" where nothing beyond our own requirements is needed.
     needs: str = ""
     hint: str = ""
-    # Names it takes in TransportOptions.extra.
-    options: frozenset[str] = frozenset()
+    # What it takes in TransportOptions.extra. A value is read before a worker starts where that says whether it is one.
+    options: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
     # Registered memory of the CPU must lie where other processes can map it: shareable arenas.
     shareable: bool = False
     # Where the KV pools lie that it moves.
@@ -96,7 +97,7 @@ _HERE = "splitserve.disaggregation.transports"
 _ENTRIES = {
     TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
     TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
-    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", options=frozenset({"threads"}), shareable=True),
+    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", options={"threads": thread_count}, shareable=True),
     TransferBackend.CUDA_IPC: _Entry(
         f"{_HERE}.cuda_ipc",
         "cuda_ipc_transport",
@@ -108,7 +109,7 @@ _ENTRIES = {
     TransferBackend.NCCL: _Entry(
         f"{_HERE}.process_group",
         "nccl_transport",
-        options=frozenset({"device"}),
+        options={"device": str},
         pools=_GPU,
         lacks=_missing_for_nccl,
     ),
@@ -117,7 +118,7 @@ _ENTRIES = {
         "mooncake_transport",
         "mooncake",
         "pip install 'splitserve[mooncake]'",
-        options=frozenset({"protocol", "device", "staging"}),
+        options={"protocol": str, "device": str, "staging": str},
         pools=_CPU | _GPU,
         lacks=_missing_for_mooncake,
     ),
@@ -126,7 +127,7 @@ _ENTRIES = {
         "nixl_transport",
         "nixl_cu12",
         "pip install 'splitserve[nixl]'",
-        options=frozenset({"threads"}),
+        options={"threads": thread_count},
     ),
 }
 
@@ -169,11 +170,13 @@ def options_help() -> str:
 
 
 def check_options(backend: str, given: Mapping[str, str]) -> None:
-    """Raises ConfigError for an option that a known backend does not have."""
+    """Raises ConfigError for an option that a known backend does not have, or a value that is none."""
     options = _ENTRIES[TransferBackend(backend)].options
-    if unknown := set(given) - options:
+    if unknown := set(given) - set(options):
         known = ", ".join(sorted(options)) or "none"
         raise ConfigError(f"the transfer backend {backend!r} has no option {min(unknown)!r}: it takes {known}")
+    for name, value in given.items():
+        options[name](value)
 
 
 def create_transport(backend: str, options: TransportOptions) -> Transport:

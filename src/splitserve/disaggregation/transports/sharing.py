@@ -20,8 +20,11 @@ MAX_THREADS = 64
 def threads_of(options: TransportOptions) -> int:
     """Of one large write. Raises ConfigError."""
     wanted = options.extra.get(OPTION)
-    if wanted is None:
-        return min(NUM_THREADS, len(os.sched_getaffinity(0)))
+    return min(NUM_THREADS, len(os.sched_getaffinity(0))) if wanted is None else thread_count(wanted)
+
+
+def thread_count(wanted: str) -> int:
+    """The number that the option says. Raises ConfigError."""
     if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
         raise ConfigError(f"--transfer-option {OPTION}={wanted}: a number from 1 to {MAX_THREADS}")
     return int(wanted)
