@@ -3,14 +3,14 @@
 1. `cut` divides a write into pieces of bounded size. Both ends cut alike, for they cut by the lengths alone.
 2. A piece inside one range is a view of registered memory where the group can carry that; any other goes through a
    staging tensor: `gather` before it is sent, `scatter` after it came.
-3. Many ranges are moved at once, as rows of one table over the whole of memory (`as_rows`), where their sizes allow.
+3. On a GPU many ranges are moved at once, as rows of one table over the whole of memory (`as_rows`), where their sizes
+   allow.
 
 Knows addresses and lengths that were checked before. The staging tensors belong to whoever asked for them.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from splitserve._native.moves import gather_pieces, scatter_pieces
 from splitserve.core.layout import Region
 from splitserve.disaggregation.transports.device import Device, host_bytes
+from splitserve.disaggregation.transports.iovec import iovec_table
 
 # Large enough to make the per-piece overhead small, small enough to gather the next while this one is sent.
 PIECE_BYTES = 4 << 20
@@ -130,23 +132,11 @@ class HostMemory:
         return torch.from_numpy(host_bytes(int(ranges.addresses[0]), ranges.num_bytes))
 
     def gather(self, ranges: Ranges, stage: torch.Tensor) -> torch.Tensor:
-        part = stage[: ranges.num_bytes]
-        if rows := as_rows(ranges):
-            table = host_bytes(rows.base, rows.num_bytes).reshape(-1, rows.unit)
-            # The indices are in bounds; "clip" spares numpy a copy of the output.
-            np.take(table, rows.indices, axis=0, out=part.numpy().reshape(-1, rows.unit), mode="clip")
-        else:
-            for address, first, end in ranges.spans():
-                ctypes.memmove(part.data_ptr() + first, address, end - first)
-        return part
+        gather_pieces(iovec_table(ranges.addresses, ranges.lengths), stage.data_ptr())
+        return stage[: ranges.num_bytes]
 
     def scatter(self, stage: torch.Tensor, ranges: Ranges) -> None:
-        if rows := as_rows(ranges):
-            table = host_bytes(rows.base, rows.num_bytes).reshape(-1, rows.unit)
-            table[rows.indices] = stage[: ranges.num_bytes].numpy().reshape(-1, rows.unit)
-        else:
-            for address, first, end in ranges.spans():
-                ctypes.memmove(address, stage.data_ptr() + first, end - first)
+        scatter_pieces(stage.data_ptr(), iovec_table(ranges.addresses, ranges.lengths))
 
 
 class DeviceMemory:
