@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup system-packages demo test check bench performance soak chaos format clean
+.PHONY: help setup missing-packages system-packages demo test check bench performance soak chaos format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
@@ -32,10 +32,13 @@ setup: .venv/.installed
 # What the libraries of transfer backends link to, for the tests; each as file:package.
 SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
 
+missing-packages:
+	@for entry in $(SYSTEM_LIBRARIES); do \
+	  $(PYTHON) -c "import ctypes; ctypes.CDLL('$${entry%%:*}')" 2>/dev/null || printf ' %s' "$${entry##*:}"; \
+	done
+
 system-packages:
-	@missing=""; for entry in $(SYSTEM_LIBRARIES); do \
-	  $(PYTHON) -c "import ctypes; ctypes.CDLL('$${entry%%:*}')" 2>/dev/null || missing="$$missing $${entry##*:}"; \
-	done; \
+	@missing="$$($(MAKE) --silent --no-print-directory missing-packages)"; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "Installing$$missing"; \

@@ -1,7 +1,19 @@
 """For all tests."""
 
+import os
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from splitserve.disaggregation.transports import missing
 
 # Nothing is said here about time: machines are shared.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of a transport that is missing are skipped. Where it must not be, nothing is run without it."""
+    for backend in os.environ.get("SPLITSERVE_REQUIRED_TRANSPORTS", "").split():
+        if problem := missing(backend):
+            raise pytest.UsageError(f"SPLITSERVE_REQUIRED_TRANSPORTS: {problem}")

@@ -1,7 +1,7 @@
 """Where prefill ranks register and decode ranks find them: a small HTTP server beside each prefill worker.
 
   PUT /route                       a rank registers its PrefillInfo; a new epoch replaces the old one
-  GET /route?version=4&dp_rank=0   those of all ranks of that data parallel rank, in order of their index; 503 until
+  GET /route?version=5&dp_rank=0   those of all ranks of that data parallel rank, in order of their index; 503 until
                                    every rank is in, 404 for no such rank, 410 after the worker has become something
                                    else
   GET /health                      200
