@@ -70,13 +70,16 @@ class SharedPages:
             ) from None
         # By tag, what we got for the pages we gave; until we settle.
         self._received: dict[int, tuple[_Pages, _Pages]] = {}
-        # The lock belongs to the open file, which all our threads share.
+        # The lock belongs to the open file, which all our threads share. It guards `_now` too.
         self._threads = threading.Lock()
         try:
             with self._locked(fcntl.LOCK_EX):
                 self.pages_per_worker = self._read_header(file, shape) or pages_per_worker
                 # Of all workers that may ever join: page numbers are smaller than this.
                 self.num_pages = self.pages_per_worker * MAX_WORKERS
+                # Every page's own number, but for a moment: what stands in its place. To sort would take ten times as
+                # long for many pages.
+                self._now = np.arange(self.num_pages, dtype=np.int64)
                 # Where the pages begin in the file.
                 self.arena_offset = _round_up(_TABLE_AT + self.num_pages * _TABLE_ROW_BYTES, mmap.PAGESIZE)
                 if self._pool_id == b"":
@@ -136,14 +139,24 @@ class SharedPages:
     def settle(self, pages: Sequence[int], *, tag: int) -> list[int]:
         """What we own in place of pages that we gave or announced. When nobody can exchange them any more."""
         if (received := self._received.pop(tag, None)) is not None:
-            return _exchanged(pages, *received)
+            return self._exchanged(pages, *received)
         given = np.flatnonzero((self._tags == tag) & (self._owners == self.place))
         self._tags[given] = 0
         for_ours = self._given_for[given].astype(np.int64)
         # Killed between the two steps: the page goes to the giver's place, for whoever takes that next.
         unfinished = self._under_way[self._givers[given]] == tag
         self._owners[for_ours[unfinished]] = self._givers[given[unfinished]]
-        return _exchanged(pages, for_ours, given)
+        return self._exchanged(pages, for_ours, given)
+
+    def _exchanged(self, pages: Sequence[int], old: _Pages, new: _Pages) -> list[int]:
+        """`pages` with each that is in `old` replaced by what stands in its place in `new`."""
+        if not len(old):
+            return list(pages)
+        with self._threads:
+            self._now[old] = new
+            now: list[int] = self._now[np.asarray(pages, dtype=np.int64)].tolist()
+            self._now[old] = old
+        return now
 
     def close(self) -> None:
         """Free our place. Idempotent."""
@@ -219,18 +232,6 @@ class SharedPages:
                 yield
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-
-def _exchanged(pages: Sequence[int], old: _Pages, new: _Pages) -> list[int]:
-    """`pages` with each that is in `old` replaced by what stands in its place in `new`."""
-    if not len(old):
-        return list(pages)
-    order = np.argsort(old)
-    held = np.asarray(pages, dtype=np.int64)
-    places = np.minimum(np.searchsorted(old, held, sorter=order), len(old) - 1)
-    found = order[places]
-    now: list[int] = np.where(old[found] == held, new[found], held).tolist()
-    return now
 
 
 def _lock_of(kind: int, place: int) -> bytes:
