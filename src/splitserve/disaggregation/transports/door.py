@@ -35,7 +35,7 @@ from splitserve.disaggregation.transports.sockets import (
 logger = logging.getLogger(__name__)
 
 MAGIC = b"SSKV"
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 MAX_SESSION_BYTES = 256
