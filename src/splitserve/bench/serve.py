@@ -1,9 +1,11 @@
 """`splitserve bench serve`: one load on each system, and the TTFT of a long prompt on it while it is idle.
 
-Each system in turn, a colocated worker first, then a pair over each backend, or a server that runs already:
-1. It starts, and warms up with prompts of its own.
-2. One long prompt at a time: TTFT with nothing else under way, set against the colocated worker's.
-3. The prefill worker says what those hand-overs took and how much of that came after the last forward pass.
+The systems are a colocated worker, then a pair over each backend, or a server that runs already. Those of one chunk
+size run side by side, and one of them is asked at a time:
+1. They start, and warm up with prompts of their own.
+2. One long prompt after another, to each system by turns, so that what else the machine does hits all: TTFT with
+   nothing else under way, set against the colocated worker's.
+3. The prefill workers say what those hand-overs took and how much of that came after the last forward pass.
 4. The load: the same requests for every system. Requests that fail are counted, and the command's exit code says so.
 """
 
@@ -12,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from splitserve.bench.backends import choose_backends
-from splitserve.bench.load import ask, run_load
+from splitserve.bench.load import LoadResult, ask, run_load
 from splitserve.bench.load_figures import LoadFigures, Slo
 from splitserve.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.bench.prompts import Encode, PromptMaker
@@ -31,6 +34,7 @@ from splitserve.bench.workload import LoadPlan
 from splitserve.config import DTYPES
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
+from splitserve.launch.console import progress
 from splitserve.launch.local import num_cores
 from splitserve.launch.transfers import Transfers, read_transfers
 from splitserve.server.tokenizer import Tokenizer
@@ -68,6 +72,8 @@ class ServeBenchOptions:
     chunks: tuple[int | None, ...]
     # CPU threads of each worker; None: the cores divided fairly.
     threads: int | None
+    # Those of one chunk size; else each starts when the one before has ended.
+    side_by_side: bool
     # Markdown file that gets a section; None: none does.
     append_to: Path | None
     as_json: bool
@@ -82,6 +88,14 @@ class _System:
     server: Server
 
 
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """None: not measured, or nothing was handed over."""
+
+    ttft: TtftFigures | None
+    transfers: Transfers | None
+
+
 def run_serve_bench(options: ServeBenchOptions) -> int:
     """Returns the exit code: 1 where requests failed. Raises ConfigError, ClusterError, LoadError."""
     console = Console(stderr=True)
@@ -93,24 +107,47 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    figures = [_measure(system, options, encode, console) for system in systems]
+    groups = [[system] for system in systems]
+    if options.side_by_side:
+        groups = [[s for s in systems if s.chunk == chunk] for chunk in dict.fromkeys(s.chunk for s in systems)]
+    figures = [found for group in groups for found in _measure(group, options, encode, console)]
     report = ServeReport(options.model, options.dtype, options.command, describe_machine(), figures, options.slos)
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 1 if report.warn(console) else 0
 
 
-def _measure(system: _System, options: ServeBenchOptions, encode: Encode, console: Console) -> ServeFigures:
-    """Raises ClusterError, LoadError."""
-    plan, name, others = options.plan, system.server.name, OthersWatch()
-    with system.server.running(console) as running, console.status(f"{name}: warming up") as status:
+def _measure(
+    systems: Sequence[_System], options: ServeBenchOptions, encode: Encode, console: Console
+) -> list[ServeFigures]:
+    """Of systems that run side by side. Raises ClusterError, LoadError."""
+    plan, others = options.plan, OthersWatch()
+    with ExitStack() as closing:
+        started = [closing.enter_context(system.server.running(console)) for system in systems]
+        show = closing.enter_context(progress(console, "warming up"))
         warm_up = plan.warm_up(encode, options.num_warm_ups)
-        if warm_up:
-            asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
-        status.update(f"{name}: one prompt at a time")
-        idle, transfers = _measure_idle(running, options, encode)
-        status.update(f"{name}: {plan.describe()}")
-        load = run_load(running.endpoint, plan.requests(encode), concurrency=plan.concurrency, duration=plan.duration)
-        result = asyncio.run(load)
+        for running in started:
+            if warm_up:
+                asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
+        show("one prompt at a time")
+        idles = _measure_idle(started, options, encode)
+        results = []
+        for system, running in zip(systems, started, strict=True):
+            show(f"{system.server.name}: {plan.describe()}")
+            requests = plan.requests(encode)
+            load = run_load(running.endpoint, requests, concurrency=plan.concurrency, duration=plan.duration)
+            results.append(asyncio.run(load))
+    # A running server is no child of this process: what it takes cannot be told from what others take.
+    taken = None if systems[0].mode == "external" else others.cores_taken()
+    return [
+        _figures(system, options, result, idle, taken)
+        for system, result, idle in zip(systems, results, idles, strict=True)
+    ]
+
+
+def _figures(
+    system: _System, options: ServeBenchOptions, result: LoadResult, idle: _Idle, cores_taken: float | None
+) -> ServeFigures:
+    plan = options.plan
     return ServeFigures(
         mode=system.mode,
         backend=system.backend,
@@ -123,10 +160,9 @@ def _measure(system: _System, options: ServeBenchOptions, encode: Encode, consol
         output_tokens=_typical([r.num_output_tokens for r in result.records], plan.output_tokens, plan),
         load=LoadFigures.of(result.records, result.num_failed, result.elapsed, options.slos),
         errors=result.errors,
-        idle=idle,
-        transfer=None if transfers is None else Handover.of(transfers),
-        # A running server is no child of this process: what it takes cannot be told from what others take.
-        cores_taken_by_others=None if system.mode == "external" else others.cores_taken(),
+        idle=idle.ttft,
+        transfer=None if idle.transfers is None else Handover.of(idle.transfers),
+        cores_taken_by_others=cores_taken,
     )
 
 
@@ -135,24 +171,27 @@ def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
     return round(mean(lengths)) if plan.trace is not None and lengths else asked
 
 
-def _measure_idle(
-    running: Running, options: ServeBenchOptions, encode: Encode
-) -> tuple[TtftFigures | None, Transfers | None]:
+def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode: Encode) -> list[_Idle]:
     """Raises LoadError."""
     if options.ttft_runs == 0:
-        return None, None
+        return [_Idle(None, None)] * len(systems)
     # Other prompts than the load's, the same for every system.
-    prompts = PromptMaker(encode, options.plan.seed + 2)
+    prompts = [PromptMaker(encode, options.plan.seed + 2) for _ in systems]
 
-    def one() -> StreamRecord:
-        return ask(running.endpoint, [prompts.make(options.ttft_tokens)], max_tokens=1)[0]
+    def one(i: int) -> StreamRecord:
+        return ask(systems[i].endpoint, [prompts[i].make(options.ttft_tokens)], max_tokens=1)[0]
 
-    one()
-    before = _settled(running.prefill_url)
-    figures = TtftFigures.of(options.ttft_tokens, [one() for _ in range(options.ttft_runs)])
-    if running.prefill_url is None or before is None:
-        return figures, None
-    return figures, _counted(running.prefill_url, before.count + options.ttft_runs) - before
+    for i in range(len(systems)):
+        one(i)
+    before = [_settled(system.prefill_url) for system in systems]
+    rounds = [[one(i) for i in range(len(systems))] for _ in range(options.ttft_runs)]
+    found = []
+    for system, counted, records in zip(systems, before, zip(*rounds, strict=True), strict=True):
+        transfers = None
+        if system.prefill_url is not None and counted is not None:
+            transfers = _counted(system.prefill_url, counted.count + options.ttft_runs) - counted
+        found.append(_Idle(TtftFigures.of(options.ttft_tokens, records), transfers))
+    return found
 
 
 def _settled(prefill_url: str | None) -> Transfers | None:

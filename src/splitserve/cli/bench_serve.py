@@ -70,6 +70,14 @@ def bench_serve(
         list[int] | None, typer.Option(min=1, help="Prompt tokens a step, each measured; repeatable.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of each worker; default: cores divided fairly.")] = None,
+    side_by_side: Annotated[
+        bool,
+        typer.Option(
+            "--side-by-side/--apart",
+            help="Our own systems run all at once, one is asked at a time; or one after the other: less memory, but "
+            "TTFTs of different minutes.",
+        ),
+    ] = True,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -102,6 +110,7 @@ def bench_serve(
         ttft_runs=ttft_runs,
         chunks=tuple(chunked_prefill_size or (None,)),
         threads=threads,
+        side_by_side=side_by_side,
         append_to=append_to,
         as_json=as_json,
     )

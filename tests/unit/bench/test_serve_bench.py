@@ -82,6 +82,7 @@ def options(**changed):
         "ttft_runs": 1,
         "chunks": (None,),
         "threads": None,
+        "side_by_side": True,
         "append_to": None,
         "as_json": False,
     }
