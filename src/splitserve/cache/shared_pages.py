@@ -70,8 +70,10 @@ class SharedPages:
             ) from None
         # By tag, what we got for the pages we gave; until we settle.
         self._received: dict[int, tuple[_Pages, _Pages]] = {}
-        # The lock belongs to the open file, which all our threads share. It guards `_now` too.
+        # The lock belongs to the open file, which all our threads share.
         self._threads = threading.Lock()
+        # Of `_now`. The one above may be held for seconds, by an exchange that waits for another process.
+        self._looking_up = threading.Lock()
         try:
             with self._locked(fcntl.LOCK_EX):
                 self.pages_per_worker = self._read_header(file, shape) or pages_per_worker
@@ -152,7 +154,7 @@ class SharedPages:
         """`pages` with each that is in `old` replaced by what stands in its place in `new`."""
         if not len(old):
             return list(pages)
-        with self._threads:
+        with self._looking_up:
             self._now[old] = new
             now: list[int] = self._now[np.asarray(pages, dtype=np.int64)].tolist()
             self._now[old] = old
