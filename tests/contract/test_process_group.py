@@ -1,6 +1,5 @@
 """What only groups of torch.distributed can suffer, beside the contract that they share with every transport."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -160,7 +159,7 @@ def what_a_member_says_before_it_goes(rank):
     """Over the door's connection, to let the other find it."""
     ours, theirs = connected()
     with theirs:
-        member = threading.Thread(target=ignoring_loss, args=(ours, rank))
+        member = threading.Thread(target=loss_of, args=(ours, rank, []))
         member.start()
         said = theirs.recv(1 << 16)
         sockets.shut(theirs)
@@ -169,10 +168,12 @@ def what_a_member_says_before_it_goes(rank):
     return said
 
 
-def ignoring_loss(sock, rank):
-    """The library alone would wait five times as long, and does when nobody waits for it any more."""
-    with contextlib.suppress(ConnectionError):
+def loss_of(sock, rank, losses):
+    """The library alone waits as long as its deadline, and does when nobody waits for it any more."""
+    try:
         GlooGroup(sock, rank, Deadline(DEADLINE / 4)).close()
+    except (ConnectionError, TimeoutError) as error:
+        losses.append(error)
 
 
 def connected():
@@ -191,13 +192,15 @@ def test_a_member_that_meets_one_that_has_gone_waits_no_longer_than_the_doors_co
         ends = dict(zip(("ours", "theirs"), connected(), strict=True))
         with ends["ours"], ends["theirs"]:
             ends["theirs"].sendall(what_a_member_says_before_it_goes(1 - rank))
-            member = threading.Thread(target=ignoring_loss, args=(ends["ours"], rank), daemon=True)
+            losses = []
+            member = threading.Thread(target=loss_of, args=(ends["ours"], rank, losses), daemon=True)
             member.start()
             # It has said who it is, and has what the other said: from here on it waits for the other.
             ends["theirs"].recv(1 << 16)
             sockets.shut(ends[who])
             member.join(DEADLINE)
             assert not member.is_alive()
+            assert not any("Connect timeout" in str(loss) or isinstance(loss, TimeoutError) for loss in losses)
 
 
 def test_a_lost_member_costs_its_own_pair_only(gloo, peers):

@@ -33,6 +33,7 @@ from splitserve.disaggregation.transports.base import PeerAddress, TransportOpti
 from splitserve.disaggregation.transports.memory import encode_regions
 from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES
 from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.disaggregation.transports.tcp import TcpIncoming
 from splitserve.errors import CapacityError, ConfigError
 from splitserve.testing.fake_gpu import FAKE_CUDA_IPC
 from splitserve.testing.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, digest
@@ -719,6 +720,18 @@ def test_a_session_is_not_fenced_while_its_connection_is_being_ended(tcp, monkey
     monkeypatch.setattr(door.Guest, "stop", look_and_stop)
     dst.transport.drain(session.session_id)
     assert during == [False]
+    assert dst.transport.is_fenced(session.session_id)
+
+
+def test_a_session_whose_end_fails_half_way_is_fenced_when_nobody_can_write(tcp, monkeypatch):
+    def fail(incoming):
+        raise RuntimeError("not today")
+
+    dst = tcp(8)
+    session = dst.transport.open_session()
+    monkeypatch.setattr(TcpIncoming, "revoke", fail)
+    with pytest.raises(RuntimeError, match="not today"):
+        dst.transport.drain(session.session_id)
     assert dst.transport.is_fenced(session.session_id)
 
 

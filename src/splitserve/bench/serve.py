@@ -107,13 +107,18 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    groups = [[system] for system in systems]
-    if options.side_by_side:
-        groups = [[s for s in systems if s.chunk == chunk] for chunk in dict.fromkeys(s.chunk for s in systems)]
+    groups = _groups(systems, side_by_side=options.side_by_side)
     figures = [found for group in groups for found in _measure(group, options, encode, console)]
     report = ServeReport(options.model, options.dtype, options.command, describe_machine(), figures, options.slos)
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 1 if report.warn(console) else 0
+
+
+def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_System]]:
+    """Those that run at once, in the order of the systems."""
+    if not side_by_side:
+        return [[system] for system in systems]
+    return [[s for s in systems if s.chunk == chunk] for chunk in dict.fromkeys(s.chunk for s in systems)]
 
 
 def _measure(

@@ -156,8 +156,10 @@ class SharedPages:
             return list(pages)
         with self._looking_up:
             self._now[old] = new
-            now: list[int] = self._now[np.asarray(pages, dtype=np.int64)].tolist()
-            self._now[old] = old
+            try:
+                now: list[int] = self._now[np.asarray(pages, dtype=np.int64)].tolist()
+            finally:
+                self._now[old] = old
         return now
 
     def close(self) -> None:

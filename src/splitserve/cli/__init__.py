@@ -360,6 +360,8 @@ def join_prefill_ports(argv: Sequence[str]) -> list[str]:
 
 
 def _exit_at_signal(number: int, _: object) -> NoReturn:
+    # What is cleaned up from here on ends by itself in bounded time: `timeout` sends two, and none shall cut it short.
+    signal.signal(number, lambda *_: None)
     sys.exit(128 + number)
 
 

@@ -42,6 +42,8 @@ class ChildProcess:
         self.log_path = folder / f"{name}.log"
         self.ready_path = folder / f"{name}.ready.json"
         self._ready: ReadyInfo | None = None
+        # Its children when it was let go.
+        self._left: list[psutil.Process] | None = None
         command = [*program, *args, "--exit-with-parent", "--ready-file", str(self.ready_path)]
         with self.log_path.open("wb") as log:
             # A session of its own: a Ctrl-C in the terminal is this process's business alone.
@@ -88,15 +90,21 @@ class ChildProcess:
             return False
         return True
 
-    def close(self) -> None:
-        """Stop it at once and wait until it and its own children are gone; kill what does not listen. Idempotent."""
-        family = self._family()
+    def let_go(self) -> None:
+        """Have it stop at once. Returns without waiting; `close` waits. Idempotent."""
+        if self._left is None:
+            # Before it ends, and they are nobody's.
+            self._left = self._family()
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def close(self) -> None:
+        """Stop it at once and wait until it and its own children are gone; kill what does not listen. Idempotent."""
+        self.let_go()
         if not self.wait(_STOP_TIMEOUT):
             self._process.kill()
             self._process.wait()
-        _, alive = psutil.wait_procs(family, timeout=_STOP_TIMEOUT)
+        _, alive = psutil.wait_procs(self._left or [], timeout=_STOP_TIMEOUT)
         for process in alive:
             process.kill()
         psutil.wait_procs(alive)

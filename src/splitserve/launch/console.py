@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 
 # Columns of a file or a pipe: nothing is cut, and nothing is filled up to it.
 _WIDTH_ELSEWHERE = 1000
@@ -24,8 +25,8 @@ def progress(console: Console, text: str) -> Iterator[Callable[[str], None]]:
     for each text that differs from the one before.
     """
     if console.is_terminal:
-        with console.status(text) as status:
-            yield status.update
+        with console.status(escape(text)) as status:
+            yield lambda text: status.update(escape(text))
         return
     last = ""
 

@@ -298,17 +298,24 @@ class LocalCluster:
         try:
             self.drain(drain_timeout)
         finally:
-            for child in self.children:
-                child.close()
-            self._router, self._workers = None, []
-            if self._pool_fd >= 0:
-                os.close(self._pool_fd)
-                self._pool_fd = -1
-            if self._folder is not None:
-                (self._folder / _TOKEN_FILE).unlink(missing_ok=True)
-                if not self._failed:
-                    shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+            try:
+                for child in self.children:
+                    child.let_go()
+                for child in self.children:
+                    child.close()
+            finally:
+                self._forget()
+
+    def _forget(self) -> None:
+        self._router, self._workers = None, []
+        if self._pool_fd >= 0:
+            os.close(self._pool_fd)
+            self._pool_fd = -1
+        if self._folder is not None:
+            (self._folder / _TOKEN_FILE).unlink(missing_ok=True)
+            if not self._failed:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
 
     def __enter__(self) -> Self:
         try:

@@ -117,7 +117,10 @@ def _watch(cluster: LocalCluster, console: Console, ended: threading.Event) -> i
             cluster.keep_logs()
             console.print(f"[bold red]{child.name} exited with code {child.exit_code}[/]; the end of its log:")
             console.print(child.log_tail(), markup=False, highlight=False, soft_wrap=True)
-            console.print("Nobody restarts it. Others of its kind serve on, if there are any; else requests get 503.")
+            console.print(
+                "Nobody restarts it. Others of its kind serve on, if there are any; else requests get 503.",
+                soft_wrap=True,
+            )
         if all(w.status.startswith("exited") for w in cluster.workers) or "router" in reported:
             raise ClusterError(f"{'the router has' if 'router' in reported else 'all workers have'} ended: start again")
     console.print("draining: running requests finish first; Ctrl-C again stops at once")

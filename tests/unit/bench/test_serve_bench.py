@@ -9,7 +9,7 @@ import json
 import pytest
 from rich.console import Console
 
-from splitserve.bench import backends
+from splitserve.bench import backends, serve
 from splitserve.bench.load_figures import LoadFigures, Slo
 from splitserve.bench.serve import ServeBenchOptions, run_serve_bench
 from splitserve.bench.serve_report import Handover, ServeFigures, ServeReport
@@ -87,6 +87,12 @@ def options(**changed):
         "as_json": False,
     }
     return ServeBenchOptions(**{**given, **changed})
+
+
+def test_systems_of_one_chunk_size_run_at_once_unless_they_are_to_run_apart():
+    systems = [serve._System("null", None, chunk, None) for chunk in (512, 512, 2048)]
+    assert serve._groups(systems, side_by_side=True) == [systems[:2], systems[2:]]
+    assert serve._groups(systems, side_by_side=False) == [[system] for system in systems]
 
 
 def test_the_json_form_is_a_list_with_these_keys_first(both):

@@ -103,11 +103,29 @@ def test_memory_that_the_library_keeps_costs_no_other_connection_its_engine():
     def refuse():
         raise MooncakeError("cannot deregister")
 
-    first = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "before"))
+    # As no other test's.
+    first = mooncake_engine.take_engine("127.0.0.1", "", "tcp", gpu_id=4711)
     mooncake_engine.give_back(first, when_idle=refuse)
-    again = mooncake_engine.take_engine("127.0.0.1", "", "tcp", ("127.0.0.1:1", "before"))
+    again = mooncake_engine.take_engine("127.0.0.1", "", "tcp", gpu_id=4711)
     assert again is first
     mooncake_engine.give_back(again)
+
+
+def test_a_staging_buffer_that_the_library_keeps_stays_where_it_is_and_its_session_is_fenced(ends, monkeypatch):
+    def refuse(engine, address):
+        refused.append((engine, address))
+        raise MooncakeError("cannot deregister")
+
+    src, dst = ends
+    session, refused = dst.transport.open_session(), []
+    assert src.outcome(src.transport.write(session, copy_table(WHOLE))).state is WriteState.DONE
+    with monkeypatch.context() as patch:
+        patch.setattr(MooncakeTransferEngine, "deregister", refuse)
+        dst.transport.drain(session.session_id)
+        assert dst.transport.is_fenced(session.session_id)
+    ((engine, address),) = refused
+    assert address in [kept.address for kept in engine.kept if hasattr(kept, "address")]
+    engine.deregister(address)
 
 
 @pytest.mark.parametrize(

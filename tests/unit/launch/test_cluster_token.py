@@ -108,6 +108,9 @@ class FakeChild:
     def wait(self, timeout: float) -> bool:
         return True
 
+    def let_go(self) -> None:
+        """It does not run."""
+
     def close(self) -> None:
         """It does not run."""
 

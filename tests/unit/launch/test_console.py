@@ -44,6 +44,7 @@ def test_where_lines_stay_progress_is_a_line_for_each_new_text() -> None:
 def test_in_a_terminal_progress_is_one_line_that_goes() -> None:
     written = io.StringIO()
     with progress(Console(file=written, force_terminal=True, width=40), "one") as show:
-        show("two")
+        show("two [of] two")
+    assert "two [of] two" in written.getvalue()
     # One up, and the line erased.
     assert written.getvalue().endswith("\x1b[1A\x1b[2K")

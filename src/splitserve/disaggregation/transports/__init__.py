@@ -170,7 +170,9 @@ def options_help() -> str:
 
 
 def check_options(backend: str, given: Mapping[str, str]) -> None:
-    """Raises ConfigError for an option that a known backend does not have, or a value that is none."""
+    """Raises ConfigError for an option that a known backend does not have, and a number of threads that is none. Other
+    values are the backend's to read.
+    """
     options = _ENTRIES[TransferBackend(backend)].options
     if unknown := set(given) - set(options):
         known = ", ".join(sorted(options)) or "none"

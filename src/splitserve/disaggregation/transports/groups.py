@@ -38,7 +38,7 @@ Works = list[Any]
 
 
 class Group(Protocol):
-    """One end. Used by one thread, in which it was made."""
+    """One end. Used by the thread that made it, and no other."""
 
     # Where its tensors lie.
     device: torch.device

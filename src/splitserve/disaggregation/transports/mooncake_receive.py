@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from splitserve.disaggregation.transports.mooncake_wire import Welcome, receive_
 from splitserve.disaggregation.transports.staging import Pieces, StagingBuffer
 from splitserve.disaggregation.transports.staging_choice import StagingChoice
 from splitserve.errors import SplitserveError
+
+logger = logging.getLogger(__name__)
 
 # One slot is gathered, one on its way, one being scattered.
 NUM_SLOTS = 3
@@ -81,9 +84,13 @@ class MooncakeIncoming:
         staging, engine = self._staging, self._engine
         self._staging = self._engine = None
         if staging is not None and engine is not None:
-            engine.deregister(staging.address)
             engine.kept.append(staging)
-            staging.discard()
+            try:
+                engine.deregister(staging.address)
+                staging.discard()
+            except (MooncakeError, OSError, RuntimeError):
+                # The session is over all the same. The memory stays, for the library may still write there.
+                logger.exception("the staging buffer of an ended connection was not given back")
 
     def _engine_for(self, staging: StagingBuffer) -> MooncakeTransferEngine:
         """The one that takes transfers into this buffer from now on. Raises MooncakeError, ConfigError."""

@@ -120,7 +120,12 @@ class MooncakeOutgoing:
     def _release(self) -> None:
         """No transfer reads the staging buffer any more."""
         if self._is_registered:
-            self._engine.deregister(self._staging.address)
+            try:
+                self._engine.deregister(self._staging.address)
+            except MooncakeError:
+                # The library may go on reading there.
+                self._engine.kept.append(self._staging)
+                raise
         self._staging.discard()
 
     def _write_staged(self, ticket_id: int, pieces: Pieces, length: int, deadline: Deadline) -> None:

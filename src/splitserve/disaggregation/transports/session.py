@@ -163,11 +163,14 @@ class _Sessions:
             if incoming is None:
                 return
             self._ending[session_id] = None
-        if guest is not None:
-            guest.stop()
-        incoming.revoke()
-        with self._lock:
-            self._ending[session_id] = incoming
+        try:
+            if guest is not None:
+                guest.stop()
+            incoming.revoke()
+        finally:
+            # Also after an error: it says by itself whether a write can be under way.
+            with self._lock:
+                self._ending[session_id] = incoming
         self.is_fenced(session_id)
 
     def is_fenced(self, session_id: str) -> bool:
