@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
@@ -36,17 +37,17 @@ from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.disaggregation.transports.tcp import TcpIncoming
 from splitserve.errors import CapacityError, ConfigError
 from splitserve.testing.fake_gpu import FAKE_CUDA_IPC
-from splitserve.testing.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, digest
+from splitserve.testing.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, TensorBytes, digest
 
 DEADLINE = 20.0
 # Senders write into the peer's memory by themselves: a stopped peer is no obstacle.
-ONE_SIDED = {"shm", "nixl", FAKE_CUDA_IPC}
+ONE_SIDED = {"shm", "nixl", "cuda_ipc", FAKE_CUDA_IPC}
 TOKEN = b"a token of the cluster"
 
-# What moves GPU memory only is in tests/gpu.
+# They move memory of GPUs only: tests/gpu has more of them.
 ON_GPUS = (TransferBackend.NCCL, TransferBackend.CUDA_IPC)
 BACKENDS = [
-    *(backend.value for backend in TransferBackend if backend not in ON_GPUS),
+    *(backend.value for backend in TransferBackend),
     FAKE_CUDA_IPC,
     *FAKE_MOONCAKES,
 ]
@@ -62,6 +63,17 @@ def present(backend):
     return backend
 
 
+def place(backend, number):
+    """Where the memory of an end lies, counted from 0, of those that move a GPU's."""
+    if backend not in ON_GPUS:
+        return {}
+    # NCCL wants one for each member of a group.
+    gpu = number if backend == TransferBackend.NCCL else 0
+    if gpu >= torch.cuda.device_count():
+        pytest.skip(f"{backend} takes {gpu + 1} GPUs here, and there are {torch.cuda.device_count()}")
+    return {"device": f"cuda:{gpu}"}
+
+
 @pytest.fixture(params=BACKENDS)
 def world(request):
     """Makes ends of one backend in this process, and closes them all."""
@@ -69,13 +81,26 @@ def world(request):
     ends = []
 
     def end(*lengths, **options):
-        ends.append(End(backend, lengths, **{"token": TOKEN, **options}))
+        ends.append(End(backend, lengths, **{"token": TOKEN, **place(backend, len(ends)), **options}))
         return ends[-1]
 
     end.backend = backend
     yield end
     for e in ends:
         e.close()
+
+
+def test_bytes_of_a_gpu_are_used_here_as_an_array_is():
+    tensor = torch.zeros(10, dtype=torch.uint8)
+    memory, array = TensorBytes(tensor), np.zeros(10, np.uint8)
+    for bytes_ in (memory, array):
+        bytes_[2:5] = 7
+        bytes_[8] = 1
+    assert tensor.tolist() == array.tolist()
+    assert (memory == array).all()
+    assert (memory[::-1] == array[::-1]).all()
+    assert (memory.any(), memory[:2].any(), memory.size) == (True, False, 10)
+    assert digest(memory) == digest(array)
 
 
 def write(end, peer, copies):
@@ -336,9 +361,10 @@ def write_timeout():
 def pair(request, write_timeout):
     """An end here, and one in a process of its own."""
     backend = present(request.param)
-    end = End(backend, [N], token=TOKEN, write_timeout=write_timeout)
+    places = [place(backend, number) for number in range(2)]
+    end = End(backend, [N], token=TOKEN, write_timeout=write_timeout, **places[0])
     # Whose pool is on a fake GPU has a peer with one in the CPU's memory: they need not be alike.
-    with PeerProcess(library_of(backend), [N], token=TOKEN.decode()) as peer:
+    with PeerProcess(library_of(backend), [N], token=TOKEN.decode(), **places[1]) as peer:
         yield end, peer
     end.close()
 
@@ -452,7 +478,7 @@ def test_a_sender_stopped_in_the_middle_cannot_write_after_the_fence(pair):
 def test_a_stopped_peer_delays_no_other_and_writes_end_out_of_order(pair):
     here, stopped = pair
     backend = library_of(here.backend)
-    with PeerProcess(backend, [N], token=TOKEN.decode()) as healthy:
+    with PeerProcess(backend, [N], token=TOKEN.decode(), **place(backend, 2)) as healthy:
         first, second = stopped.open_session(), healthy.open_session()
         for session in (first, second):
             assert here.outcome(write(here, session, WHOLE)).state is WriteState.DONE

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
@@ -33,27 +34,63 @@ ANSWER_TIMEOUT = 60.0
 
 # Mooncake between pools on a fake GPU, with slots on the host and on that GPU: what `End` calls it.
 FAKE_MOONCAKES = {"mooncake of a fake GPU": "host", "mooncake on a fake GPU": "gpu"}
-# Their memory lies on a GPU: of the commands, those that fill it are not for them.
-_ON_GPU = frozenset({"cuda_ipc"})
+# Their memory lies on a GPU.
+_ON_GPU = frozenset({"cuda_ipc", "nccl"})
 
 
 def _arena(num_bytes: int, backend: str) -> Arena:
     return Arena(num_bytes, shareable=backend == FAKE_CUDA_IPC or needs_shareable_memory(backend))
 
 
-def _bytes_on_gpu(num_bytes: int) -> Any:
+def _bytes_on_gpu(num_bytes: int, device: str) -> Any:
     # Only now: most peers do without torch.
     import torch
 
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
     return memory
+
+
+class TensorBytes:
+    """A tensor of bytes, as tests use an array: what is read is a copy, what is assigned is written."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.size: int = tensor.numel()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.uint8]:
+        array: NDArray[np.uint8] = self._tensor.cpu().numpy()
+        return array
+
+    def __getitem__(self, key: Any) -> Any:
+        return np.asarray(self)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        array = np.array(self)
+        array[key] = value
+        # When it returns, it is there.
+        self._tensor.copy_(_tensor_of(array))
+
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == np.asarray(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def any(self) -> bool:
+        return bool(np.asarray(self).any())
+
+
+def _tensor_of(array: NDArray[np.uint8]) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
 
 
 class End:
     """A transport over memory of its own, one region for each of `lengths`."""
 
-    def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
+    def __init__(self, backend: str, lengths: Sequence[int], *, device: str = "cuda", **options: Any) -> None:
+        """`device`: where memory lies that must be on a GPU."""
         self.backend = backend
         self.progress = threading.Event()
         if backend in FAKE_MOONCAKES:
@@ -61,9 +98,10 @@ class End:
             return
         is_fake_gpu, is_on_gpu = backend == FAKE_CUDA_IPC, backend in _ON_GPU
         self.arenas = [] if is_on_gpu else [_arena(n, backend) for n in lengths]
-        self.memory = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
-        # Instead of these on a GPU: tensors of bytes.
-        self.tensors = [_bytes_on_gpu(n) for n in lengths] if is_on_gpu else []
+        # Instead of arenas on a GPU: tensors of bytes.
+        self.tensors = [_bytes_on_gpu(n, device) for n in lengths] if is_on_gpu else []
+        self.memory: list[Any] = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
+        self.memory += [TensorBytes(tensor) for tensor in self.tensors]
         told = TransportOptions(on_progress=self.progress.set, **options)
         self.transport: Transport = fake_cuda_ipc_transport(told) if is_fake_gpu else create_transport(backend, told)
         regions = [a.region() for a in self.arenas] or [Region(t.data_ptr(), t.numel()) for t in self.tensors]
@@ -171,7 +209,7 @@ def _obey(end: End, command: dict[str, Any]) -> Any:
         case {"what": "cpu_seconds"}:
             return time.process_time()
         case {"what": "digest", "region": region}:
-            return digest(end.tensors[region].cpu().numpy() if end.tensors else end.memory[region])
+            return digest(end.memory[region])
         case {"what": "begin", "peer": peer, "copies": copies}:
             return end.transport.write(PeerAddress(*peer), copy_table(tuple(c) for c in copies)).id
         case {"what": "write", "peer": peer, "copies": copies}:
@@ -186,8 +224,8 @@ def _obey(end: End, command: dict[str, Any]) -> Any:
     raise ValueError(f"unknown command {command}")
 
 
-def digest(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    return hashlib.blake2b(memory.data, digest_size=16).hexdigest()
+def digest(memory: NDArray[np.uint8] | TensorBytes) -> str:
+    return hashlib.blake2b(np.asarray(memory).data, digest_size=16).hexdigest()
 
 
 def _say(answer: Any) -> None:

@@ -6,8 +6,7 @@ Life of a write:
 3. The ticket becomes DONE (proven), FAILED (proven that nothing lands any more) or LOST (no proof either way).
 4. A session ends when either side drains it. On the receiving side that is the fence: once `is_fenced`, no byte lands.
 
-`tests/contract/test_transports.py` runs against every implementation that moves memory of the CPU; `tests/gpu` has the
-others.
+`tests/contract/test_transports.py` runs against every implementation; those of GPU memory need GPUs.
 """
 
 from __future__ import annotations
