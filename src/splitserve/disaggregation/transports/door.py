@@ -144,17 +144,21 @@ class Door:
         guest = Guest(self, sock)
         with self._lock:
             num_strangers = sum(other.is_stranger for other in self._guests)
-            if num_strangers < MAX_STRANGERS:
-                self._guests.add(guest)
+            self._guests.add(guest)
+        if num_strangers >= MAX_STRANGERS:
+            self._turn_away(guest, f"{num_strangers} others have not shown yet who they are")
+            return
         try:
-            if num_strangers >= MAX_STRANGERS:
-                raise RuntimeError(f"{num_strangers} others have not shown yet who they are")
             guest.start()
         except RuntimeError as error:
-            # Also of a system that has no more threads.
-            logger.warning("a data connection was turned away: %s", error)
-            self.leave(guest)
-            sock.close()
+            # A system that has no more threads.
+            self._turn_away(guest, str(error))
+
+    def _turn_away(self, guest: Guest, why: str) -> None:
+        """It was never started."""
+        logger.warning("a data connection was turned away: %s", why)
+        self.leave(guest)
+        guest.socket.close()
 
 
 class Guest:

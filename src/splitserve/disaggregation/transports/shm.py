@@ -138,6 +138,7 @@ class ShmOutgoing:
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         self._check(deadline)
         with self._keys[0].held():
+            # Of a larger one this is but the check.
             num_bytes = self._theirs.take_few(copies, self._ours, BRIEF_BYTES)
         if num_bytes <= BRIEF_BYTES:
             return

@@ -93,24 +93,25 @@ def is_broken(sock: socket.socket) -> bool:
 
 def end_of(sock: socket.socket) -> Callable[[], bool]:
     """`is_broken`, to be asked many times: in half the time. The socket must stay open."""
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
+    poller = _poller(sock, select.POLLIN)
     return lambda: bool(poller.poll(0))
 
 
 def has_ended(sock: socket.socket) -> bool:
     """Whether either end has ended the connection, also where something said before is still to be read."""
-    poller = select.poll()
     # That both ends have is reported unasked.
-    poller.register(sock, select.POLLRDHUP)
-    return bool(poller.poll(0))
+    return bool(_poller(sock, select.POLLRDHUP).poll(0))
 
 
 def has_data(sock: socket.socket) -> bool:
     """Whether a read would not block: something was said, or the connection has ended."""
+    return end_of(sock)()
+
+
+def _poller(sock: socket.socket, events: int) -> select.poll:
     poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(0))
+    poller.register(sock, events)
+    return poller
 
 
 def wait_until_closed(sock: socket.socket) -> None:
