@@ -192,6 +192,51 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return config
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request, one connection or one client address may cost a router or a worker.
+
+    Requests beyond a limit get a 4xx that names the limit. The same values are listed by `/server_info`.
+    """
+
+    # Bytes of a request's body. None: derived from the context length, see `request_bytes`.
+    max_request_bytes: int | None = None
+    # Bytes of a request's line and headers together.
+    max_header_bytes: int = 64 << 10
+    # Seconds from a request's first byte (on a new connection: from its accept) to the end of its headers.
+    header_timeout: float = 10.0
+    # Seconds from the end of a request's headers to the end of its body.
+    body_timeout: float = 60.0
+    # Seconds a connection may stay open between two requests.
+    keep_alive_timeout: float = 75.0
+    # Connections of one client address without a request in progress. The oldest is closed when one more comes.
+    max_idle_connections: int = 1024
+    # Estimated bytes of memory of all requests that are read, parsed or tokenized. Beyond that: 503 with Retry-After.
+    max_request_memory: int = 512 << 20
+    # Levels of nested objects and arrays in a body.
+    max_json_depth: int = 64
+    # Messages of a chat request.
+    max_messages: int = 4096
+    # Entries of `stop`, and characters of each.
+    max_stop_strings: int = 64
+    max_stop_chars: int = 1024
+    # Entries of `stop_token_ids`, and of `logit_bias`.
+    max_stop_token_ids: int = 1024
+    max_logit_bias: int = 1024
+    # Samples per prompt (`n`), and per request over all its prompts.
+    max_n: int = 128
+    max_samples: int = 4096
+    # Characters of a request id.
+    max_rid_chars: int = 256
+    # Characters of a JSON schema, regex, EBNF or structural tag.
+    max_grammar_chars: int = 256 << 10
+
+    def request_bytes(self, context_length: int) -> int:
+        """Return the bytes a body may have if the model's context is `context_length` tokens long."""
+        if self.max_request_bytes is not None:
+            return self.max_request_bytes
+        return max(1 << 20, 256 * context_length)
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     # 0: any free port.
@@ -204,6 +249,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # File with the keys of who may call this worker; None: whoever reaches it.
     api_key_file: str | None = None
     log_level: str = "warning"
+    limits: LimitsConfig = LimitsConfig()
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

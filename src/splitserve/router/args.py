@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from splitserve.config import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.router.policies import POLICIES
@@ -101,6 +102,8 @@ class LBArgs:
     # PEM files; None: no TLS.
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    # `max_request_bytes` None: the largest limit among its workers.
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
         for name in ("policy", "prefill_policy", "decode_policy"):
