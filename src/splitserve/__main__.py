@@ -1,6 +1,24 @@
-"""`python -m splitserve`."""
+"""The command `splitserve`, also `python -m splitserve`: signal handlers first, then the slow imports."""
 
-from splitserve.cli import main
+import sys
+
+from splitserve.core.process_end import install, leave, watch_starter
+
+
+def main() -> None:
+    install()
+    if "--exit-with-parent" in sys.argv:
+        watch_starter()
+    from splitserve.core.owned_folder import sweep
+
+    sweep()
+    from splitserve.cli import main as run_command
+
+    try:
+        run_command()
+    except SystemExit as end:
+        leave(end.code)
+
 
 if __name__ == "__main__":
     main()

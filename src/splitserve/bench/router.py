@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from splitserve.bench.router_load import Load, LoadResult
 from splitserve.bench.router_mock import Pairs
 from splitserve.bench.router_report import RouterReport
 from splitserve.bench.router_systems import Mock, RouterUnavailableError, RunningRouter
+from splitserve.core.owned_folder import OwnedFolder
 from splitserve.errors import SplitserveError
 
 # Events of a stream.
@@ -70,7 +70,7 @@ def run_router_bench(options: RouterBenchOptions) -> int:
 def measure_routers(options: RouterBenchOptions, console: Console) -> RouterReport:
     others = OthersWatch()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-")))
+        folder = stack.enter_context(OwnedFolder())
         status = stack.enter_context(console.status("starting"))
         mock = stack.enter_context(systems.running_mock(folder))
         bench = _Bench(mock, options)

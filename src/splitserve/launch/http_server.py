@@ -76,6 +76,11 @@ class HttpServer:
         self._socket = sock
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def num_requests(self) -> int:
+        """Requests whose response is not complete."""
+        return len(self._server.server_state.tasks)
+
     async def start(self) -> None:
         """Returns when the application has started and requests are served."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http-server")

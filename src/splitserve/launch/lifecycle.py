@@ -1,83 +1,91 @@
-"""When a process shall end: the first SIGTERM or SIGINT asks it to drain, the second to stop at once. Where something
-else had it drain before (another host of its worker had a signal), its own first one changes nothing.
+"""The end of a serving process: the first SIGTERM or SIGINT drains it, the second stops it at once.
 
-With `exit_with_parent`, the end of standard input stops it at once, too: whoever started it has died or let go of it.
+With `exit_with_parent` the end of standard input stops it at once, too: the process that started it is gone, or has
+closed it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from splitserve.core.process_end import exit_code_of, watch_starter
 from splitserve.launch.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds from the end of standard input until a process that does not stop is ended by force.
+_STOP_GRACE = 20.0
 
 
 class Lifecycle:
     def __init__(self) -> None:
-        # Finish what runs, take nothing new, then end.
+        # Finish the running requests, accept no new ones, then end.
         self.draining = asyncio.Event()
         # End now. Implies `draining`.
         self.stopping = asyncio.Event()
-        self._had_signal = False
+        # The first signal. None: there was none.
+        self._signal: signal.Signals | None = None
 
-    def request_end(self) -> None:
-        """What a signal does: the first call drains, the second stops."""
-        if self._had_signal:
+    def request_end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Handle a signal: the first one drains, the second stops."""
+        if self._signal is not None:
             self.stop()
             return
-        self._had_signal = True
+        self._signal = number
         self.drain()
 
     def drain(self) -> None:
-        """Idempotent, and no signal: the first one of those is still to come."""
-        if not self.draining.is_set():
-            logger.info("draining: running requests finish, new ones are refused; a second signal stops at once")
-            self.draining.set()
+        """Drain without a signal. Idempotent; the first signal after it changes nothing."""
+        self.draining.set()
 
     def stop(self) -> None:
         self.draining.set()
         self.stopping.set()
 
+    def exit_code(self, *, has_served: bool) -> int:
+        """Exit code of an end in order: 130 after SIGINT; after SIGTERM 0, or 143 if the process has never served."""
+        if self._signal is signal.SIGINT or (self._signal is not None and not has_served):
+            return exit_code_of(self._signal)
+        return 0
+
     @contextmanager
     def watch(self, *, exit_with_parent: bool) -> Iterator[None]:
-        """Listen to signals, and to the parent, inside a running event loop."""
+        """Handle signals, and the end of standard input, inside a running event loop."""
         loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self.request_end)
-        stdin = sys.stdin.fileno() if exit_with_parent else None
-        if stdin is not None:
-            os.set_blocking(stdin, False)
-            loop.add_reader(stdin, self._read_parent, stdin)
+            loop.add_signal_handler(number, self.request_end, number)
+        if exit_with_parent:
+            watch_starter(lambda: loop.call_soon_threadsafe(self._stop_without_starter), _STOP_GRACE)
         try:
             yield
         finally:
-            if stdin is not None:
-                loop.remove_reader(stdin)
-            for number in _SIGNALS:
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
+                # None: a handler that was not installed from Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _read_parent(self, stdin: int) -> None:
-        try:
-            alive = bool(os.read(stdin, 4096))
-        except BlockingIOError:
-            return
-        if not alive:
-            logger.warning("the parent process is gone: stopping")
-            asyncio.get_running_loop().remove_reader(stdin)
-            self.stop()
+    def _stop_without_starter(self) -> None:
+        logger.warning("standard input has ended, so the process that started this one is gone: stopping")
+        self.stop()
+
+
+def drain_line(num_running: int | None, timeout: float) -> str:
+    """Progress of a drain for people. `num_running`: requests; None: unknown. `timeout`: seconds they may take."""
+    if num_running == 0:
+        return "draining: no requests are running"
+    requests = "requests" if num_running is None else f"{num_running} request{'s' if num_running > 1 else ''} running"
+    return f"draining: {requests}, at most {timeout:g} s; Ctrl-C or SIGTERM again stops at once"
 
 
 async def end_server(server: HttpServer, lifecycle: Lifecycle, deadline: float) -> None:
-    """Let running requests finish for `deadline` seconds, or until the process shall stop at once."""
+    """Let running requests finish for `deadline` seconds, or until the process has to stop at once."""
+    logger.info(drain_line(server.num_requests, deadline))
     stop = asyncio.create_task(server.stop(deadline))
     stopping = asyncio.create_task(lifecycle.stopping.wait())
     await asyncio.wait({stop, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from splitserve.config import WorkerConfig
+from splitserve.core.owned_folder import OwnedFolder
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.sources import model_fingerprint, resolve_model
 from splitserve.errors import ConfigError, SplitserveError
@@ -87,6 +87,7 @@ class _Node:
         self._listeners = Listeners(config.parallel.node_host)
         self._connection: NodeConnection | None = None
         self._processes: list[SchedulerProcess] = []
+        self._has_served = False
 
     async def run(self) -> int:
         async with AsyncExitStack() as closing:
@@ -102,9 +103,9 @@ class _Node:
                     self._connection.send(NodeEnding("launcher was told to end at once"))
                 self._kill()
                 await _cancelled(work)
-                return 0
+                return self._lifecycle.exit_code(has_served=self._has_served)
             try:
-                return work.result()
+                return work.result() or self._lifecycle.exit_code(has_served=self._has_served)
             except SplitserveError as error:
                 self._kill()
                 logger.error("node %d of this worker ends: %s", self._rank, error.message)
@@ -159,7 +160,7 @@ class _Node:
 
     def _open_last_words(self, connection: NodeConnection, closing: AsyncExitStack) -> str:
         """Endpoint at which a rank says why it ends. Node 0 hears it, and ends all requests with it."""
-        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
+        folder = closing.enter_context(OwnedFolder())
         context = zmq.asyncio.Context()
         closing.callback(context.term)
         pull = context.socket(zmq.PULL)
@@ -224,6 +225,7 @@ class _Node:
             raise NodeLostError(f"node 0 at {where} was lost ({error.message})") from error
 
     def _serves(self, url: str) -> None:
+        self._has_served = True
         num_nodes, num_ranks = self._config.parallel.nnodes, len(self._processes)
         logger.info("node %d of %d serves %d ranks of %s", self._rank, num_nodes, num_ranks, url)
         if self._options.ready_file is not None:

@@ -1,11 +1,10 @@
-"""How a rank's process ends: with its standard input, when whoever started it closed it or is gone, or by an error."""
+"""The end of a rank's process by an error, and how long it may take to end with its standard input."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import NoReturn
 
 import zmq
@@ -15,7 +14,7 @@ from splitserve.messages import SchedulerFailed, encode
 
 logger = logging.getLogger(__name__)
 
-# Seconds a process gets to end in order before it is ended from outside what it is in: a step, a load, a collective.
+# Seconds from the end of standard input until a rank that is inside a step, a load or a collective is ended by force.
 GRACE = 5.0
 # Seconds that a rank waits with its word on a step that failed. It may fail by another's end: then the front end, which
 # knows that one, ends this one meanwhile.
@@ -41,19 +40,4 @@ def end_rank(rank: ParallelRank, from_scheduler: str, message: str) -> NoReturn:
     socket.connect(from_scheduler)
     socket.send(encode(SchedulerFailed(message=f"rank {rank.name}: {message}")))
     context.destroy(linger=_LINGER_MS)
-    os._exit(1)
-
-
-def end_with_input(on_end: Callable[[], None]) -> None:
-    """Have a thread watch the input from now on; it calls `on_end`."""
-    threading.Thread(target=_watch, args=(on_end,), name="end-of-input", daemon=True).start()
-
-
-def _watch(on_end: Callable[[], None]) -> None:
-    # Not through sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's exit.
-    while os.read(0, 4096):
-        pass
-    on_end()
-    # Nobody waits any more for what the main thread is in.
-    threading.Event().wait(GRACE)
     os._exit(1)

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 
 import msgspec
 
+from splitserve.core.process_end import leave, watch_starter
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import build_engine
@@ -26,7 +27,7 @@ from splitserve.launch.group_rooms import follow_rooms
 from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
-from splitserve.launch.rank_end import end_rank, end_with_input
+from splitserve.launch.rank_end import GRACE, end_rank
 from splitserve.launch.rank_group import RankPlace, meet, pipe_net
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
@@ -40,8 +41,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
     setup_logger(start.config.server.log_level)
-    # The driver hears the same, and gives its last order.
-    end_with_input(lambda: None)
+    # The driver's input ends, too, and its last order ends this loop.
+    watch_starter(lambda: None, GRACE)
     end = functools.partial(end_rank, start.rank, start.from_scheduler)
     with ExitStack() as closing:
         try:
@@ -81,4 +82,4 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -54,4 +54,4 @@ async def _serve(
         with collect_rarely():
             await lifecycle.draining.wait()
             await end_server(server, lifecycle, args.drain_timeout)
-    return 0
+    return lifecycle.exit_code(has_served=True)

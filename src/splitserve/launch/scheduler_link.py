@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import msgspec
 
 from splitserve.config import WorkerConfig
 from splitserve.core.nodes import node_of
+from splitserve.core.owned_folder import OwnedFolder
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.wire import new_epoch
@@ -151,7 +151,7 @@ async def open_schedulers(
 
     The pipes lie in a folder that only this user can enter. `head`: where other hosts have ranks; they are there.
     """
-    pipes = closing.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-"))
+    pipes = str(closing.enter_context(OwnedFolder()))
     clients = []
     for dp_rank in range(config.dp_size):
         client = SchedulerClient(f"ipc://{pipes}/to-{dp_rank}", f"ipc://{pipes}/from-{dp_rank}")

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 import msgspec
 
 from splitserve.core.parallel import ParallelRank
+from splitserve.core.process_end import leave, watch_starter
 from splitserve.disaggregation.transports import needs_shareable_pool
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.parallel.ranks import Ranks
@@ -29,7 +30,7 @@ from splitserve.launch.interpreter import set_up_interpreter
 from splitserve.launch.lockstep_channel import LockstepChannel
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
-from splitserve.launch.rank_end import end_rank, end_with_input, let_others_speak
+from splitserve.launch.rank_end import GRACE, end_rank, let_others_speak
 from splitserve.launch.rank_group import DriverPlace, meet, pipe_net
 from splitserve.launch.rank_share import share_of_rank
 from splitserve.launch.scheduler_link import SchedulerStart
@@ -56,7 +57,7 @@ def main() -> int:
             lockstep.retire()
         pipe.waker.wake()
 
-    end_with_input(stop)
+    watch_starter(stop, GRACE)
     with ExitStack() as closing:
         closing.callback(pipe.close)
         if lockstep is not None:
@@ -143,4 +144,4 @@ def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

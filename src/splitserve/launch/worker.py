@@ -37,7 +37,7 @@ from splitserve.launch.checks import router_key
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
-from splitserve.launch.lifecycle import Lifecycle
+from splitserve.launch.lifecycle import Lifecycle, drain_line
 from splitserve.launch.logs import setup_logger
 from splitserve.launch.node_gather import gather_nodes
 from splitserve.launch.node_head import NodeHead
@@ -131,7 +131,7 @@ class _Worker:
                 )
                 if head is None:
                     self._socket.close()
-                    return 0 if self._lifecycle.draining.is_set() else 1
+                    return self._exit_code_before_serving()
             schedulers = await open_schedulers(
                 self._config, str(self._folder), closing, bootstrap_url=bootstrap_url, head=head
             )
@@ -149,8 +149,14 @@ class _Worker:
             closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
             await server.start()
             if not await self._loaded(schedulers):
-                return 0 if self._lifecycle.draining.is_set() else 1
+                return self._exit_code_before_serving()
             return await self._serve(schedulers, server, app.state.front, head)
+
+    def _exit_code_before_serving(self) -> int:
+        if not self._lifecycle.draining.is_set():
+            return 1
+        logger.info("ended by a signal before the model was loaded")
+        return self._lifecycle.exit_code(has_served=False)
 
     async def _loaded(self, schedulers: Schedulers) -> bool:
         """Wait until all schedulers are ready. False: the worker is to end instead."""
@@ -189,7 +195,7 @@ class _Worker:
                 drained = asyncio.create_task(self._drain(schedulers.group, server, front, switch, membership))
                 await asyncio.wait({drained, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not (schedulers.ended.done() or switch.broken.done()):
-                return 0
+                return self._lifecycle.exit_code(has_served=True)
             error = _died(schedulers.ended.result()) if schedulers.ended.done() else _broke(switch.broken.result())
             logger.error("%s", error)
             # Every open request ends with this error before the server goes.
@@ -245,6 +251,7 @@ class _Worker:
     ) -> None:
         """Finish what runs; what still runs at the deadline or the second signal ends with an error."""
         front.begin_drain()
+        logger.info(drain_line(front.requests.num_open_samples, self._options.drain_timeout))
         await switch.close()
         await membership.leave()
         idle = asyncio.create_task(front.wait_idle(self._options.drain_timeout))

@@ -205,17 +205,20 @@ def test_a_drain_waits_for_running_requests_up_to_its_deadline(model_folder: Pat
             child.send_signal(signal.SIGINT)
             rest = stream.read()
             assert child.wait(DEADLINE)
-        assert child.exit_code == 0
+        assert child.exit_code == 128 + signal.SIGINT
         assert b"shutting down" in rest
         assert rest.endswith(b"data: [DONE]\n\n")
+        assert "draining: 1 request running, at most 0.2 s" in child.log_tail()
         assert "were still running after 0.2 s" in child.log_tail()
 
 
-def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     with worker(LOAD_FOREVER, model_folder, tmp_path, "--log-level", "debug") as child:
         scheduler = wait_for_child(child)
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(number)
         assert child.wait(DEADLINE)
+        assert child.exit_code == 128 + number
         assert not scheduler.is_running()
 
 
