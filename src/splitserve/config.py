@@ -246,6 +246,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     router_urls: tuple[str, ...] = ()
     # File whose first key opens them; None: they ask for none.
     router_key_file: str | None = None
+    # PEM file with the only certificate that a router at an https URL may present, whatever host name it is for. None:
+    # a certificate that the system trusts, for the host name in the URL.
+    router_certificate: str | None = None
     # File with the keys of who may call this worker; None: whoever reaches it.
     api_key_file: str | None = None
     log_level: str = "warning"

@@ -21,6 +21,7 @@ SplitserveError
 ├── EngineError                  500  the model failed on this step
 ├── RanksLostError               500  the ranks of a worker do not compute together any more: it has to end
 ├── GrammarError                 500  a token came that the request's grammar does not allow
+├── ClusterError                 500  a process of a cluster died, or was not ready in time
 ├── ModelLoadError               500
 │   └── ModelNotFoundError       500  no such model: not now, and not when it is tried again
 └── ConfigError                  500  the command line or a config file is wrong
@@ -162,6 +163,12 @@ class RanksLostError(SplitserveError):
 
 class GrammarError(SplitserveError):
     reason = "grammar_refused_token"
+
+
+class ClusterError(SplitserveError):
+    """Stops the cluster that this process has started."""
+
+    reason = "cluster_failed"
 
 
 class ModelLoadError(SplitserveError):

@@ -6,6 +6,7 @@ import time
 import aiohttp
 import pytest
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.launch.local import LocalCluster
 from splitserve.router.args import PrefillConfig
 from splitserve.testing.router_world import start_router
@@ -27,7 +28,9 @@ def cluster(tmp_path):
     args = ["--max-total-tokens", "8000", "--page-size", str(PAGE), "--kv-events-config", EVENTS]
     router_args = ["--policy", "cache_aware", "--health-interval", "0.2"]
     with LocalCluster(
-        model, prefill=2, decode=1, dtype="float32", threads=1, worker_args=args, router_args=router_args
+        LocalDeployment(
+            model=model, prefill=2, decode=1, dtype="float32", threads=1, worker_args=args, router_args=router_args
+        )
     ) as cluster:
         cluster.wait_ready(timeout=300)
         yield cluster

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
-from splitserve.cluster.control import FOLDER_VARIABLE, ClusterStatus, ControlClient, ProcessStatus, socket_path
+from splitserve.cluster.control import ClusterStatus, ControlClient, ProcessStatus, socket_path
+from splitserve.core.owned_folder import RUN_FOLDER_VARIABLE
 from splitserve.errors import WorkerUnavailableError
 from splitserve.launch.child import POLL_INTERVAL, ChildProcess
 from splitserve.testing import ray_nodes
@@ -35,7 +36,7 @@ PAIRS = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "run"))
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path / "run"))
     return make_tiny_model("llama", tmp_path / "llama")
 
 
@@ -122,7 +123,7 @@ def test_on_this_machine_what_dies_is_started_again_and_a_signal_ends_it_all(tmp
         refused = cluster.command("scale", "encode=2")
         assert refused.returncode == 2
         assert "there is no pool 'encode'" in refused.stderr
-        cluster.child.send_signal(signal.SIGINT)
+        cluster.child.send_signal(signal.SIGTERM)
         assert cluster.child.wait(DEADLINE)
         assert cluster.child.exit_code == 0, cluster.child.log_tail(60)
         check_gone({process.pid for process in (*before.values(), *after.values())})

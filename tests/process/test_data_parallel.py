@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.shape import WorkerShape
@@ -38,7 +39,9 @@ def deployment(model) -> Iterator[Deployment]:
     args = ["--max-total-tokens", "4000", "--dp-size", "2"]
     two = WorkerShape(dp_size=2)
     cluster = LocalCluster(
-        model, null=1, prefill_shape=two, decode_shape=two, dtype="float32", threads=1, worker_args=args
+        LocalDeployment(
+            model=model, null=1, prefill_shape=two, decode_shape=two, dtype="float32", threads=1, worker_args=args
+        )
     )
     with cluster:
         cluster.wait_ready(timeout=300)

@@ -21,6 +21,7 @@ from splitserve.chaos.injector import order_fault, replace_worker, signal_worker
 from splitserve.chaos.orders import PROGRAM, Fault
 from splitserve.chaos.points import Stage
 from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, follow_undisturbed, make_requests
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
@@ -91,13 +92,15 @@ class World:
 def world(num_workers: int) -> Iterator[World]:
     with (
         LocalCluster(
-            MODEL,
-            prefill=num_workers,
-            decode=num_workers,
-            dtype="float32",
-            threads=1,
-            worker_args=WORKER_ARGS,
-            router_args=ROUTER_ARGS,
+            LocalDeployment(
+                model=MODEL,
+                prefill=num_workers,
+                decode=num_workers,
+                dtype="float32",
+                threads=1,
+                worker_args=WORKER_ARGS,
+                router_args=ROUTER_ARGS,
+            ),
             worker_program=PROGRAM,
         ) as cluster,
         httpx.Client(timeout=60) as client,

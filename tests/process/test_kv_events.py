@@ -6,6 +6,7 @@ import time
 import aiohttp
 import pytest
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.events.discovery import find_publishers, follow, load_index
 from splitserve.events.index import BlockIndex
@@ -25,7 +26,9 @@ PROMPTS = [[(i * 37 + j * 11) % 250 for j in range(40 + 9 * i)] for i in range(4
 def worker(tmp_path):
     model = str(make_tiny_model("llama", tmp_path / "llama"))
     args = ["--max-total-tokens", "1000", "--kv-events-config", EVENTS]
-    with LocalCluster(model, prefill=0, decode=0, null=1, dtype="float32", threads=1, worker_args=args) as cluster:
+    with LocalCluster(
+        LocalDeployment(model=model, prefill=0, decode=0, null=1, dtype="float32", threads=1, worker_args=args)
+    ) as cluster:
         cluster.wait_ready(timeout=300)
         yield cluster.urls(DisaggregationMode.NULL)[0]
 

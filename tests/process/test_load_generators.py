@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.tiny_models import make_tiny_model
 
@@ -32,7 +33,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def url(model) -> Iterator[str]:
     args = ["--max-total-tokens", "8000", "--served-model-name", "tiny"]
-    with LocalCluster(str(model), dtype="float32", threads=1, worker_args=args) as cluster:
+    with LocalCluster(LocalDeployment(model=str(model), dtype="float32", threads=1, worker_args=args)) as cluster:
         cluster.wait_ready(timeout=180)
         yield cluster.router_url
 

@@ -21,6 +21,7 @@ from splitserve.chaos.injector import order_fault, signal_worker
 from splitserve.chaos.orders import PROGRAM, Fault
 from splitserve.chaos.points import Stage
 from splitserve.chaos.streams import Outcome, follow, follow_all, make_requests, open_session
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.child import POLL_INTERVAL
 from splitserve.launch.local import LocalCluster
@@ -56,13 +57,9 @@ def serving(folder: Any, *router_args: str) -> Iterator[LocalCluster]:
     model = str(make_tiny_model("llama", folder / "llama"))
     args = ["--max-total-tokens", "20000"]
     with LocalCluster(
-        model,
-        prefill=2,
-        decode=2,
-        dtype="float32",
-        threads=1,
-        worker_args=args,
-        router_args=router_args,
+        LocalDeployment(
+            model=model, prefill=2, decode=2, dtype="float32", threads=1, worker_args=args, router_args=router_args
+        ),
         worker_program=PROGRAM,
     ) as cluster:
         cluster.wait_ready(timeout=300)

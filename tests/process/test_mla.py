@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.metadata import MetadataBuffers
 from splitserve.launch.local import LocalCluster
@@ -47,7 +48,7 @@ def test_tokens_are_those_of_generate_and_bytes_those_of_latents(backend, prefil
         "prefill_shape": WorkerShape(tp_size=prefill_size),
         "decode_shape": WorkerShape(tp_size=decode_size),
     }
-    with LocalCluster(str(folder), dtype="float32", threads=1, **options) as cluster:
+    with LocalCluster(LocalDeployment(model=str(folder), dtype="float32", threads=1, **options)) as cluster:
         cluster.wait_ready(timeout=180)
         prefill = cluster.urls(DisaggregationMode.PREFILL)[0]
         before = read_transfers(prefill)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
 
@@ -26,7 +27,11 @@ def start(stack: ExitStack, roles: dict[str, int]) -> tuple[Deployment, Deployme
     """Two deployments that differ in the loop alone: normal, overlapped."""
     common = ["--max-total-tokens", "8000", "--chunked-prefill-size", "256"]
     clusters = [
-        stack.enter_context(LocalCluster(MODEL, dtype="float32", threads=1, worker_args=[*common, *loop], **roles))
+        stack.enter_context(
+            LocalCluster(
+                LocalDeployment(model=MODEL, dtype="float32", threads=1, worker_args=[*common, *loop], **roles)
+            )
+        )
         for loop in (["--disable-overlap-schedule"], [])
     ]
     for cluster in clusters:

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.engine.sources import resolve_model
@@ -156,12 +157,14 @@ def test_requests_that_give_way_on_decode_are_computed_again(model, reference, t
 @pytest.mark.soak
 def test_data_parallel_ranks_have_ranks_of_their_own(model, reference):
     cluster = LocalCluster(
-        model,
-        prefill_shape=WorkerShape(tp_size=2, dp_size=2),
-        decode_shape=WorkerShape(pp_size=2, dp_size=2),
-        dtype="float32",
-        threads=1,
-        worker_args=ARGS,
+        LocalDeployment(
+            model=model,
+            prefill_shape=WorkerShape(tp_size=2, dp_size=2),
+            decode_shape=WorkerShape(pp_size=2, dp_size=2),
+            dtype="float32",
+            threads=1,
+            worker_args=ARGS,
+        )
     )
     with cluster, httpx.Client(timeout=DEADLINE) as client:
         cluster.wait_ready(timeout=300)
@@ -211,15 +214,17 @@ def test_streams_go_on_elsewhere_when_a_rank_is_killed(model, role: Disaggregati
     """Two workers of each kind; every stream has the tokens that it has undisturbed."""
     cut = WorkerShape(tp_size=2)
     cluster = LocalCluster(
-        model,
-        prefill=2,
-        decode=2,
-        prefill_shape=cut,
-        decode_shape=cut,
-        dtype="float32",
-        threads=1,
-        worker_args=ARGS,
-        router_args=["--health-interval", "0.5"],
+        LocalDeployment(
+            model=model,
+            prefill=2,
+            decode=2,
+            prefill_shape=cut,
+            decode_shape=cut,
+            dtype="float32",
+            threads=1,
+            worker_args=ARGS,
+            router_args=["--health-interval", "0.5"],
+        )
     )
     with cluster, httpx.Client(timeout=DEADLINE) as client:
         cluster.wait_ready(timeout=300)

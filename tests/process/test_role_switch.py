@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_undisturbed, make_requests, open_session
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.launch.shape import WorkerShape
@@ -94,15 +95,17 @@ def world(
     args = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64", *worker_args]
     with (
         LocalCluster(
-            MODEL,
-            prefill=1,
-            decode=2,
-            prefill_shape=WorkerShape(dp_size=dp_size),
-            decode_shape=WorkerShape(dp_size=dp_size),
-            dtype="float32",
-            threads=1,
-            backend=backend,
-            worker_args=args,
+            LocalDeployment(
+                model=MODEL,
+                prefill=1,
+                decode=2,
+                prefill_shape=WorkerShape(dp_size=dp_size),
+                decode_shape=WorkerShape(dp_size=dp_size),
+                dtype="float32",
+                threads=1,
+                backend=backend,
+                worker_args=args,
+            )
         ) as cluster,
         httpx.Client(timeout=60) as client,
     ):

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.launch.child import POLL_INTERVAL
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.deployment import Deployment
@@ -87,7 +88,7 @@ MINI_LB_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def deployment(tmp_path_factory) -> Iterator[Deployment]:
     model = str(make_tiny_model("llama", tmp_path_factory.mktemp("model") / "llama"))
     args = ["--max-total-tokens", "8000", "--served-model-name", "tiny"]
-    with LocalCluster(model, dtype="float32", threads=1, worker_args=args) as cluster:
+    with LocalCluster(LocalDeployment(model=model, dtype="float32", threads=1, worker_args=args)) as cluster:
         cluster.wait_ready(timeout=180)
         with httpx.Client(timeout=DEADLINE) as client:
             yield Deployment(cluster, client)

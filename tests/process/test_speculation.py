@@ -9,6 +9,7 @@ import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 from splitserve.testing.processes import running, wait_ready
@@ -38,7 +39,7 @@ def reference(folder) -> Reference:
 def pair(folder) -> Iterator[tuple[str, str]]:
     """A model that is its own draft: the router's URL, and the decode worker's."""
     args = ["--max-total-tokens", "4096", "--speculative-algorithm", "draft", "--speculative-draft-model", str(folder)]
-    with LocalCluster(str(folder), dtype="float32", threads=1, worker_args=args) as cluster:
+    with LocalCluster(LocalDeployment(model=str(folder), dtype="float32", threads=1, worker_args=args)) as cluster:
         cluster.wait_ready(timeout=180)
         yield cluster.router_url, cluster.urls(DisaggregationMode.DECODE)[0]
 

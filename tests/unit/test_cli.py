@@ -139,7 +139,7 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["up", "smollm2", "--", "--join", "http://h:1"], "--join after --: workers register with the router"),
         (
             ["up", "--prefill=0", "--decode=0", "--null=1", "--decode-tp-size=2"],
-            "say it after --: smollm2 -- ",
+            "their shape after --: smollm2 -- ",
         ),
         (["up", "smollm2", "--", "--dp-size", "2"], "give --prefill-dp-size and --decode-dp-size"),
         (["up", "smollm2", "--", "--tp-size=2"], "give --prefill-tp-size and --decode-tp-size"),

@@ -28,8 +28,8 @@ from splitserve.bench.stream import Endpoint, LoadError
 from splitserve.bench.systems import ServedSystem, Server
 from splitserve.config import DTYPES
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import ConfigError
-from splitserve.launch.local import ClusterError, num_cores
+from splitserve.errors import ClusterError, ConfigError
+from splitserve.launch.local import num_cores
 from splitserve.server.tokenizer import Tokenizer
 
 OURS = ("null", "disaggregated")

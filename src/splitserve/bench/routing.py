@@ -32,13 +32,13 @@ from splitserve.bench.stream import Endpoint
 from splitserve.bench.systems import READY_TIMEOUT
 from splitserve.bench.trace import BLOCK_TOKENS, Trace
 from splitserve.bench.workload import LoadRequest
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import ConfigError
+from splitserve.errors import ClusterError, ConfigError
 from splitserve.launch.child import POLL_INTERVAL
-from splitserve.launch.local import ClusterError, LocalCluster
+from splitserve.launch.local import LocalCluster, wait_ready
 from splitserve.launch.metrics_page import sum_samples
-from splitserve.launch.up import wait_ready
 from splitserve.metrics.worker import PREFIX
 from splitserve.server.tokenizer import Tokenizer
 
@@ -182,14 +182,16 @@ def _measure(
     others = OthersWatch()
     pool_tokens = options.pool_tokens * options.num_workers // num_workers
     with LocalCluster(
-        options.model,
-        prefill=num_workers,
-        decode=1,
-        dtype=options.dtype,
-        threads=1,
-        worker_args=["--page-size", str(options.page_size), "--max-total-tokens", str(pool_tokens)],
-        pair_args=["--kv-events-config", _EVENTS],
-        router_args=["--prefill-policy", "round_robin" if name == SINGLE else name, "--health-interval", "0.5"],
+        LocalDeployment(
+            model=options.model,
+            prefill=num_workers,
+            decode=1,
+            dtype=options.dtype,
+            threads=1,
+            worker_args=["--page-size", str(options.page_size), "--max-total-tokens", str(pool_tokens)],
+            pair_args=["--kv-events-config", _EVENTS],
+            router_args=["--prefill-policy", "round_robin" if name == SINGLE else name, "--health-interval", "0.5"],
+        )
     ) as cluster:
         wait_ready(cluster, console, READY_TIMEOUT)
         if name == "cache_aware":

@@ -28,11 +28,11 @@ from splitserve.bench.load import ask
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.stats import StreamRecord
 from splitserve.bench.stream import Endpoint, LoadError
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.local import LocalCluster
+from splitserve.launch.local import LocalCluster, wait_ready
 from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
 from splitserve.launch.streaming import api_key
-from splitserve.launch.up import wait_ready
 from splitserve.router.api_keys import key_header
 
 # Seconds for a system to start.
@@ -115,15 +115,17 @@ class ServedSystem:
         """Not started yet."""
         own = ("--served-model-name", self.model, "--max-total-tokens", str(self.pool_tokens))
         return LocalCluster(
-            self.model,
-            prefill=self.num_pairs,
-            decode=self.num_pairs,
-            null=self.num_colocated,
-            dtype=self.dtype,
-            backend=self.backend,
-            threads=self.threads_each,
-            worker_args=[*own, *self.worker_args],
-            log_level="warning",
+            LocalDeployment(
+                model=self.model,
+                prefill=self.num_pairs,
+                decode=self.num_pairs,
+                null=self.num_colocated,
+                dtype=self.dtype,
+                backend=self.backend,
+                threads=self.threads_each,
+                worker_args=[*own, *self.worker_args],
+                log_level="warning",
+            )
         )
 
     @contextmanager

@@ -25,6 +25,7 @@ from splitserve.chaos.orders import PROGRAM
 from splitserve.chaos.report import ChaosReport, Tally
 from splitserve.chaos.saboteur import Saboteur
 from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_undisturbed, make_requests, open_session
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.launch.child import POLL_INTERVAL
@@ -109,17 +110,19 @@ def _disturb(run: _Run) -> None:
 
 def _cluster(options: ChaosOptions) -> LocalCluster:
     return LocalCluster(
-        options.model,
-        prefill=options.prefill,
-        decode=options.decode,
-        # Outputs are compared, and the sums of a step depend on who else is in it.
-        dtype="float32",
-        backend=options.backend,
-        threads=1,
-        # Long prompts take several chunks.
-        worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
-        # A request meets more faults in a minute than others in a year: three tries are soon gone without a token.
-        router_args=["--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5", "--max-retries", "8"],
+        LocalDeployment(
+            model=options.model,
+            prefill=options.prefill,
+            decode=options.decode,
+            # Outputs are compared, and in other dtypes the sums of a step depend on its other requests.
+            dtype="float32",
+            backend=options.backend,
+            threads=1,
+            # Long prompts take several chunks.
+            worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
+            # A request meets more faults in a minute than others in a year, so three retries do not suffice.
+            router_args=["--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5", "--max-retries", "8"],
+        ),
         worker_program=PROGRAM,
     )
 

@@ -21,8 +21,9 @@ from splitserve.chaos.orders import Fault
 from splitserve.chaos.points import Stage
 from splitserve.chaos.report import Tally
 from splitserve.core.request import DisaggregationMode
+from splitserve.errors import ClusterError
 from splitserve.launch.child import POLL_INTERVAL, ChildProcess
-from splitserve.launch.local import ClusterError, LocalCluster
+from splitserve.launch.local import LocalCluster
 
 # Seconds: for a stage to be met, for a worker to load, drain or end, and between two faults.
 _MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)

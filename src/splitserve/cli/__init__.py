@@ -93,9 +93,9 @@ def up(
     log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains."""
+    from splitserve.cluster.deployment import LocalDeployment
+    from splitserve.cluster.up import run_up
     from splitserve.launch.cluster_token import read_token_file
-    from splitserve.launch.local import LocalCluster
-    from splitserve.launch.up import run_up
 
     check_dtype(dtype)
     check_backend(transfer_backend, "--transfer-backend")
@@ -112,8 +112,8 @@ def up(
         worker_args += ["--max-total-tokens", str(max_total_tokens)]
     if cluster_token_file is not None:
         read_token_file(cluster_token_file)
-    cluster = LocalCluster(
-        model,
+    deployment = LocalDeployment(
+        model=model,
         prefill=prefill,
         decode=decode,
         null=null,
@@ -129,7 +129,7 @@ def up(
         hand_over=hand_over,
         log_level=log_level,
     )
-    raise typer.Exit(run_up(cluster, model))
+    raise typer.Exit(run_up(deployment))
 
 
 app.command()(serve)

@@ -82,6 +82,10 @@ def serve(
         typer.Option(metavar="URL", help="The same, and be reached there by the address that leads to it."),
     ] = None,
     router_key_file: RouterKeyOption = None,
+    router_certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM file with the certificate that a router at an https URL must present."),
+    ] = None,
     api_key_file: WorkerKeysOption = None,
     disaggregation_host: Annotated[
         str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
@@ -266,6 +270,7 @@ def serve(
             served_model_name=served_model_name,
             router_urls=place.router_urls,
             router_key_file=None if router_key_file is None else str(router_key_file),
+            router_certificate=None if router_certificate is None else str(router_certificate),
             api_key_file=None if api_key_file is None else str(api_key_file),
             log_level=log_level,
         ),

@@ -1,7 +1,9 @@
-"""From CONFIG.yaml to the processes of a cluster: the options each is started with, and the secrets it is given."""
+"""From a cluster's config to its processes: the options of each, and the secrets that it gets."""
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,32 +11,47 @@ from splitserve.cluster.config import MODES, ROUTER, ClusterConfig, PoolConfig
 from splitserve.cluster.placer import NODE_ADDRESS, ProcessSpec, Secrets
 from splitserve.errors import ConfigError
 from splitserve.launch.cluster_token import new_token, read_token_file
+from splitserve.launch.tls import trust_only
 from splitserve.router.api_keys import first_key, read_keys
+
+_CERTIFICATE_OPTION = "--ssl-certfile"
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Contents of the cluster's secret files; None: there is none."""
+    """Contents of the cluster's secret files. None: there is no such file."""
 
     token: bytes
     clients: bytes | None = None
     operators: bytes | None = None
     workers: bytes | None = None
-    # What the workers and the supervisor show the router.
+    # Keys that workers and supervisor present to the router, and router and supervisor to workers.
     operator_key: str | None = None
+    worker_key: str | None = None
+    # PEM certificate of a router with https.
+    certificate: bytes | None = None
 
     @classmethod
     def read(cls, config: ClusterConfig) -> Credentials:
-        """Raises ConfigError where a file is not as it should be."""
+        """Read the files of a cluster; without a token file, generate a token. Raises ConfigError."""
         token_file, keys = config.cluster_token_file, config.keys
         token = new_token() if token_file is None else read_token_file(Path(token_file)).secret
+        # If only clients have keys, these also open the routes of operators.
+        operators = keys.clients if keys.operators is None else keys.operators
         return cls(
             token,
             clients=_key_file(keys.clients, "keys.clients"),
             operators=_key_file(keys.operators, "keys.operators"),
             workers=_key_file(keys.workers, "keys.workers"),
-            operator_key=None if keys.operators is None else first_key(Path(keys.operators), "keys.operators"),
+            operator_key=None if operators is None else first_key(Path(operators), "keys"),
+            worker_key=None if keys.workers is None else first_key(Path(keys.workers), "keys.workers"),
+            certificate=_certificate(config.router.args),
         )
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """The context of a client of the router. None: it has no https."""
+        return None if self.certificate is None else trust_only(self.certificate, _CERTIFICATE_OPTION)
 
     def __repr__(self) -> str:
         return "Credentials(***)"
@@ -47,14 +64,34 @@ def _key_file(path: str | None, where: str) -> bytes | None:
     return Path(path).read_bytes()
 
 
+def _certificate(router_args: Sequence[str]) -> bytes | None:
+    path = option_value(router_args, _CERTIFICATE_OPTION)
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{_CERTIFICATE_OPTION} {path}: {error.strerror}") from None
+
+
+def option_value(args: Sequence[str], name: str) -> str | None:
+    """Return the last value of an option, written as two words or with an equals sign. None: it is not there."""
+    found = None
+    for i, word in enumerate(args):
+        option, equals, value = word.partition("=")
+        if option == name:
+            found = value if equals else "".join(args[i + 1 : i + 2])
+    return found
+
+
 def router_args(config: ClusterConfig) -> list[str]:
-    """Without where it listens, and without secrets."""
+    """Return the command line of the router without its address and without secrets."""
     drain = str(config.supervision.drain_timeout)
     return ["router", "--drain-timeout", drain, "--log-level", config.log_level, *config.router.args]
 
 
 def worker_args(config: ClusterConfig, pool_name: str, threads: int) -> list[str]:
-    """Without where it listens and with whom it registers, and without secrets."""
+    """Return the command line of a worker without its address, its router and its secrets."""
     pool = config.pools.by_name()[pool_name]
     args = ["serve", config.model, "--disaggregation-mode", MODES[pool_name].value]
     args += ["--threads", str(threads), "--log-level", config.log_level]
@@ -68,30 +105,37 @@ def worker_args(config: ClusterConfig, pool_name: str, threads: int) -> list[str
     return args + own
 
 
-def router_spec(config: ClusterConfig, credentials: Credentials, host: str, port: int) -> ProcessSpec:
+def router_spec(
+    config: ClusterConfig, credentials: Credentials, host: str, port: int, listen_fd: int | None = None
+) -> ProcessSpec:
+    """`listen_fd`: listening socket that the router inherits. None: it opens one at `host` and `port`."""
     secrets = {
         "--api-key-file": credentials.clients,
         "--operator-key-file": credentials.operators,
         "--worker-key-file": credentials.workers,
     }
     args = [*router_args(config), "--host", config.router.host or host, "--port", str(port)]
-    return ProcessSpec(name=ROUTER, args=tuple(args), secrets=_secrets(secrets), is_near=True)
+    if listen_fd is not None:
+        args += ["--fd", str(listen_fd)]
+    return ProcessSpec(name=ROUTER, args=tuple(args), secrets=_secrets(secrets), is_near=True, listen_fd=listen_fd)
 
 
 def worker_spec(
-    config: ClusterConfig, credentials: Credentials, name: str, pool_name: str, *, threads: int, router_url: str
+    config: ClusterConfig, credentials: Credentials, name: str, pool_name: str, *, threads: int, router_url: str | None
 ) -> ProcessSpec:
-    """`threads`: of each of its ranks."""
+    """`threads`: of each of its ranks. `router_url`: None: it registers with no router."""
     pool = config.pools.by_name()[pool_name]
     args = worker_args(config, pool_name, threads)
-    args += ["--host", NODE_ADDRESS, "--port", "0", "--disaggregation-bootstrap-port", "0", "--router", router_url]
+    args += ["--host", NODE_ADDRESS, "--port", "0", "--disaggregation-bootstrap-port", "0"]
+    args += [] if router_url is None else ["--router", router_url]
     operator_key = credentials.operator_key
     secrets = {
         "--cluster-token-file": credentials.token,
         "--router-key-file": None if operator_key is None else operator_key.encode(),
+        "--router-certificate": credentials.certificate,
         "--api-key-file": credentials.workers,
     }
-    # What torch's own pools take from the environment, before any option of ours is read.
+    # torch reads the sizes of its thread pools from the environment, before any option of the worker is parsed.
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **pool.env}
     return ProcessSpec(
         name=name,
@@ -104,14 +148,14 @@ def worker_spec(
 
 
 def threads_of(config: ClusterConfig, pool: PoolConfig, num_cores: int | None) -> int:
-    """Of each rank. `num_cores`: of the machine that all ranks share; None: each has those that are set aside."""
+    """Return the threads of each rank. `num_cores`: of the machine that all ranks share. None: each has its own."""
     if pool.cpus is not None:
         return pool.cpus
     return 1 if num_cores is None else max(1, num_cores // max(1, config.num_ranks))
 
 
 def check_startable(config: ClusterConfig) -> None:
-    """Raises ConfigError where only Kubernetes could do it."""
+    """Raise ConfigError for a cluster that only Kubernetes can start."""
     for name, pool in config.pools.by_name().items():
         if pool.nodes > 1:
             raise ConfigError(

@@ -42,6 +42,7 @@ _OWN_WORKER_OPTIONS = {
     "--threads": "pools.NAME.cpus",
     "--cluster-token-file": "cluster_token_file",
     "--router-key-file": "keys.operators",
+    "--router-certificate": "nothing: it is that of --ssl-certfile in router.args",
     "--api-key-file": "keys.workers",
     "--drain-timeout": "supervision.drain_timeout",
     "--load-timeout": "supervision.load_timeout",
@@ -126,18 +127,21 @@ class ScaleDown(StrEnum):
 
 
 class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All in seconds."""
+    """Times in seconds."""
 
-    # For loading a model.
+    # Time a process may take from its start until it serves.
     load_timeout: float = 900.0
-    # For running requests of a process that is to end; what is left then moves.
+    # Time that running requests have when their process has to end. What is left then moves to other workers.
     drain_timeout: float = 120.0
     scale_down: ScaleDown = ScaleDown.COMPLETE
-    # From a failure to the next start: the first time, and at most; it doubles.
+    # Pause from a failure to the next start: the first one, and the longest one. It doubles with each failure.
     backoff: float = 1.0
     max_backoff: float = 60.0
-    # A process that has served so long has no failures behind it.
+    # Serving time after which the failures of a process are forgotten.
     forgive_after: float = 60.0
+    # Starts of one process that may fail in a row; then the cluster ends with the reason. A start has failed if the
+    # process ends before it has served. None: it is started again without limit.
+    max_failed_starts: int | None = None
 
 
 class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,6 +229,8 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
     rules += _option_rules("worker_args", config.worker_args, _OWN_WORKER_OPTIONS)
     for field in ("load_timeout", "drain_timeout", "backoff", "max_backoff", "forgive_after"):
         rules.append((f"supervision.{field}", getattr(supervision, field) > 0, "must be above 0 seconds"))
+    limit = supervision.max_failed_starts
+    rules.append(("supervision.max_failed_starts", limit is None or limit >= 1, "must be at least 1"))
     for name, pool in pools.items():
         rules += _pool_rules(name, pool)
     return rules

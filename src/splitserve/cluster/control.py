@@ -1,17 +1,17 @@
 """How `splitserve cluster scale`, `down` and `status` reach the supervisor: HTTP over a Unix socket of this user.
 
-Its folder lets nobody else in, so there is no key to keep and no port to take. Whoever wants it from elsewhere has ssh.
+The folder of the socket is closed to other users, so there is no key to keep and no port to find. It belongs to the
+supervisor (`core/owned_folder.py`): one cluster of a name at a time, and it goes with a supervisor that was killed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import http.client
+import itertools
 import os
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,16 +19,23 @@ import msgspec
 from aiohttp import web
 
 from splitserve.cluster.reconciler import SlotState
+from splitserve.core.owned_folder import (
+    RUN_FOLDER_VARIABLE,
+    FolderTakenError,
+    OwnedFolder,
+    remove_run_folder,
+    run_folder,
+)
 from splitserve.errors import ConfigError, SplitserveError, WorkerUnavailableError
 
 # Seconds until the supervisor must have answered.
 _ANSWER_SECONDS = 30.0
-# Where the sockets are, instead of the usual folder.
-FOLDER_VARIABLE = "SPLITSERVE_RUN_DIR"
+_SOCKET_NAME = "control.sock"
+_NUM_ATTEMPTS = 10
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as `status` shows it."""
+    """One process, as `status` prints it."""
 
     name: str
     # A pool's name, or "router".
@@ -40,13 +47,18 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     num_restarts: int
     detail: str
+    # Of workers that are ready: name of the model for clients, dtype, and size of the KV pool.
+    model: str | None = None
+    dtype: str | None = None
+    kv_pool_tokens: int | None = None
+    kv_pool_bytes: int | None = None
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pid: int
     router_url: str | None
-    # Everything that is wanted serves, the router has proven its way through all workers, and nothing else is there.
+    # Everything that is wanted serves, the router gives requests to all workers, and there is nothing else.
     is_ready: bool
     # It is going down.
     is_ending: bool
@@ -56,7 +68,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> list[str]:
-        """Processes that are not started any more: nothing is to be waited for."""
+        """Processes that were given up."""
         return [process.name for process in self.processes if process.state == SlotState.FAILED]
 
 
@@ -71,48 +83,62 @@ class Controlled(Protocol):
 
 
 def socket_path(name: str) -> Path:
-    """Of the supervisor of this user's cluster of that name; its folder is there."""
-    given = os.environ.get(FOLDER_VARIABLE)
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"splitserve-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        stat = folder.lstat()
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; name another folder with {FOLDER_VARIABLE}") from None
-    if stat.st_uid != os.getuid() or stat.st_mode & 0o077 or folder.is_symlink():
-        raise ConfigError(f"{folder} is open to others: chmod 700 it, or name another with {FOLDER_VARIABLE}")
-    return folder / f"{name}.sock"
+    """Return the socket of the supervisor of this user's cluster of that name. It may not exist.
+
+    Raises ConfigError if its folder is open to other users.
+    """
+    folder = run_folder()
+    with suppress(FileNotFoundError):
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+            raise ConfigError(f"{folder} is open to others: chmod 700 it, or name another with {RUN_FOLDER_VARIABLE}")
+    return folder / name / _SOCKET_NAME
 
 
 @asynccontextmanager
 async def control_server(name: str, controlled: Controlled) -> AsyncIterator[None]:
-    """Answers while the context is open. Raises ConfigError where a cluster of that name is up."""
-    path = socket_path(name)
-    with path.with_suffix(".lock").open("w") as lock:
+    """Answer while the context is open. Raises ConfigError if a cluster of that name is up."""
+    folder = _own_folder(name)
+    path = folder.path / _SOCKET_NAME
+    runner = web.AppRunner(_app(controlled), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    try:
+        # Of a supervisor that was killed.
+        path.unlink(missing_ok=True)
+        await runner.setup()
+        await _listen(runner, path)
+        yield
+    finally:
+        await runner.cleanup()
+        folder.close()
+        remove_run_folder()
+
+
+def _own_folder(name: str) -> OwnedFolder:
+    """Raises ConfigError."""
+    for attempt in itertools.count(1):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            run_folder().mkdir(mode=0o700, exist_ok=True)
+            return OwnedFolder(socket_path(name).parent)
+        except FolderTakenError:
             raise ConfigError(
                 f"a cluster {name!r} is up: splitserve cluster down --name {name}, or choose another name"
             ) from None
-        # Of one whose supervisor was killed.
-        path.unlink(missing_ok=True)
-        runner = web.AppRunner(_app(controlled), access_log=None, handle_signals=False, shutdown_timeout=1.0)
-        try:
-            await runner.setup()
-            await _listen(runner, path)
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            await runner.cleanup()
+        except OSError as error:
+            # Another process may have removed the folder of all clusters in the moment in which it was empty.
+            if not isinstance(error, FileNotFoundError) or attempt == _NUM_ATTEMPTS:
+                problem = f"{run_folder()}: {error.strerror or error}"
+                raise ConfigError(f"{problem}; name another folder with {RUN_FOLDER_VARIABLE}") from None
+    raise AssertionError("unreachable")
 
 
 async def _listen(runner: web.AppRunner, path: Path) -> None:
-    """Raises ConfigError, such as where the path is too long for a socket."""
+    """Raises ConfigError, such as for a path that is too long for a socket."""
     try:
         await web.UnixSite(runner, str(path)).start()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; name another folder with {FOLDER_VARIABLE}") from None
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; name another folder with {RUN_FOLDER_VARIABLE}"
+        ) from None
 
 
 def _app(controlled: Controlled) -> web.Application:
@@ -147,7 +173,7 @@ def _answer(status: ClusterStatus) -> web.Response:
 
 
 class ControlClient:
-    """Raises ConfigError where the supervisor refuses, WorkerUnavailableError where there is none."""
+    """Raises ConfigError if the supervisor refuses, WorkerUnavailableError if there is none."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from splitserve.cluster.node_process import NodeProcess
 from splitserve.cluster.placer import Observation, Phase, ProcessSpec
+from splitserve.core.owned_folder import OwnedFolder
+from splitserve.launch.child import ChildProcess
 
 ADDRESS = "127.0.0.1"
 
 
 class LocalPlacer:
-    """`log_folder` has the log of each process that has ended; it goes with a `close` before which none had failed."""
+    """`log_folder` has one log for each name. `close` removes it, unless `keep_logs` was called."""
 
     def __init__(self) -> None:
-        self.log_folder = Path(tempfile.mkdtemp(prefix="splitserve-"))
+        self._folder = OwnedFolder()
         self._processes: dict[str, NodeProcess] = {}
         # Those that could not be started.
         self._failed: dict[str, Observation] = {}
-        self._has_failed = False
         self._lock = threading.Lock()
+
+    @property
+    def log_folder(self) -> Path:
+        return self._folder.path
 
     def start(self, spec: ProcessSpec) -> None:
         try:
@@ -35,34 +38,37 @@ class LocalPlacer:
         with self._lock:
             self._processes[spec.name] = process
 
+    def child(self, name: str) -> ChildProcess | None:
+        """The process of that name. None: it could not be started, or was removed."""
+        with self._lock:
+            process = self._processes.get(name)
+        return None if process is None else process.child
+
     def observe(self) -> Mapping[str, Observation]:
         with self._lock:
             failed, processes = dict(self._failed), dict(self._processes)
-        seen = failed | {name: process.observe() for name, process in processes.items()}
-        self._has_failed = self._has_failed or any(_is_failure(found) for found in seen.values())
-        return seen
+        return failed | {name: process.observe() for name, process in processes.items()}
 
     def terminate(self, name: str) -> None:
-        with self._lock:
-            process = self._processes.get(name)
-        if process is not None:
-            process.terminate()
+        if (child := self.child(name)) is not None:
+            child.send_signal()
 
     def remove(self, name: str) -> None:
         with self._lock:
             process = self._processes.get(name)
         if process is not None:
-            process.close(keep_log=self.log_folder / f"{name}.log")
+            process.close()
         with self._lock:
             self._processes.pop(name, None)
             self._failed.pop(name, None)
 
+    def keep_logs(self) -> None:
+        """Leave the logs to the user."""
+        self._folder.keep()
+
     def close(self) -> None:
+        for process in list(self._processes.values()):
+            process.child.let_go()
         for name in list(self._processes):
             self.remove(name)
-        if not self._has_failed:
-            shutil.rmtree(self.log_folder, ignore_errors=True)
-
-
-def _is_failure(found: Observation) -> bool:
-    return found.phase is Phase.ENDED and found.detail != "exited with code 0"
+        self._folder.close()

@@ -6,59 +6,72 @@ import shutil
 import signal
 import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 from splitserve.cluster.placer import NODE_ADDRESS, Observation, Phase, ProcessSpec
-from splitserve.launch.child import ChildProcess
+from splitserve.core.owned_folder import OwnedFolder
+from splitserve.launch.child import PROGRAM, ChildProcess
 from splitserve.launch.cluster_token import write_secret_file
 
 
 class NodeProcess:
-    """Runs from construction on. `address`: of this node; `node`: the node for people. Raises OSError."""
+    """Runs from construction on. Raises OSError.
+
+    `address`: of this node. `node`: the node for people. `parent`: folder in which its own folder and its log are; the
+    log stays there. None: they are in the temporary directory, and go together.
+    """
 
     def __init__(self, spec: ProcessSpec, address: str, node: str, parent: Path | None = None) -> None:
         self._node = node
-        # Over its folder, and what is known of it.
+        # Guards its folder and its last observation.
         self._lock = threading.Lock()
         self._is_closed = False
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", dir=parent))
-        try:
+        with ExitStack() as closing:
+            if parent is None:
+                folder = closing.enter_context(OwnedFolder())
+            else:
+                # A short name: paths of Unix sockets in it have at most 107 bytes.
+                folder = Path(tempfile.mkdtemp(prefix="", dir=parent))
+                closing.callback(shutil.rmtree, folder, ignore_errors=True)
             args = [address if word == NODE_ADDRESS else word for word in spec.args]
             for option, content in spec.secrets.by_option.items():
-                path = self._folder / option.strip("-")
+                path = folder / option.strip("-")
                 write_secret_file(path, content)
                 args += [option, str(path)]
-            # What a process that is killed leaves behind goes with the folder.
-            env = {**spec.env, "TMPDIR": str(self._folder)}
-            self._child = ChildProcess(spec.name, args, self._folder, env=env)
-            self._last = self._look()
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+            self.child = ChildProcess(
+                spec.name,
+                args,
+                folder,
+                log_folder=parent,
+                # What a killed process leaves in its temporary directory is removed with the folder.
+                env={**spec.env, "TMPDIR": str(folder)},
+                pass_fds=() if spec.listen_fd is None else (spec.listen_fd,),
+                program=spec.program or PROGRAM,
+            )
+            self._last = self._observe()
+            self._closing = closing.pop_all()
 
     def observe(self) -> Observation:
         """From any thread, also while or after another one closes it."""
         with self._lock:
             if not self._is_closed:
-                self._last = self._look()
+                self._last = self._observe()
             return self._last
 
     def terminate(self) -> None:
-        self._child.send_signal()
+        self.child.send_signal()
 
-    def close(self, keep_log: Path | None = None) -> None:
-        """End it at once, with all that it started. `keep_log`: where its log goes; None: nowhere. Idempotent."""
-        self._child.close()
+    def close(self) -> None:
+        """End it at once, with all that it started, and remove its folder. Idempotent."""
+        self.child.close()
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed, self._last = True, self._look()
-            if keep_log is not None:
-                shutil.move(self._child.log_path, keep_log)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self._is_closed:
+                self._is_closed, self._last = True, self._observe()
+                self._closing.close()
 
-    def _look(self) -> Observation:
-        child, code = self._child, self._child.exit_code
+    def _observe(self) -> Observation:
+        child, code = self.child, self.child.exit_code
         if code is not None:
             tail = child.log_tail()
             return Observation(phase=Phase.ENDED, node=self._node, detail=_end(code), log_tail=tail, exit_code=code)

@@ -1,6 +1,6 @@
-"""What the supervisor needs of a place where processes run: this machine, or the nodes of a Ray cluster.
+"""Where processes run, as the supervisor sees it: this machine, or the nodes of a Ray cluster.
 
-Nothing here waits for a process to start, serve or end: that shows in what `observe` tells later.
+Nothing here waits for a process to start, serve or end: `observe` returns that later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Secrets(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as data, for whichever node it comes to. Its repr has no secret."""
+    """One process as data, for any node. Its repr has no secret."""
 
     name: str
     # Of `splitserve`.
@@ -43,26 +43,30 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Content of the files that are given to it, by the option that names them: they travel beside the command line.
     secrets: Secrets
     env: dict[str, str] = {}
+    # Command that runs instead of `splitserve`. Empty: splitserve.
+    program: tuple[str, ...] = ()
+    # On this machine: listening socket that the process inherits. None: it has none.
+    listen_fd: int | None = None
     # Of the node, for all its ranks; set aside where the placer can.
     num_cpus: int = 0
     num_gpus: int = 0
-    # It belongs beside the supervisor, where there is a choice.
+    # It runs beside the supervisor, if there is a choice.
     is_near: bool = False
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process is, as far as is known now."""
+    """The latest known state of a process."""
 
     phase: Phase
     node: str = ""
     pid: int | None = None
-    # What it said when it was ready.
+    # What it wrote when it was ready.
     ready: ReadyInfo | None = None
     # Why it is pending, ended or lost, for people.
     detail: str = ""
-    # The end of its log, where it has ended.
+    # The end of its log, if it has ended.
     log_tail: str = ""
-    # Where it has ended by itself, negative: the signal.
+    # If it has ended by itself; negative: the signal.
     exit_code: int | None = None
 
 
@@ -70,21 +74,21 @@ class Placer(Protocol):
     """Its calls come from threads, those about one process never at the same time."""
 
     def start(self, spec: ProcessSpec) -> None:
-        """Nothing of that name is there. What goes wrong is observed."""
+        """Start a process whose name is free. A failure is observed."""
         ...
 
     def observe(self) -> Mapping[str, Observation]:
-        """Everything that was started and not removed."""
+        """Return the state of everything that was started and not removed."""
         ...
 
     def terminate(self, name: str) -> None:
-        """It shall take nothing new and end when what runs has ended."""
+        """Let it drain: it accepts nothing new, and ends when its requests have ended."""
         ...
 
     def remove(self, name: str) -> None:
-        """End it now, if it still runs, with all that it started; give back its place. May take half a minute."""
+        """End it now, if it still runs, with all that it started, and free its resources. May take half a minute."""
         ...
 
     def close(self) -> None:
-        """Remove all that is left, and let go of everything."""
+        """Remove all processes that are left, and release everything."""
         ...

@@ -1,21 +1,24 @@
-"""Decides what to start and what to end, from what shall be and what is. It knows no process, no network, no Ray.
+"""Decides what to start and what to end, from the desired and the actual state. It knows no process, network or Ray.
 
-Each process that shall be has a slot, such as decode-1, and a slot's life is this table:
+Each desired process has a slot, such as decode-1. This table is the life of a slot:
 
-    waiting   its time has come (back-off), the router serves -> start                      -> starting
+    waiting   its pause is over, and its router can be named -> start                       -> starting
     starting  it serves                                                                     -> ready
     starting, ready: it ended, was lost, or loads for too long -> remove                    -> removing
     ready     it is not wanted any more -> drain                                            -> draining
     starting  it is not wanted any more -> remove                                           -> removing
     draining  it ended, or the time for that is over -> remove                              -> removing
     removing  nothing of it is left: wanted                                                 -> waiting
-                                     wanted, and it would fail whenever it is started       -> failed
+                                     wanted, but given up                                   -> failed
                                      not wanted                                             the slot is gone
     failed    it is not wanted any more                                                     the slot is gone
 
-A failure is followed by a pause, which doubles with each until the process has served for some time. Who was lost with
-its node has done nothing wrong: the first time it is replaced at once. A process that says by its exit code that its
-options are wrong, before its slot has ever served, is not started again.
+A failure is followed by a pause, which doubles with each failure until the process has served for some time. After the
+loss of a node there is no pause the first time, as the process is not at fault.
+
+A process is given up, so it is not started again:
+- if its exit code says that its options are wrong, and its slot has never served;
+- after `max_failed_starts` starts in a row that ended before it served.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from splitserve.cluster.config import ROUTER, SupervisionConfig
 from splitserve.cluster.placer import Observation, Phase
 from splitserve.errors import USAGE_EXIT_CODE
 
-# Seconds that a process gets to end beyond those for its requests.
+# Seconds that a process has to end, after those for its requests.
 _END_MARGIN = 15.0
 
 
@@ -48,19 +51,21 @@ class Slot:
     pool: str
     ordinal: int
     state: SlotState = SlotState.WAITING
-    # Clock time of its last change of state; of a start: since it has its place.
+    # Clock time of its last change of state. Of a start: since its node has room for it.
     since: float = 0.0
     # Waiting: clock time before which it is not started.
     start_at: float = 0.0
-    # In a row.
+    # Failures in a row, without `forgive_after` seconds of serving between them.
     num_failures: int = 0
+    # Starts in a row that ended before it served.
+    num_failed_starts: int = 0
     num_starts: int = 0
     is_wanted: bool = True
-    # Once, in any of its starts.
+    # In any of its starts.
     has_served: bool = False
-    # Started again, it would end in the same way.
-    is_hopeless: bool = False
-    # Of the last failure, or why it still waits.
+    # It is not started again.
+    is_given_up: bool = False
+    # Reason of the last failure, or what it waits for.
     detail: str = ""
 
     @property
@@ -86,23 +91,28 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Nothing to do: for people."""
+    """A report for people; there is nothing to do."""
 
     name: str
     why: str
     log_tail: str
-    # Seconds until the next start; None: there will be none.
+    # Seconds until the next start. None: it is given up.
     pause: float | None
+    # It was given up after this number of failed starts. 0: for another reason, or it was not.
+    num_failed_starts: int = 0
 
 
 Action = Start | Drain | Remove | Failed
 
 
 class Reconciler:
-    """`replicas`: by pool, without the router, of which there is one."""
+    """`replicas`: by pool, without the router, of which there is one. `router_first`: workers start when it serves."""
 
-    def __init__(self, replicas: Mapping[str, int], settings: SupervisionConfig, now: float) -> None:
+    def __init__(
+        self, replicas: Mapping[str, int], settings: SupervisionConfig, now: float, *, router_first: bool = True
+    ) -> None:
         self._settings = settings
+        self._router_first = router_first
         self._slots: dict[str, Slot] = {}
         self._replicas: dict[str, int] = {}
         self._is_ending = self._is_hurried = False
@@ -121,7 +131,7 @@ class Reconciler:
 
     @property
     def is_settled(self) -> bool:
-        """Everything that is wanted serves, and nothing else is there."""
+        """Everything that is wanted serves, and there is nothing else."""
         is_there = all(slot.is_wanted and slot.state is SlotState.READY for slot in self._slots.values())
         return is_there and not self._is_ending
 
@@ -130,7 +140,10 @@ class Reconciler:
         return self._is_ending and not self._slots
 
     def scale(self, pool: str, count: int, now: float) -> None:
-        """Have so many workers of a pool. Who does not serve goes first, then the highest number. Not while it ends."""
+        """Set the number of workers of a pool. Those that do not serve end first, then those with the highest numbers.
+
+        No-op while the cluster ends.
+        """
         if self._is_ending:
             return
         self._replicas[pool] = count
@@ -143,19 +156,19 @@ class Reconciler:
             self._add(pool, next(free), now)
 
     def shut_down(self) -> None:
-        """First the router, which lets its requests end, then the workers."""
+        """Drain the router, then the workers."""
         self._is_ending = True
         if router := self._slots.get(ROUTER):
             router.is_wanted = False
 
     def stop_now(self) -> None:
-        """Nothing is waited for any more."""
+        """End everything at once."""
         self._is_ending = self._is_hurried = True
         for slot in self._slots.values():
             slot.is_wanted = False
 
     def tick(self, now: float, seen: Mapping[str, Observation]) -> list[Action]:
-        """What is to be done now. What it says to start or to remove is expected to show in `seen` from then on."""
+        """Return what has to be done now. `seen` must show its effect from the next call on."""
         if self._is_ending and ROUTER not in self._slots:
             for slot in self._slots.values():
                 slot.is_wanted = False
@@ -174,7 +187,7 @@ class Reconciler:
                 is_late = now - slot.since > self._settings.drain_timeout + _END_MARGIN
                 if is_late or self._is_hurried or found is None or found.phase in (Phase.ENDED, Phase.LOST):
                     yield self._remove(slot, now)
-            case SlotState.REMOVING if found is None and slot.is_hopeless and slot.is_wanted:
+            case SlotState.REMOVING if found is None and slot.is_given_up and slot.is_wanted:
                 self._move(slot, SlotState.FAILED, now)
             case SlotState.REMOVING if found is None:
                 self._move(slot, SlotState.WAITING, now)
@@ -191,9 +204,10 @@ class Reconciler:
             yield Start(slot.name, slot.pool)
 
     def _may_start(self, slot: Slot) -> bool:
-        """Workers are told where the router is when they start."""
+        """Return whether the address of the router is known, which is an option of workers."""
         router = self._slots.get(ROUTER)
-        return slot.pool == ROUTER or (router is not None and router.state is SlotState.READY)
+        is_known = not self._router_first or (router is not None and router.state is SlotState.READY)
+        return slot.pool == ROUTER or is_known
 
     def _give_up(self, slot: Slot, now: float) -> Iterator[Action]:
         if slot.state is SlotState.STARTING or self._is_hurried:
@@ -204,7 +218,7 @@ class Reconciler:
 
     def _watch(self, slot: Slot, now: float, found: Observation | None) -> Iterator[Action]:
         if found is None:
-            yield from self._fail(slot, now, Observation(phase=Phase.LOST, detail="nothing is known of it any more"))
+            yield from self._fail(slot, now, Observation(phase=Phase.LOST, detail="its node does not know it any more"))
         elif found.phase in (Phase.ENDED, Phase.LOST):
             yield from self._fail(slot, now, found)
         elif found.phase is Phase.READY:
@@ -218,17 +232,21 @@ class Reconciler:
     def _serve(self, slot: Slot, now: float) -> None:
         if slot.state is SlotState.STARTING:
             self._move(slot, SlotState.READY, now)
-            slot.has_served, slot.detail = True, ""
+            slot.has_served, slot.num_failed_starts, slot.detail = True, 0, ""
         elif slot.num_failures and now - slot.since >= self._settings.forgive_after:
             slot.num_failures = 0
 
     def _fail(self, slot: Slot, now: float, found: Observation) -> Iterator[Action]:
         slot.num_failures += 1
+        slot.num_failed_starts += slot.state is SlotState.STARTING and found.phase is not Phase.LOST
         slot.detail = found.detail
-        slot.is_hopeless = not slot.has_served and found.exit_code == USAGE_EXIT_CODE
-        if slot.is_hopeless:
+        has_wrong_options = not slot.has_served and found.exit_code == USAGE_EXIT_CODE
+        is_too_often = slot.num_failed_starts == self._settings.max_failed_starts
+        slot.is_given_up = has_wrong_options or is_too_often
+        if slot.is_given_up:
             slot.detail = last_line(found.log_tail) or found.detail
-            yield Failed(slot.name, found.detail, found.log_tail, None)
+            num_failed_starts = 0 if has_wrong_options else slot.num_failed_starts
+            yield Failed(slot.name, found.detail, found.log_tail, None, num_failed_starts)
         else:
             num_own = slot.num_failures - (found.phase is Phase.LOST)
             pause = self._pause(num_own)
@@ -239,7 +257,7 @@ class Reconciler:
     def _pause(self, num_failures: int) -> float:
         if num_failures == 0:
             return 0.0
-        # Beyond that many doublings it is the longest anyway.
+        # After so many doublings it is the longest one.
         doubled: float = self._settings.backoff * 2 ** min(num_failures - 1, 32)
         return min(self._settings.max_backoff, doubled)
 
@@ -256,5 +274,5 @@ class Reconciler:
 
 
 def last_line(log: str) -> str:
-    """What a process that could not start said last."""
+    """Return the last line of a log: the error of a process that could not start."""
     return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "").removeprefix("error: ")

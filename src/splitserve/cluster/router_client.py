@@ -1,8 +1,9 @@
-"""What a supervisor asks of the cluster's router."""
+"""HTTP from a supervisor to the router of its cluster."""
 
 from __future__ import annotations
 
 import logging
+import ssl
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
@@ -22,18 +23,20 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class RouterClient:
-    """Use as a context manager. `operator_key`: where the router asks for one. All raise WorkerUnavailableError."""
+    """HTTP to the router, and to workers. Use as a context manager. All methods raise WorkerUnavailableError.
 
-    def __init__(self, operator_key: str | None, address: str | None = None) -> None:
-        """`address`: of the router's name, the one to connect to; None: any."""
+    `operator_key`: for a router with keys. `address`: the address of the router's name to connect to. None: any.
+    `tls`: for a router with https. None: what the system trusts.
+    """
+
+    def __init__(self, operator_key: str | None, address: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._key = operator_key
         self._address = address
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            timeout=_TIMEOUT, headers=key_header(self._key), connector=connector(self._address)
-        )
+        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address, self._tls))
         return self
 
     async def __aexit__(
@@ -42,46 +45,57 @@ class RouterClient:
         if self._session is not None:
             await self._session.close()
 
+    async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
+        """Return how many requests run or wait on a worker."""
+        answer = await self._send("GET", f"{worker_url}/get_load", key=worker_key)
+        return sum(int(load["num_reqs"]) for load in answer)
+
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
-        """As GET /workers has them."""
+        """Return the entries of GET /workers."""
         answer = await self._ask("GET", f"{router_url}/workers")
         workers: list[dict[str, Any]] = answer["workers"]
         return workers
 
     async def ready_workers(self, router_url: str) -> set[str]:
-        """URLs of those whose path is proven."""
+        """Return the URLs of the workers that get requests."""
         return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
 
     async def num_running(self, router_url: str, worker_url: str) -> int:
-        """Requests of this router on that worker."""
+        """Return how many requests of this router run on that worker."""
         return sum(worker["num_running"] for worker in await self.workers(router_url) if worker["url"] == worker_url)
 
     async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
-        """The worker gets nothing new. `migrate`: what runs there moves to others now."""
+        """Give the worker no new requests. `migrate`: the running ones move to other workers now."""
         await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
 
     async def forget(self, router_url: str, worker_url: str) -> None:
-        """It is gone. Never raises: the router finds that out, too, and forgets it in a minute."""
+        """Remove a worker that is gone. Never raises: the router also finds that out, within a minute."""
         try:
             await self._ask("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
         except WorkerUnavailableError as error:
             logger.info("could not remove %s: %s", worker_url, error)
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
-        """As the worker would do it. Never raises: it is done again."""
+        """Register a worker in its place. Never raises: it is repeated."""
         host = urlsplit(ready.url).netloc.rpartition(":")[0]
         try:
-            await register_disaggregation_server(mode, ready.port, ready.bootstrap_port, router_url, host, self._key)
+            await register_disaggregation_server(
+                mode, ready.port, ready.bootstrap_port, router_url, host, self._key, tls=self._tls
+            )
         except WorkerUnavailableError as error:
             logger.warning("could not announce %s: %s", ready.url, error)
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._send(method, url, body, key=self._key)
+        return answer
+
+    async def _send(self, method: str, url: str, body: dict[str, Any] | None = None, *, key: str | None) -> Any:
         assert self._session is not None, "used outside of its context"
         try:
-            async with self._session.request(method, url, json=body) as response:
-                answer: dict[str, Any] = await response.json()
+            async with self._session.request(method, url, json=body, headers=key_header(key)) as response:
+                answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise WorkerUnavailableError(f"the router {url} does not answer: {error or type(error).__name__}") from None
+            raise WorkerUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
         if response.status != 200:
-            raise WorkerUnavailableError(f"the router {url}: {answer.get('error', {}).get('message', answer)}")
+            raise WorkerUnavailableError(f"{url}: {answer.get('error', {}).get('message', answer)}")
         return answer

@@ -7,16 +7,16 @@ import typer
 
 from splitserve.cluster.control import ClusterStatus, ProcessStatus
 
-_HEAD = ("process", "state", "restarts", "pid", "node", "url", "")
+_HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV pool", "")
 
 
 def show_status(status: ClusterStatus, *, as_json: bool) -> None:
-    """On standard output."""
+    """Print it on standard output."""
     typer.echo(msgspec.json.encode(status).decode() if as_json else describe(status))
 
 
 def describe(status: ClusterStatus) -> str:
-    """Lines for people; nothing is cut, whatever the terminal."""
+    """Return lines for people; nothing is cut, whatever the width of the terminal."""
     rows = [_HEAD, *(_row(process) for process in status.processes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -24,13 +24,29 @@ def describe(status: ClusterStatus) -> str:
 
 
 def summary(status: ClusterStatus) -> str:
-    """One line: whether it is as it shall be, and what that is."""
-    wanted = ", ".join(f"{count} {pool}" for pool, count in status.replicas.items())
+    """Return one line: the actual state of the cluster, and the desired one."""
+    wanted = ", ".join(f"{count} {pool}" for pool, count in status.replicas.items() if count)
     how = "going down" if status.is_ending else "ready" if status.is_ready else "not ready"
     return f"{status.name}: {how}; wanted: {wanted}; router: {status.router_url or 'not there'}"
 
 
 def _row(process: ProcessStatus) -> tuple[str, ...]:
-    pid = "" if process.pid is None else str(process.pid)
-    restarts = str(process.num_restarts)
-    return process.name, process.state, restarts, pid, process.node, process.url or "", process.detail
+    return (
+        process.name,
+        process.pool,
+        process.state,
+        str(process.num_restarts),
+        "" if process.pid is None else str(process.pid),
+        process.node,
+        process.url or "",
+        process.model or "",
+        process.dtype or "",
+        _kv_pool(process),
+        process.detail,
+    )
+
+
+def _kv_pool(process: ProcessStatus) -> str:
+    if process.kv_pool_tokens is None or process.kv_pool_bytes is None:
+        return ""
+    return f"{process.kv_pool_tokens} tokens, {process.kv_pool_bytes / 1e6:.0f} MB"

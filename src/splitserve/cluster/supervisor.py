@@ -1,7 +1,7 @@
-"""Keeps a cluster as its file says: looks, lets the reconciler decide, has the placer do it, and again.
+"""Keeps a cluster in its desired state: observes it, lets the reconciler decide, has the placer do it, and again.
 
-It also stands between workers and the router: who died is taken out of it at once, and where the router comes back
-somewhere else, who was started with its old address is announced to it from here.
+It also connects workers and router. A dead worker is removed from the router at once. If the router comes back at
+another address, the supervisor registers the workers that were started with the old one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,15 +18,16 @@ from splitserve.clock import Clock, SystemClock
 from splitserve.cluster.commands import Credentials, router_spec, threads_of, worker_spec
 from splitserve.cluster.config import MODES, ROUTER, ClusterConfig, ScaleDown, check_replicas
 from splitserve.cluster.control import ClusterStatus, ProcessStatus
-from splitserve.cluster.placer import Observation, Placer
+from splitserve.cluster.placer import Observation, Phase, Placer
 from splitserve.cluster.reconciler import Action, Drain, Failed, Reconciler, Remove, Slot, SlotState, Start, last_line
 from splitserve.cluster.router_client import RouterClient
-from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.errors import ClusterError, ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.launch.http_server import port_of, reachable_host
 from splitserve.launch.ready_file import ReadyInfo
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks, and between two announcements to a router that workers were not started with.
+# Seconds between two observations, and between two registrations at a router that workers were not started with.
 _INTERVAL = 0.25
 _ANNOUNCE_INTERVAL = 10.0
 # Processes that are ended at the same time.
@@ -33,9 +35,11 @@ _NUM_REMOVERS = 32
 
 
 class Supervisor:
-    """`num_cores`: of the machine that all processes share; None: they have nodes of their own.
+    """`num_cores`: of the machine that all processes share. None: they have nodes of their own.
 
-    `router_host`: where the router listens if the file does not say. `on_event`: hears what happens, for people.
+    `router_host`: where the router listens if the config does not say. `router_socket`: the socket on which it listens,
+    for a router on this machine: it survives a restart of the router. None: the router opens one.
+    `on_event`: gets what happens, for people.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Supervisor:
         *,
         router_host: str,
         num_cores: int | None,
+        router_socket: socket.socket | None = None,
         on_event: Callable[[str], None] = logger.info,
         clock: Clock | None = None,
         router: RouterClient | None = None,
@@ -53,35 +58,43 @@ class Supervisor:
         self._config = config
         self._credentials = credentials
         self._placer = placer
-        self._router_host = router_host
+        self._router_host = config.router.host or router_host
         self._num_cores = num_cores
+        self._router_socket = router_socket
         self._on_event = on_event
         self._clock = clock or SystemClock()
         replicas = {name: pool.replicas for name, pool in config.pools.by_name().items()}
-        self._reconciler = Reconciler(replicas, config.supervision, self._clock.now())
-        self._router = router or RouterClient(credentials.operator_key)
+        self._reconciler = Reconciler(
+            replicas, config.supervision, self._clock.now(), router_first=router_socket is None
+        )
+        self._router = router or RouterClient(credentials.operator_key, tls=credentials.tls)
         self._seen: Mapping[str, Observation] = {}
-        # Which router each worker was started with.
-        self._told: dict[str, str] = {}
-        # Where each worker was last seen to serve.
+        # URL of the router that each worker was started with.
+        self._started_with: dict[str, str] = {}
+        # Last known URL of each worker.
         self._urls: dict[str, str] = {}
-        self._router_port = config.router.port
+        self._router_port = config.router.port if router_socket is None else port_of(router_socket)
         self._announced_at = float("-inf")
-        self._is_ending = False
-        self._was_settled = False
-        # Why nothing can come of this cluster: a process that cannot be started before all have once served.
-        self.failure: ConfigError | None = None
+        # All processes have served at the same time.
+        self.has_served = False
+        # It is going down.
+        self.ending = asyncio.Event()
+        # Why the cluster ends by itself. None: it does not.
+        self.failure: SplitserveError | None = None
         self._woken = asyncio.Event()
         self._removers = ThreadPoolExecutor(_NUM_REMOVERS, thread_name_prefix="remove")
         self._tasks: set[asyncio.Future[Any]] = set()
 
     @property
     def router_url(self) -> str | None:
+        if self._router_socket is not None:
+            scheme = "http" if self._credentials.certificate is None else "https"
+            return f"{scheme}://{reachable_host(self._router_host)}:{self._router_port}"
         found = self._seen.get(ROUTER)
         return found.ready.url if found is not None and found.ready is not None else None
 
     async def run(self) -> None:
-        """Until it was told to go down and everything is gone."""
+        """Return when the cluster has gone down and all its processes have ended."""
         async with self._router:
             try:
                 while not self._reconciler.is_over:
@@ -94,17 +107,16 @@ class Supervisor:
                         pass
             finally:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-                await asyncio.to_thread(self._placer.close)
                 self._removers.shutdown()
 
     async def turn(self) -> None:
-        """Look once, and do what follows from that."""
+        """Observe once, and do what follows."""
         before = self._states()
         self._seen = await asyncio.to_thread(self._placer.observe)
         for action in self._reconciler.tick(self._clock.now(), self._seen):
             await self._do(action)
-        self._tell_changes(before)
-        self._was_settled = self._was_settled or self._reconciler.is_settled
+        self._report_changes(before)
+        self.has_served = self.has_served or self._reconciler.is_settled
         await self._announce()
 
     async def status(self) -> ClusterStatus:
@@ -114,14 +126,27 @@ class Supervisor:
             pid=os.getpid(),
             router_url=self.router_url,
             is_ready=is_settled,
-            is_ending=self._is_ending,
+            is_ending=self.ending.is_set(),
             replicas=self._reconciler.replicas,
             processes=[self._describe(slot) for slot in self._reconciler.slots],
         )
 
+    async def num_requests(self) -> int | None:
+        """Return how many requests run or wait on workers that generate. None: a worker does not answer."""
+        urls = [
+            ready.url
+            for slot in self._reconciler.slots
+            if slot.pool in ("decode", "colocated") and (ready := self._ready_info(slot.name)) is not None
+        ]
+        key = self._credentials.worker_key
+        try:
+            return sum(await asyncio.gather(*(self._router.num_requests(url, key) for url in urls)))
+        except WorkerUnavailableError:
+            return None
+
     def scale(self, replicas: dict[str, Any]) -> None:
         """Raises ConfigError."""
-        if self._is_ending:
+        if self.ending.is_set():
             raise ConfigError(f"the cluster {self._config.name!r} is going down")
         for pool, count in check_replicas(self._config, replicas, self._reconciler.replicas).items():
             self._on_event(f"scale {pool} from {self._reconciler.replicas[pool]} to {count}")
@@ -129,8 +154,11 @@ class Supervisor:
         self._woken.set()
 
     def down(self, *, now: bool) -> None:
-        """Let everything end, the router first, when its requests have ended; `now`: at once."""
-        self._is_ending = True
+        """End everything: the router first, when its requests have ended. `now`: at once."""
+        self.ending.set()
+        if self._router_socket is not None:
+            # Its router refuses new connections; they must not wait for this process instead.
+            self._router_socket.close()
         if now:
             self._reconciler.stop_now()
         else:
@@ -147,36 +175,46 @@ class Supervisor:
                 loop = asyncio.get_running_loop()
                 self._keep(loop.run_in_executor(self._removers, self._placer.remove, name))
             case Failed():
-                self._tell_failure(action)
+                self._report_failure(action)
                 url, router_url = self._urls.pop(action.name, None), self.router_url
                 if url is not None and router_url is not None:
                     self._spawn(self._router.forget(router_url, url))
 
-    def _tell_failure(self, failed: Failed) -> None:
-        again = "again at once" if not failed.pause else f"again in {failed.pause:.0f} s"
-        if failed.pause is None:
-            again = "and would do so again: it is not started any more"
-            if not self._was_settled and self.failure is None:
-                self.failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")
-                self.down(now=True)
+    def _report_failure(self, failed: Failed) -> None:
         tail = f"; the end of its log:\n{failed.log_tail}" if failed.log_tail else ""
-        self._on_event(f"{failed.name}: {failed.why}, {again}{tail}")
+        if failed.pause is not None:
+            again = f"starting it again in {failed.pause:.0f} s" if failed.pause else "starting it again"
+            self._on_event(f"{failed.name}: {failed.why}, {again}{tail}")
+            return
+        failure: SplitserveError | None = None
+        if failed.num_failed_starts:
+            count = f"{failed.num_failed_starts} starts in a row have failed (supervision.max_failed_starts)"
+            failure = ClusterError(f"{failed.name}: {failed.why}; {count}{tail}")
+        elif not self.has_served:
+            failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")
+        if failure is None:
+            self._on_event(f"{failed.name}: {failed.why}; it is not started again, as its options are wrong{tail}")
+        elif self.failure is None:
+            self.failure = failure
+            self._on_event(f"{failed.name}: {failed.why}; it is not started again, so the cluster ends")
+            self.down(now=not self.has_served)
 
     async def _start(self, name: str, pool: str) -> None:
         config, credentials = self._config, self._credentials
         if pool == ROUTER:
-            spec = router_spec(config, credentials, self._router_host, self._router_port)
+            listen_fd = None if self._router_socket is None else self._router_socket.fileno()
+            spec = router_spec(config, credentials, self._router_host, self._router_port, listen_fd)
         else:
-            # The reconciler starts no worker while there is no router.
-            url = self._told[name] = self.router_url or ""
+            # The reconciler starts no worker before this is known.
+            url = self._started_with[name] = self.router_url or ""
             threads = threads_of(config, config.pools.by_name()[pool], self._num_cores)
             spec = worker_spec(config, credentials, name, pool, threads=threads, router_url=url)
         await asyncio.to_thread(self._placer.start, spec)
 
     async def _drain(self, name: str) -> None:
-        """Its end begins: it leaves the router by itself, and before that what runs there moves, if that is wanted."""
+        """End a process in order. Before that its requests move to other workers, if the config says so."""
         found, router_url = self._seen.get(name), self.router_url
-        moves = self._config.supervision.scale_down is ScaleDown.MIGRATE and not self._is_ending
+        moves = self._config.supervision.scale_down is ScaleDown.MIGRATE and not self.ending.is_set()
         if moves and found is not None and found.ready is not None and router_url is not None:
             try:
                 await self._router.drain(router_url, found.ready.url, migrate=True)
@@ -185,14 +223,14 @@ class Supervisor:
         await asyncio.to_thread(self._placer.terminate, name)
 
     async def _announce(self) -> None:
-        """Workers that another router was told of, to this one."""
+        """Register workers that were started with the address of another router."""
         router_url, now = self.router_url, self._clock.now()
         strangers = [
             (MODES[slot.pool], ready)
             for slot in self._reconciler.slots
             if slot.state is SlotState.READY
             and slot.pool != ROUTER
-            and self._told.get(slot.name) != router_url
+            and self._started_with.get(slot.name) != router_url
             and (ready := self._ready_info(slot.name)) is not None
         ]
         if router_url is None or not strangers or now - self._announced_at < _ANNOUNCE_INTERVAL:
@@ -202,7 +240,7 @@ class Supervisor:
             self._spawn(self._router.announce(router_url, mode, ready))
 
     async def _is_proven(self) -> bool:
-        """Whether the router gives requests to every worker."""
+        """Return whether the router gives requests to every worker."""
         workers = {slot.name for slot in self._reconciler.slots if slot.pool != ROUTER}
         urls = {ready.url for name in workers if (ready := self._ready_info(name)) is not None}
         if self.router_url is None:
@@ -219,38 +257,46 @@ class Supervisor:
     def _states(self) -> dict[str, SlotState]:
         return {slot.name: slot.state for slot in self._reconciler.slots}
 
-    def _tell_changes(self, before: Mapping[str, SlotState]) -> None:
+    def _report_changes(self, before: Mapping[str, SlotState]) -> None:
         for slot in self._reconciler.slots:
             if slot.state is before.get(slot.name):
                 continue
             if slot.state is SlotState.READY:
                 ready = self._ready_info(slot.name)
                 assert ready is not None
-                self._on_event(f"{slot.name}: ready at {ready.url} on {self._seen[slot.name].node}")
+                self._report(f"{slot.name}: ready at {ready.url} on {self._seen[slot.name].node}")
                 if slot.pool == ROUTER:
-                    # Whoever knows its address finds it there again.
+                    # After a restart, clients find it at the same address.
                     self._router_port = ready.port
                 else:
                     self._urls[slot.name] = ready.url
             elif slot.state is SlotState.DRAINING:
-                self._on_event(f"{slot.name}: draining")
+                self._report(f"{slot.name}: draining")
         for name in before.keys() - self._states().keys():
-            self._told.pop(name, None)
+            self._started_with.pop(name, None)
             self._urls.pop(name, None)
-            self._on_event(f"{name}: gone")
+            self._report(f"{name}: gone")
+
+    def _report(self, event: str) -> None:
+        """Report a change of a cluster that is up. Its start and its end have progress lines of their own."""
+        (self._on_event if self.has_served and not self.ending.is_set() else logger.debug)(event)
 
     def _describe(self, slot: Slot) -> ProcessStatus:
-        found = self._seen.get(slot.name)
-        ready = self._ready_info(slot.name)
+        found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
+        ready = found.ready
         return ProcessStatus(
             name=slot.name,
             pool=slot.pool,
             state=slot.state.value,
-            node="" if found is None else found.node,
+            node=found.node,
             url=None if ready is None else ready.url,
-            pid=None if found is None else found.pid,
+            pid=found.pid,
             num_restarts=max(0, slot.num_starts - 1),
             detail=slot.detail,
+            model=None if ready is None else ready.model,
+            dtype=None if ready is None else ready.dtype,
+            kv_pool_tokens=None if ready is None else ready.kv_pool_tokens,
+            kv_pool_bytes=None if ready is None else ready.kv_pool_bytes,
         )
 
     def _spawn(self, doing: Awaitable[None]) -> None:
@@ -263,5 +309,5 @@ class Supervisor:
     def _done(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("what the cluster's supervisor began has failed: %r", error)
+            logger.error("supervision step failed: %r", error)
         self._woken.set()

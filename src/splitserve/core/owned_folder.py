@@ -76,7 +76,15 @@ def sweep() -> int:
     named = list(run_folder().iterdir()) if run_folder().is_dir() else []
     # Without a lock, and empty: its owner died before it made the lock.
     num_empty = sum(_remove_if_empty(path) for path in temporary)
-    return num_empty + sum(_remove_if_dead(path) for path in temporary + named)
+    num_dead = sum(_remove_if_dead(path) for path in temporary + named)
+    remove_run_folder()
+    return num_empty + num_dead
+
+
+def remove_run_folder() -> None:
+    """Remove the folder of named folders if it is empty, and not the user's own."""
+    if RUN_FOLDER_VARIABLE not in os.environ:
+        _remove_if_empty(run_folder())
 
 
 def _acquire(path: Path | None) -> tuple[Path, int]:

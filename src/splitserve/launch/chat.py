@@ -32,10 +32,10 @@ def run_chat(url: str, *, model: str | None, system: str | None, max_tokens: int
 
 
 def _read(console: Console) -> str | None:
-    """A line of the user's; None at the end of input."""
+    """Return a line of the user. None: the input has ended."""
     try:
         return console.input("> ").strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         return None
 
 
@@ -48,14 +48,12 @@ def _turn(
     max_tokens: int,
     temperature: float,
 ) -> None:
-    """One question and its answer; a turn that fails or is interrupted leaves the conversation as it was."""
+    """Send one question and print its answer. A turn that fails leaves the conversation as it was."""
     asked: list[ChatCompletionMessageParam] = [*messages, {"role": "user", "content": line}]
     try:
         answer = stream_chat(client, model, asked, max_tokens=max_tokens, temperature=temperature, on_text=_show)
     except OpenAIError as error:
         console.print(f"error: {error}", markup=False, highlight=False)
-    except KeyboardInterrupt:
-        _show("\n")
     else:
         _show("\n")
         messages[:] = [*asked, {"role": "assistant", "content": answer.text}]

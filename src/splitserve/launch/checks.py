@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from splitserve.core.nodes import misfit
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
+from splitserve.launch.tls import trust_only
 from splitserve.router.api_keys import first_key, read_keys
 from splitserve.router.args import parse_url
 from splitserve.scheduler.ngram import MIN_MATCH
@@ -113,6 +115,7 @@ def check_worker(config: WorkerConfig) -> None:
             raise ConfigError(f"{option} {rule}")
     check_config(config.kv_events, config.dp_size)
     router_key(config.server)
+    router_tls(config.server)
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file), "--api-key-file")
 
@@ -184,6 +187,17 @@ def router_key(server: ServerConfig) -> str | None:
     if server.router_key_file is None:
         return None
     return first_key(Path(server.router_key_file), "--router-key-file")
+
+
+def router_tls(server: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context for an https router whose certificate is known. None: it is not. Raises ConfigError."""
+    path = server.router_certificate
+    if path is None:
+        return None
+    try:
+        return trust_only(Path(path).read_bytes(), f"--router-certificate {path}")
+    except OSError as error:
+        raise ConfigError(f"--router-certificate {path}: {error.strerror}") from None
 
 
 def router_urls(options: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""A splitserve process started by this one: its log, its ready file, its end. Nothing of it is ever left behind.
+"""A splitserve process that this one has started: its log, its ready file, its end.
 
-The child ends when its standard input does (`--exit-with-parent`), so it goes even if this process is killed.
+The child ends when its standard input does (`--exit-with-parent`), so it also ends if this process is killed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ import psutil  # type: ignore[import-untyped]
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file
 
 PROGRAM = (sys.executable, "-m", "splitserve")
-# Seconds between two looks at a child.
+# Seconds between two checks of a child.
 POLL_INTERVAL = 0.05
-# Seconds a child that was told to stop at once gets before it is killed.
+# Seconds until a child that has to stop at once is killed.
 _STOP_TIMEOUT = 12.0
+# The part of a log in which its last lines are searched.
+_TAIL_BYTES = 1 << 16
 
 
 class ChildProcess:
-    """`PROGRAM ARGS`, running from construction on. `folder` takes its log and its ready file."""
+    """`PROGRAM ARGS`, running from construction on. `folder`: of its ready file, and of its log without `log_folder`.
+
+    The log of an earlier process of the same name is continued.
+    """
 
     def __init__(
         self,
@@ -34,19 +39,22 @@ class ChildProcess:
         args: Sequence[str],
         folder: Path,
         *,
+        log_folder: Path | None = None,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self.name = name
-        self.log_path = folder / f"{name}.log"
+        self.log_path = (log_folder or folder) / f"{name}.log"
         self.ready_path = folder / f"{name}.ready.json"
         self._ready: ReadyInfo | None = None
-        # Its children when it was let go.
+        # Its children when its standard input was closed.
         self._left: list[psutil.Process] | None = None
         command = [*program, *args, "--exit-with-parent", "--ready-file", str(self.ready_path)]
-        with self.log_path.open("wb") as log:
-            # A session of its own: a Ctrl-C in the terminal is this process's business alone.
+        with self.log_path.open("ab") as log:
+            # Where the lines of this process begin.
+            self._log_start = log.tell()
+            # In a session of its own, a Ctrl-C in the terminal does not reach it.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -68,22 +76,25 @@ class ChildProcess:
 
     @property
     def ready(self) -> ReadyInfo | None:
-        """What it said when it was ready; None before."""
+        """What it wrote when it was ready. None: it is not ready yet."""
         if self._ready is None:
             self._ready = read_ready_file(self.ready_path)
         return self._ready
 
     def log_tail(self, num_lines: int = 20) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
+        """Return the last lines of its log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
     def send_signal(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """The first SIGTERM drains it, the second stops it at once. Nothing happens if it has ended."""
+        """Send it a signal: the first SIGTERM drains it, the second stops it at once. No-op if it has ended."""
         if self.exit_code is None:
             self._process.send_signal(number)
 
     def wait(self, timeout: float) -> bool:
-        """Whether it has ended within `timeout` seconds."""
+        """Return whether it has ended within `timeout` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -91,15 +102,15 @@ class ChildProcess:
         return True
 
     def let_go(self) -> None:
-        """Have it stop at once. Returns without waiting; `close` waits. Idempotent."""
+        """Let it stop at once, without waiting; `close` waits. Idempotent."""
         if self._left is None:
-            # Before it ends, and they are nobody's.
+            # Before it ends, because then they have another parent.
             self._left = self._family()
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def close(self) -> None:
-        """Stop it at once and wait until it and its own children are gone; kill what does not listen. Idempotent."""
+        """Stop it at once and wait until it and its own children are gone; kill those that do not end. Idempotent."""
         self.let_go()
         if not self.wait(_STOP_TIMEOUT):
             self._process.kill()
@@ -110,7 +121,7 @@ class ChildProcess:
         psutil.wait_procs(alive)
 
     def _family(self) -> list[psutil.Process]:
-        """Its children. psutil knows them by start time, too: a pid that was given away again is not touched."""
+        """Return its children. psutil also compares start times, so a pid that is in use again is not touched."""
         try:
             children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
             return children
@@ -118,7 +129,7 @@ class ChildProcess:
             return self._orphan()
 
     def _orphan(self) -> list[psutil.Process]:
-        """The schedulers of a worker that died: they end by themselves, and are waited for."""
+        """Return the schedulers of a worker that died: they end by themselves, which takes a while."""
         found = []
         for pid in (*self.ready.scheduler_pids, *self.ready.follower_pids) if self.ready else ():
             with suppress(psutil.Error):
@@ -129,6 +140,6 @@ class ChildProcess:
 
 
 def wait_until_ended(children: Sequence[ChildProcess], timeout: float) -> bool:
-    """Whether all of them ended within `timeout` seconds."""
+    """Return whether all of them ended within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     return all(child.wait(max(0.0, deadline - time.monotonic())) for child in children)

@@ -16,13 +16,14 @@ from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.table import Table
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
+from splitserve.errors import ClusterError
 from splitserve.launch.console import standard_output
-from splitserve.launch.local import ClusterError, LocalCluster
+from splitserve.launch.local import LocalCluster, wait_ready
 from splitserve.launch.streaming import StreamedAnswer, open_client, stream_chat
 from splitserve.launch.transfers import Transfers, read_transfers
-from splitserve.launch.up import wait_ready
 
 _READY_TIMEOUT = 300.0
 # Of the KV pool of each worker: the demo needs no more.
@@ -36,7 +37,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
     started = time.monotonic()
     worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]
     try:
-        with LocalCluster(model, dtype=dtype, worker_args=worker_args) as cluster:
+        with LocalCluster(LocalDeployment(model=model, dtype=dtype, worker_args=worker_args)) as cluster:
             wait_ready(cluster, console, _READY_TIMEOUT)
             start_seconds = time.monotonic() - started
             standard_output().print(f"> {prompt}", markup=False, highlight=False)

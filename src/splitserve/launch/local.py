@@ -1,236 +1,162 @@
-"""A whole deployment on this machine: a router and its workers as processes of their own, on free ports.
+"""A deployment on this machine for as long as a `with` block: for the demo, benchmarks, checks and tests.
+
+The processes are those of `splitserve up` (same config, command lines, placer), but nothing is supervised: a process
+that ends is not started again, because the block wants to know, or has killed it itself.
 
 The life of a LocalCluster
-1. `start`: the router's socket is bound here and handed down, so that workers know its address at once; all processes
+1. `start`: the socket of the router is opened here and inherited, so workers get its address at once; all processes
    start at the same time.
-2. `wait_ready`: every worker has loaded, and the router knows it and has proven its path. A process that dies meanwhile
-   is a ClusterError with the end of its log.
+2. `wait_ready`: every worker has loaded, and the router has proven its path. Raises ClusterError with the end of the
+   log of a process that ends meanwhile.
 3. It serves.
-4. `close`: drain (the router first, then the workers), then stop. Nothing is left. The logs stay if something failed.
+4. `close`: drain (the router first, then the workers), then stop. Only logs of a failure are left.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+from rich.console import Console
+
+from splitserve.cluster.commands import Credentials, router_spec, threads_of, worker_spec
+from splitserve.cluster.deployment import LocalDeployment, pool_of
+from splitserve.cluster.local_placer import LocalPlacer
+from splitserve.cluster.placer import ProcessSpec
+from splitserve.core.process_end import deferred, unwinding
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import moves_pools_on
-from splitserve.errors import ConfigError, SplitserveError
+from splitserve.errors import ClusterError
 from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess, wait_until_ended
-from splitserve.launch.cluster_token import write_token_file
+from splitserve.launch.console import progress
 from splitserve.launch.http_server import bind, port_of, reachable_host
-from splitserve.launch.shape import WorkerShape
 
-# Seconds that the router gets to prove a path through workers that serve; then requests have to find out.
-PROOF_PATIENCE = 60.0
-# Seconds that running requests get when the cluster is told to drain.
-DRAIN_TIMEOUT = 120.0
-# In the cluster's own folder, which this user alone can enter.
-_TOKEN_FILE = "cluster-token"
-
-
-ONE_RANK = WorkerShape()
-
-
-class ClusterError(SplitserveError):
-    """A process of the cluster died or was not ready in time."""
-
-    reason = "cluster_failed"
+# Seconds in which the router has to prove a path through workers that serve. After that, requests find out.
+PROOF_TIMEOUT = 60.0
+# Seconds that running requests have when a block ends.
+_DRAIN_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker as an operator sees it."""
+    """One worker, for people."""
 
     name: str
     role: DisaggregationMode
-    pid: int
-    # None until it is ready.
+    # None: it is not ready yet.
     url: str | None
     # "loading", "ready" or "exited with code N".
     status: str
 
 
 class LocalCluster:
-    """Use as a context manager: starts on entry, drains and stops on exit.
+    """Use as a context manager: starts on entry, drains and stops on exit. Raises ConfigError.
 
-    `null` workers register with the router only where there is no pair; beside a pair they are for comparison.
-    `worker_args` go to every worker's `splitserve serve`, `pair_args` to those of prefill and decode, `router_args` to
-    `splitserve router`. `threads`: of each rank, None: the cores divided fairly.
-    `prefill_shape`, `decode_shape`: of each worker of that kind.
-    `hand_over`: prefill and decode workers compute in one pool, and pages change owner instead of being copied.
-    `cluster_token_file`: of a cluster that others join, too; None: a token of its own, which nobody else gets to know.
-    `worker_program`: what runs as a worker, with the arguments of `splitserve serve`.
+    Colocated workers register with the router only if there is no pair; beside a pair they are for comparison.
+    `worker_program`: command that runs as a worker, with the arguments of `splitserve serve`.
     """
 
-    def __init__(
-        self,
-        model: str = "smollm2",
-        *,
-        prefill: int = 1,
-        decode: int = 1,
-        null: int = 0,
-        prefill_shape: WorkerShape = ONE_RANK,
-        decode_shape: WorkerShape = ONE_RANK,
-        dtype: str = "auto",
-        backend: str = "tcp",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        threads: int | None = None,
-        worker_args: Sequence[str] = (),
-        pair_args: Sequence[str] = (),
-        router_args: Sequence[str] = (),
-        cluster_token_file: Path | None = None,
-        hand_over: bool = False,
-        log_level: str = "info",
-        worker_program: Sequence[str] = PROGRAM,
-    ) -> None:
-        if (prefill > 0) != (decode > 0):
-            raise ConfigError(f"{prefill} prefill and {decode} decode workers: each kind needs the other")
-        if min(prefill, decode, null) < 0 or prefill + decode + null == 0:
-            raise ConfigError("a cluster needs at least one worker: give --prefill and --decode 1 or more")
-        if not prefill and (prefill_shape, decode_shape) != (ONE_RANK, ONE_RANK):
-            raise ConfigError(
-                "--prefill-..-size and --decode-..-size are of pairs, and there are none: of colocated workers "
-                f"say it after --: {model} -- --tp-size N"
-            )
-        self._roles = (
-            [DisaggregationMode.PREFILL] * prefill
-            + [DisaggregationMode.DECODE] * decode
-            + [DisaggregationMode.NULL] * null
-        )
-        self._model = model
-        self._host = host
-        self._port = port
-        self._log_level = log_level
-        self._worker_program = worker_program
-        self._shapes = {DisaggregationMode.PREFILL: prefill_shape, DisaggregationMode.DECODE: decode_shape}
-        num_ranks = sum(self._shapes.get(role, ONE_RANK).num_ranks for role in self._roles)
-        self.threads = max(1, num_cores() // num_ranks) if threads is None else threads
-        if self.threads < 1:
-            raise ConfigError(f"--threads {threads}: it must be at least 1")
-        self._common = ["--dtype", dtype, "--disaggregation-transfer-backend", backend, *worker_args]
-        # Whoever names no device gets one that the backend can hand KV over from.
-        names_device = any(arg.startswith("--device") for arg in worker_args)
-        if prefill and not names_device and not moves_pools_on(backend, "cuda"):
-            self._common += ["--device", "cpu"]
-        self._pair_args = list(pair_args)
-        self._router_args = list(router_args)
-        if hand_over and backend != "shm":
-            raise ConfigError(f"--hand-over needs --transfer-backend shm, not {backend}: pages change owner in memory")
-        if hand_over and any(shape.tp_size * shape.pp_size > 1 for shape in (prefill_shape, decode_shape)):
-            raise ConfigError(
-                "--hand-over is between workers of one rank each: leave it out, or --..-tp-size and --..-pp-size"
-            )
-        self._hands_over = hand_over
-        # The file of the pool that prefill and decode workers share; -1: each has its own.
-        self._pool_fd = -1
-        self._token_file = cluster_token_file
-        self._folder: Path | None = None
+    def __init__(self, deployment: LocalDeployment, *, worker_program: Sequence[str] = PROGRAM) -> None:
+        self._deployment = deployment
+        self._worker_program = tuple(worker_program)
+        self._scope = ExitStack()
+        self._closing = ExitStack()
+        self._placer: LocalPlacer | None = None
         self._router: ChildProcess | None = None
         self._workers: list[tuple[DisaggregationMode, ChildProcess]] = []
-        self._failed = False
-        # Clock time since which the router knows every worker; None: it does not.
+        self._has_failed = False
+        # Clock time since which the router knows every worker. None: it does not.
         self._known_since: float | None = None
         self.router_url = ""
 
+    @property
+    def threads(self) -> int:
+        """CPU threads of each rank."""
+        config = self._deployment.config()
+        return threads_of(config, next(iter(config.pools.by_name().values())), num_cores())
+
     def start(self) -> None:
-        """Raises ConfigError where the port is taken."""
-        sock = bind(self._host, self._port)
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="splitserve-"))
-            if self._token_file is None:
-                write_token_file(self._folder / _TOKEN_FILE)
-            if self._hands_over:
-                self._pool_fd = os.memfd_create("splitserve-pool", os.MFD_CLOEXEC)
-            self.router_url = f"http://{reachable_host(self._host)}:{port_of(sock)}"
-            args = [
-                "router",
-                "--drain-timeout",
-                str(DRAIN_TIMEOUT),
-                "--host",
-                self._host,
-                "--fd",
-                str(sock.fileno()),
-                "--log-level",
-                self._log_level,
-                *self._router_args,
-            ]
-            self._router = ChildProcess("router", args, self._folder, pass_fds=[sock.fileno()])
-        finally:
-            sock.close()
-        counts = dict.fromkeys(DisaggregationMode, 0)
-        for role in self._roles:
-            counts[role] += 1
-            self.add_worker(role, f"{role}-{counts[role]}")
+        """Start all processes. Raises ConfigError if the port is in use."""
+        deployment = msgspec.structs.replace(self._deployment, threads=self.threads)
+        with bind(deployment.host, deployment.port) as sock:
+            with deferred():
+                self._closing.callback(self._forget)
+                self._config = deployment.config(self._closing.enter_context(deployment.shared_pool()))
+                self._credentials = Credentials.read(self._config)
+                self._placer = LocalPlacer()
+            self.router_url = f"http://{reachable_host(deployment.host)}:{port_of(sock)}"
+            spec = router_spec(self._config, self._credentials, deployment.host, port_of(sock), sock.fileno())
+            self._router = self._start(spec)
+        for mode, count in deployment.replicas.items():
+            for number in range(1, count + 1):
+                self.add_worker(mode, f"{mode}-{number}")
 
     def add_worker(self, role: DisaggregationMode, name: str) -> ChildProcess:
-        """Start one more worker."""
-        args = ["serve", self._model, "--disaggregation-mode", role.value, "--port", "0", "--host", "127.0.0.1"]
-        args += ["--drain-timeout", str(DRAIN_TIMEOUT)]
-        args += ["--disaggregation-bootstrap-port", "0", "--threads", str(self.threads), "--log-level", self._log_level]
-        # A colocated one may become one of a pair.
-        args += ["--cluster-token-file", str(self._token_file or self.log_folder / _TOKEN_FILE)]
-        if role is not DisaggregationMode.NULL:
-            args += [*self._shapes[role].args, *self._pair_args]
-            if self._hands_over:
-                args += ["--shared-pool", f"/proc/{os.getpid()}/fd/{self._pool_fd}"]
-        beside = role is DisaggregationMode.NULL and any(r is not role for r in self._roles)
-        if not beside:
-            args += ["--router", self.router_url]
-        # What torch's own pools take from the environment, before any option of ours is read.
-        env = {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
-        # What a worker that is killed leaves behind goes with the cluster.
-        env["TMPDIR"] = str(self.log_folder)
-        child = ChildProcess(name, [*args, *self._common], self.log_folder, env=env, program=self._worker_program)
+        """Start one more worker, which loads when this returns."""
+        is_beside = role is DisaggregationMode.NULL and self._deployment.prefill > 0
+        spec = worker_spec(
+            self._config,
+            self._credentials,
+            name,
+            pool_of(role),
+            threads=self.threads,
+            router_url=None if is_beside else self.router_url,
+        )
+        child = self._start(msgspec.structs.replace(spec, program=self._worker_program))
         self._workers.append((role, child))
         return child
 
+    def _start(self, spec: ProcessSpec) -> ChildProcess:
+        with deferred():
+            self._running.start(spec)
+        child = self._running.child(spec.name)
+        if child is None:
+            raise ClusterError(f"{spec.name} {self._running.observe()[spec.name].detail}")
+        return child
+
+    @property
+    def _running(self) -> LocalPlacer:
+        if self._placer is None:
+            raise ClusterError("the cluster is not running: start it first")
+        return self._placer
+
     def children_of(self, role: DisaggregationMode) -> list[ChildProcess]:
-        """The workers that were started in this role and still run."""
+        """Return the workers that were started in this role and still run."""
         return [child for r, child in self._workers if r is role and child.exit_code is None]
 
     def remove_worker(self, child: ChildProcess) -> None:
-        """Stop it at once, if it still runs, and forget it. Its log stays with the others."""
-        child.close()
+        """Stop a worker at once, if it still runs, and forget it. Its log stays with the others."""
+        self._running.remove(child.name)
         self._workers = [(role, c) for role, c in self._workers if c is not child]
 
     @property
-    def shapes(self) -> list[WorkerShape]:
-        """Of the workers of pairs."""
-        return list(self._shapes.values())
-
-    @property
     def log_folder(self) -> Path:
-        if self._folder is None:
-            raise ClusterError("the cluster is not running: start it first")
-        return self._folder
+        return self._running.log_folder
 
     @property
     def workers(self) -> list[WorkerState]:
         return [
-            WorkerState(c.name, role, c.pid, c.ready.url if c.ready is not None else None, _status(c))
-            for role, c in self._workers
+            WorkerState(child.name, role, None if child.ready is None else child.ready.url, _status(child))
+            for role, child in self._workers
         ]
 
     @property
     def children(self) -> list[ChildProcess]:
         """The router and the workers."""
-        return [*([self._router] if self._router is not None else []), *(c for _, c in self._workers)]
+        return [*([self._router] if self._router is not None else []), *(child for _, child in self._workers)]
 
     def urls(self, role: DisaggregationMode) -> list[str]:
-        """Of the workers of this role that are ready."""
+        """Return the URLs of the workers of this role that are ready."""
         return [w.url for w in self.workers if w.role is role and w.url is not None]
 
     def wait_ready(self, timeout: float = 600.0, on_progress: Callable[[], None] | None = None) -> None:
@@ -248,7 +174,7 @@ class LocalCluster:
             time.sleep(POLL_INTERVAL)
 
     def _is_ready(self) -> bool:
-        """Every process serves, and the router has heard from every worker that it is to know, and proven its path."""
+        """Return whether every process serves, and the router has proven the path of each of its workers."""
         if any(child.ready is None for child in self.children):
             return False
         is_paired = any(role is not DisaggregationMode.NULL for role, _ in self._workers)
@@ -266,75 +192,76 @@ class LocalCluster:
             self._known_since = None
             return False
         self._known_since = self._known_since or time.monotonic()
-        is_late = time.monotonic() - self._known_since > PROOF_PATIENCE
+        is_late = time.monotonic() - self._known_since > PROOF_TIMEOUT
         return is_late or expected <= {w["url"] for w in workers if w["ready"]}
 
     def _error(self, message: str, child: ChildProcess) -> ClusterError:
-        self._failed = True
+        self._has_failed = True
         return ClusterError(f"{message}; the end of its log {child.log_path}:\n{child.log_tail()}")
 
-    def drain(self, timeout: float = DRAIN_TIMEOUT) -> bool:
-        """Let running requests finish: first at the router, then at the workers. Whether all ended in time."""
-        deadline = time.monotonic() + timeout
-        for group in ([self._router] if self._router is not None else [], [c for _, c in self._workers]):
-            for child in group:
-                child.send_signal()
-            if not wait_until_ended(group, max(0.0, deadline - time.monotonic())):
-                return False
-        return True
-
     def keep_logs(self) -> None:
-        """Something went wrong: `close` leaves the logs where they are."""
-        self._failed = True
+        """Let `close` leave the logs where they are, because something went wrong."""
+        self._has_failed = True
 
-    def stop_now(self) -> None:
-        """Tell every process to stop at once, drained or not. Returns without waiting; `close` waits."""
-        for child in self.children:
-            child.send_signal()
-            child.send_signal()
-
-    def close(self, drain_timeout: float = 10.0) -> None:
-        """Drain, then stop what still runs. Idempotent; nothing is left when it returns."""
+    def close(self, drain_timeout: float = _DRAIN_TIMEOUT) -> None:
+        """Let running requests finish, first at the router, then at the workers; stop what still runs. Idempotent."""
+        deadline = time.monotonic() + drain_timeout
         try:
-            self.drain(drain_timeout)
+            for group in ([self._router] if self._router is not None else [], [child for _, child in self._workers]):
+                for child in group:
+                    child.send_signal()
+                if not wait_until_ended(group, max(0.0, deadline - time.monotonic())):
+                    break
         finally:
-            try:
-                for child in self.children:
-                    child.let_go()
-                for child in self.children:
-                    child.close()
-            finally:
-                self._forget()
+            with deferred():
+                self._closing.close()
 
     def _forget(self) -> None:
+        """Stop everything at once."""
+        placer, self._placer = self._placer, None
         self._router, self._workers = None, []
-        if self._pool_fd >= 0:
-            os.close(self._pool_fd)
-            self._pool_fd = -1
-        if self._folder is not None:
-            (self._folder / _TOKEN_FILE).unlink(missing_ok=True)
-            if not self._failed:
-                shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = None
+        if placer is not None:
+            if self._has_failed:
+                placer.keep_logs()
+            placer.close()
 
     def __enter__(self) -> Self:
+        self._scope.enter_context(unwinding())
         try:
             self.start()
         except BaseException:
-            self.close()
+            self.__exit__(*sys.exc_info())
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Whoever ends it himself has no use for the logs.
-        self._failed = self._failed or (kind is not None and issubclass(kind, Exception))
-        self.close()
+        # An interrupt is no failure, and waits for no request.
+        is_interrupt = kind is not None and not issubclass(kind, Exception)
+        self._has_failed = self._has_failed or (kind is not None and not is_interrupt)
+        try:
+            self.close(0.0 if is_interrupt else _DRAIN_TIMEOUT)
+        finally:
+            self._scope.__exit__(kind, error, trace)
+
+
+def wait_ready(cluster: LocalCluster, console: Console, timeout: float) -> None:
+    """Wait for every worker, with a line of progress. Raises ClusterError."""
+    started = time.monotonic()
+    with progress(console, "starting") as show:
+
+        def on_progress() -> None:
+            states = ", ".join(f"{w.name} {w.status}" for w in cluster.workers)
+            # Without a terminal each text is a line, so it must not change with the time.
+            seconds = f" ({time.monotonic() - started:.0f} s)" if console.is_terminal else ""
+            show(f"starting{seconds}: {states}")
+
+        cluster.wait_ready(timeout, on_progress)
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""How a process tells its starter that it serves: a small JSON file that appears whole, in one moment."""
+"""The file by which a process reports that it serves: a small JSON object that appears whole, in one moment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import msgspec
 class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     port: int
-    # Where this machine's processes reach it.
+    # By which processes of this machine reach it.
     url: str
-    # Workers only.
+    # All that follows is of workers only.
     scheduler_pids: tuple[int, ...] = ()
-    # Of the ranks beside the schedulers, where models are cut over several.
+    # Ranks beside the schedulers, if a model is sharded.
     follower_pids: tuple[int, ...] = ()
     bootstrap_port: int | None = None
     disaggregation_mode: str | None = None
+    # Name under which clients request the model.
+    model: str | None = None
+    dtype: str | None = None
+    # Size of the KV pool, of all data parallel ranks together.
+    kv_pool_tokens: int | None = None
+    kv_pool_bytes: int | None = None
 
 
 def write_ready_file(path: Path, info: ReadyInfo) -> None:

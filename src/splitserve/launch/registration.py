@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
@@ -36,6 +37,7 @@ class RouterRegistration:
         bootstrap_port: int | None,
         *,
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         look_up: LookUp = look_up,
     ) -> None:
         self._router_urls = tuple(router_urls)
@@ -44,6 +46,7 @@ class RouterRegistration:
         self._port = port
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._api_key = api_key
+        self._tls = tls
         self._look_up = look_up
         self._followers: list[asyncio.Task[None]] = []
         # One for each router, by URL and address.
@@ -81,20 +84,20 @@ class RouterRegistration:
     async def _say_goodbye(self, router_url: str, address: str | None) -> None:
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT):
-                await deregister_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key, address
-                )
+                await self._send(deregister_disaggregation_server, router_url, address)
         except (WorkerUnavailableError, TimeoutError) as error:
             logger.info("could not deregister: %s", error or "no answer")
+
+    async def _send(self, send: Callable[..., Awaitable[None]], router_url: str, address: str | None) -> None:
+        worker = (self._mode, self._port, self._bootstrap_port, router_url, self._host)
+        await send(*worker, self._api_key, address, self._tls)
 
     async def _run(self, router_url: str, address: str | None) -> None:
         delay, longest = _BACKOFF
         is_known = False
         while True:
             try:
-                await register_disaggregation_server(
-                    self._mode, self._port, self._bootstrap_port, router_url, self._host, self._api_key, address
-                )
+                await self._send(register_disaggregation_server, router_url, address)
             except WorkerUnavailableError as error:
                 level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO
                 logger.log(level, "not registered, trying again in %.1f s: %s", delay, error)

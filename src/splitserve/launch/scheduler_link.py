@@ -129,6 +129,10 @@ class Schedulers:
     # Done when the first of them has ended: none can be missed. Its result says which, and how.
     ended: asyncio.Task[str]
 
+    def kill(self) -> None:
+        """End all of them by force."""
+        _kill(self.processes)
+
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the drivers, by data parallel rank."""

@@ -1,4 +1,4 @@
-"""The files that make a server speak TLS, looked at before it starts."""
+"""TLS: the files of a server, checked before it starts, and the context of a client that knows the certificate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from splitserve.errors import ConfigError
 
+_BEGIN_OF_CERTIFICATE, _END_OF_CERTIFICATE = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -15,6 +17,23 @@ class TlsFiles:
 
     certfile: Path
     keyfile: Path
+
+
+def trust_only(pem: bytes, source: str) -> ssl.SSLContext:
+    """Return a client's context for a server that presents the first certificate in `pem`, and for no other.
+
+    The host name is not compared. `source`: the option that named it, for the error. Raises ConfigError.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    # The certificate of a server is trusted although it is not its own issuer.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        first, end, _ = pem.decode().partition(_END_OF_CERTIFICATE)
+        context.load_verify_locations(cadata=first[first.index(_BEGIN_OF_CERTIFICATE) :] + end)
+    except (ValueError, ssl.SSLError):
+        raise ConfigError(f"{source}: no PEM certificate; give the file of the router's --ssl-certfile") from None
+    return context
 
 
 def tls_files(certfile: Path | None, keyfile: Path | None) -> TlsFiles | None:

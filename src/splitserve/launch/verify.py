@@ -21,16 +21,16 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from splitserve.cluster.deployment import ONE_RANK, LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.console import progress, standard_output
 from splitserve.launch.fit import check_fit
-from splitserve.launch.local import ONE_RANK, LocalCluster
+from splitserve.launch.local import LocalCluster, wait_ready
 from splitserve.launch.passage import PASSAGE
 from splitserve.launch.shape import WorkerShape
-from splitserve.launch.up import wait_ready
 from splitserve.launch.verify_compare import Answer, Comparison, VerifyError, VerifyReport
 from splitserve.launch.verify_prompts import CHUNK_TOKENS, Prompt, built_in_prompts, read_prompts
 from splitserve.launch.verify_report import render, report_object
@@ -129,16 +129,18 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
 
 def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
     cluster = LocalCluster(
-        options.model,
-        null=1,
-        dtype=options.dtype,
-        backend=options.transfer_backend,
-        hand_over=options.hand_over,
-        prefill_shape=options.prefill_shape,
-        decode_shape=options.decode_shape,
-        threads=options.threads,
-        worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
-        pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
+        LocalDeployment(
+            model=options.model,
+            null=1,
+            dtype=options.dtype,
+            backend=options.transfer_backend,
+            hand_over=options.hand_over,
+            prefill_shape=options.prefill_shape,
+            decode_shape=options.decode_shape,
+            threads=options.threads,
+            worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
+            pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
+        )
     )
     with cluster:
         wait_ready(cluster, console, _READY_TIMEOUT)

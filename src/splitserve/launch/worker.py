@@ -33,7 +33,7 @@ from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import SplitserveError, WorkerUnavailableError
-from splitserve.launch.checks import router_key
+from splitserve.launch.checks import router_key, router_tls
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
@@ -74,7 +74,7 @@ class ProcessOptions:
 
 
 def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: ProcessOptions | None = None) -> int:
-    """Serve until a signal ends it. Returns the exit code: 0 after a drain or stop, 1 where the scheduler failed.
+    """Serve until a signal ends it. Return the exit code: 1 if the scheduler failed, else that of the signal.
 
     Raises ConfigError, ModelLoadError before anything has started.
     """
@@ -149,6 +149,8 @@ class _Worker:
             closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
             await server.start()
             if not await self._loaded(schedulers):
+                # They do not watch their input while they import, and hold nothing yet.
+                schedulers.kill()
                 return self._exit_code_before_serving()
             return await self._serve(schedulers, server, app.state.front, head)
 
@@ -220,6 +222,9 @@ class _Worker:
         url = f"http://{self._host()}:{port}"
         logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap.port)
         if self._options.ready_file is not None:
+            loaded, settings = schedulers.group.info, self._config.server
+            assert loaded is not None
+            num_tokens = loaded.pages_total * loaded.page_size
             info = ReadyInfo(
                 pid=os.getpid(),
                 scheduler_pids=schedulers.pids,
@@ -228,6 +233,10 @@ class _Worker:
                 bootstrap_port=self._bootstrap.port,
                 url=url,
                 disaggregation_mode=str(self._mode),
+                model=settings.served_model_name or self._config.model.model,
+                dtype=loaded.dtype,
+                kv_pool_tokens=num_tokens,
+                kv_pool_bytes=num_tokens * loaded.kv_bytes_per_token * self._config.parallel.group_size,
             )
             write_ready_file(self._options.ready_file, info)
         return url
@@ -238,7 +247,13 @@ class _Worker:
         if not settings.router_urls:
             return None
         return RouterRegistration(
-            settings.router_urls, mode, self._host(), port, bootstrap_port, api_key=router_key(settings)
+            settings.router_urls,
+            mode,
+            self._host(),
+            port,
+            bootstrap_port,
+            api_key=router_key(settings),
+            tls=router_tls(settings),
         )
 
     async def _drain(

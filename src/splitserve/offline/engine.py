@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, overload
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.fit import check_worker_fit
-from splitserve.launch.local import LocalCluster
+from splitserve.launch.local import LocalCluster, wait_ready
 from splitserve.launch.shape import WorkerShape
-from splitserve.launch.up import wait_ready
 from splitserve.offline.backends import Backend, RouterBackend, SchedulerBackend
 from splitserve.offline.bridge import Bridge
 from splitserve.offline.options import EngineOptions, worker_args, worker_config
@@ -216,17 +216,19 @@ def _cluster(
     rest = dict(options)
     shape = WorkerShape(rest.pop("tp_size", 1), rest.pop("pp_size", 1), rest.pop("dp_size", 1))
     return LocalCluster(
-        model,
-        prefill=prefill,
-        decode=decode,
-        prefill_shape=shape,
-        decode_shape=shape,
-        backend=backend,
-        hand_over=hand_over,
-        dtype=rest.pop("dtype", "auto"),
-        threads=rest.pop("threads", None),
-        worker_args=worker_args(rest),
-        log_level="warning",
+        LocalDeployment(
+            model=model,
+            prefill=prefill,
+            decode=decode,
+            prefill_shape=shape,
+            decode_shape=shape,
+            backend=backend,
+            hand_over=hand_over,
+            dtype=rest.pop("dtype", "auto"),
+            threads=rest.pop("threads", None),
+            worker_args=worker_args(rest),
+            log_level="warning",
+        )
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -44,10 +45,13 @@ def named(url: str, address: str | None) -> str:
     return url if address is None else f"{url} ({address})"
 
 
-def connector(address: str | None) -> aiohttp.TCPConnector | None:
-    """Of a session that reaches any name at that address; the name stays what is asked for, and what a certificate
-    must have. None: as the name says."""
-    return None if address is None else aiohttp.TCPConnector(resolver=_FixedResolver(address))
+def connector(address: str | None, tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
+    """Return the connector of a session that connects to `address`, whatever host its URLs name. None: to that host.
+
+    The name stays the one in requests and in certificates. `tls`: for https. None: what the system trusts.
+    """
+    resolver = None if address is None else _FixedResolver(address)
+    return aiohttp.TCPConnector(resolver=resolver, ssl=True if tls is None else tls)
 
 
 class _FixedResolver(AbstractResolver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Literal, Self
 
 import aiohttp
@@ -67,14 +68,16 @@ async def register_disaggregation_server(
     host: str = "127.0.0.1",
     api_key: str | None = None,
     address: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Tell the router at `pdlb_url` of the worker at `host`:`server_port`. Repeating it is harmless.
+    """Register the worker at `host`:`server_port` with the router at `pdlb_url`. Repeating it is harmless.
 
-    `api_key`: where the router has keys, one of an operator. `address`: the one of its name's to connect to; None: any.
+    `api_key`: a key of an operator, if the router has keys. `address`: the address of its name to connect to. None: any
+    of them. `tls`: for an https URL. None: what the system trusts.
 
     Raises WorkerUnavailableError if the router does not answer or refuses.
     """
-    await _tell(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port), api_key, address)
+    await _post(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port), api_key, address, tls)
 
 
 async def deregister_disaggregation_server(
@@ -85,21 +88,27 @@ async def deregister_disaggregation_server(
     host: str = "127.0.0.1",
     api_key: str | None = None,
     address: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Tell the router to send nothing more. Raises as `register_disaggregation_server` does."""
-    await _tell(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port), api_key, address)
+    """Remove the worker from the router. Arguments and errors are those of `register_disaggregation_server`."""
+    await _post(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port), api_key, address, tls)
 
 
 def _request(mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None) -> PDRegistryRequest:
     return PDRegistryRequest(mode=mode.value, registry_url=f"http://{host}:{port}", bootstrap_port=bootstrap_port)
 
 
-async def _tell(
-    router_url: str, path: str, request: PDRegistryRequest, api_key: str | None, address: str | None
+async def _post(
+    router_url: str,
+    path: str,
+    request: PDRegistryRequest,
+    api_key: str | None,
+    address: str | None,
+    tls: ssl.SSLContext | None,
 ) -> None:
     try:
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(address)) as session,
+            aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(address, tls)) as session,
             session.post(
                 router_url.rstrip("/") + path, json=request.model_dump(), headers=key_header(api_key)
             ) as response,

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from splitserve.chaos.leaks import held
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
 from splitserve.launch.local import LocalCluster
 
@@ -66,7 +67,7 @@ def deploy(
     *, chunk: int = 2048, dtype: str = "float32", max_total_tokens: int = 40_000, worker_args: Sequence[str] = ()
 ) -> Iterator[Deployment]:
     args = ["--chunked-prefill-size", str(chunk), "--max-total-tokens", str(max_total_tokens), *worker_args]
-    with LocalCluster(MODEL, null=1, dtype=dtype, threads=1, worker_args=args) as cluster:
+    with LocalCluster(LocalDeployment(model=MODEL, null=1, dtype=dtype, threads=1, worker_args=args)) as cluster:
         cluster.wait_ready(timeout=180)
         with httpx.Client(timeout=300) as client:
             yield Deployment(cluster, client)

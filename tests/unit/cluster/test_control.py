@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from splitserve import cli
 from splitserve.cluster.control import (
-    FOLDER_VARIABLE,
     ClusterStatus,
     ControlClient,
     ProcessStatus,
@@ -18,6 +17,7 @@ from splitserve.cluster.control import (
     socket_path,
 )
 from splitserve.cluster.show import describe
+from splitserve.core.owned_folder import RUN_FOLDER_VARIABLE, run_folder
 from splitserve.errors import ConfigError, WorkerUnavailableError
 
 
@@ -37,6 +37,10 @@ class Controlled:
             pid=7,
             num_restarts=2,
             detail="",
+            model="m",
+            dtype="bfloat16",
+            kv_pool_tokens=2048,
+            kv_pool_bytes=94_371_840,
         )
         return ClusterStatus(
             name="c",
@@ -59,7 +63,7 @@ class Controlled:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "run"))
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path / "run"))
     return tmp_path / "run"
 
 
@@ -100,6 +104,8 @@ async def test_two_clusters_of_one_name_are_refused():
 
 
 async def test_a_socket_that_a_killed_supervisor_left_is_replaced():
+    socket_path("c").parent.mkdir(parents=True)
+    run_folder().chmod(0o700)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(socket_path("c")))
     with pytest.raises(WorkerUnavailableError, match="Connection refused"):
@@ -115,8 +121,11 @@ def test_where_no_cluster_is_up_the_remedy_is_named():
 
 async def test_a_status_is_lines_that_nothing_cuts():
     lines = describe(await Controlled().status()).splitlines()
-    assert lines[0].split() == ["process", "state", "restarts", "pid", "node", "url"]
-    assert lines[1].split() == ["decode-0", "ready", "2", "7", "10.0.0.1", "http://10.0.0.1:1"]
+    assert lines[0].split() == [
+        *["process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV", "pool"]
+    ]
+    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 2048 tokens, 94 MB"
+    assert lines[1].split() == shown.split()
     assert lines[2] == "c: not ready; wanted: 1 decode; router: not there"
 
 

@@ -13,7 +13,7 @@ from splitserve.launch.child import POLL_INTERVAL
 
 pytestmark = pytest.mark.process
 
-# Ends with an error at once, after it has been shown its options.
+# Ends with an error as soon as its options are parsed.
 SPEC = ProcessSpec(
     name="router-0",
     args=("router", "--host", NODE_ADDRESS, "--port", "70000"),
@@ -31,33 +31,42 @@ def ended(observe) -> Observation:
 
 def test_it_gets_its_secrets_as_files_and_is_observed_also_when_it_is_gone(tmp_path):
     process = NodeProcess(SPEC, "127.0.0.1", "here", tmp_path)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     secret = folder / "api-key-file"
     assert secret.read_bytes() == b"key-of-a-client-0123"
     assert secret.stat().st_mode & 0o777 == 0o600
     found = ended(process.observe)
     assert found.detail == "exited with code 2"
     assert "127.0.0.1:70000" in found.log_tail
-    process.close(keep_log=tmp_path / "kept.log")
-    process.close(keep_log=tmp_path / "kept.log")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.log"]
-    # Whoever looks while another ends it.
+    process.close()
+    process.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["router-0.log"]
+    # Also from another thread, after the end.
     assert process.observe() == found
 
 
-def test_on_this_machine_logs_of_failures_stay_and_all_else_goes(tmp_path):
+@pytest.mark.parametrize("keeps_logs", [False, True])
+def test_on_this_machine_logs_stay_if_they_are_to_be_kept_and_all_else_goes(keeps_logs):
     placer = LocalPlacer()
+    log = placer.log_folder / "router-0.log"
+    for _ in range(2):
+        placer.start(SPEC)
+        found = ended(lambda: placer.observe()["router-0"])
+        placer.remove("router-0")
+        assert not placer.observe()
+    # One log for all processes of a name; the end of it is that of the last process.
+    assert found.log_tail.count("127.0.0.1:70000") == 1
+    assert log.read_text().count("127.0.0.1:70000") == 2
     placer.start(SPEC)
-    ended(lambda: placer.observe()["router-0"])
-    placer.remove("router-0")
-    assert not placer.observe()
-    placer.start(SPEC)
+    if keeps_logs:
+        placer.keep_logs()
     placer.close()
     placer.close()
-    assert [path.name for path in placer.log_folder.iterdir()] == ["router-0.log"]
-    for path in placer.log_folder.iterdir():
-        path.unlink()
-    placer.log_folder.rmdir()
+    assert placer.log_folder.exists() == keeps_logs
+    if keeps_logs:
+        assert list(placer.log_folder.iterdir()) == [log]
+        log.unlink()
+        placer.log_folder.rmdir()
 
 
 def test_a_process_that_cannot_be_started_is_observed_as_ended(monkeypatch):
@@ -71,4 +80,4 @@ def test_a_process_that_cannot_be_started_is_observed_as_ended(monkeypatch):
     assert (found.phase, found.detail) == (Phase.ENDED, "could not be started: Cannot allocate memory")
     placer.remove("router-0")
     assert not placer.observe()
-    placer.log_folder.rmdir()
+    placer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +21,10 @@ ACTIVE = (Phase.PENDING, Phase.LOADING, Phase.READY)
 class World:
     """What a placer does, and what may go wrong. It checks that no order is against the rules."""
 
-    def __init__(self, **replicas: int) -> None:
+    def __init__(self, settings: SupervisionConfig = SETTINGS, *, router_first: bool = True, **replicas: int) -> None:
         self.clock = ManualClock()
-        self.reconciler = Reconciler(replicas, SETTINGS, self.clock.now())
+        self.router_first = router_first
+        self.reconciler = Reconciler(replicas, settings, self.clock.now(), router_first=router_first)
         self.phases: dict[str, Phase] = {}
         self.drained: set[str] = set()
         self.removing: set[str] = set()
@@ -41,7 +43,8 @@ class World:
             match action:
                 case Start(name, pool):
                     assert name not in self.phases, f"{name} is started while it is still there"
-                    assert pool == ROUTER or self.phases.get(ROUTER) is Phase.READY, "no router, no worker"
+                    is_known = not self.router_first or self.phases.get(ROUTER) is Phase.READY
+                    assert pool == ROUTER or is_known, "no router, no worker"
                     self.phases[name] = Phase.LOADING
                     self.starts[name].append(self.clock.now())
                 case Drain(name):
@@ -53,6 +56,15 @@ class World:
                     self.removing.add(name)
                 case Failed():
                     self.failures.append(action)
+
+    def fail_start(self, name: str, phase: Phase = Phase.ENDED) -> None:
+        """Let it start after its pause, and end before it serves."""
+        self.finish_removals()
+        self.tick(2 * SETTINGS.max_backoff)
+        self.tick()
+        assert self.state(name) is SlotState.STARTING
+        self.phases[name] = phase
+        self.tick()
 
     def finish_removals(self) -> None:
         for name in self.removing:
@@ -119,6 +131,37 @@ def test_a_crash_loop_slows_down_to_the_longest_pause_and_is_forgiven_after_serv
     world.phases["decode-0"] = Phase.ENDED
     world.tick()
     assert world.failures[-1].pause == SETTINGS.backoff
+
+
+def test_a_worker_that_ends_before_it_serves_again_and_again_is_given_up():
+    settings = msgspec.structs.replace(SETTINGS, max_failed_starts=3)
+    world = World(settings, prefill=1, decode=1)
+    world.serve()
+    # One that dies while it serves does not count, and a start that comes to serve begins the count anew.
+    for _ in range(5):
+        world.serve()
+        world.phases["decode-0"] = Phase.ENDED
+        world.tick()
+        for _ in range(2):
+            world.fail_start("decode-0")
+    assert all(failure.pause is not None for failure in world.failures)
+    world.serve()
+    world.phases["decode-0"] = Phase.ENDED
+    world.tick()
+    for _ in range(3):
+        # A node that is lost is no failed start.
+        world.fail_start("decode-0", Phase.LOST)
+        world.fail_start("decode-0")
+    assert (world.failures[-1].pause, world.failures[-1].num_failed_starts) == (None, 3)
+    world.finish_removals()
+    world.tick(1000.0)
+    assert world.state("decode-0") is SlotState.FAILED
+
+
+def test_workers_need_not_wait_for_a_router_whose_address_is_known():
+    world = World(router_first=False, prefill=1)
+    world.tick()
+    assert set(world.phases) == {ROUTER, "prefill-0"}
 
 
 def test_a_worker_whose_options_are_wrong_is_not_started_again():

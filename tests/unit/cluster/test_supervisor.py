@@ -1,9 +1,9 @@
-"""The supervisor with a placer whose processes are entries of a dict, and a router that only remembers."""
+"""The supervisor with a placer whose processes are entries of a dict, and a router that records its calls."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import socket
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,15 @@ import pytest
 from splitserve.clock import ManualClock
 from splitserve.cluster.commands import Credentials
 from splitserve.cluster.config import ClusterConfig, parse_config
-from splitserve.cluster.control import FOLDER_VARIABLE, socket_path
+from splitserve.cluster.control import socket_path
 from splitserve.cluster.placer import Observation, Phase, ProcessSpec
 from splitserve.cluster.router_client import RouterClient
 from splitserve.cluster.supervisor import Supervisor
 from splitserve.cluster.up import run_cluster_up
+from splitserve.core.owned_folder import RUN_FOLDER_VARIABLE, OwnedFolder
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.errors import ClusterError, ConfigError, WorkerUnavailableError
+from splitserve.launch.http_server import bind, port_of
 from splitserve.launch.ready_file import ReadyInfo
 
 CONFIG = b"""
@@ -36,15 +38,16 @@ class DictPlacer:
         self.specs: dict[str, ProcessSpec] = {}
         self.seen: dict[str, Observation] = {}
         self.next_port = 1000
-        self.is_closed = False
-        # Who ends as soon as it is started.
+        self.terminated: list[str] = []
+        # Name of a process that ends as soon as it is started, and its exit code.
         self.unstartable = ""
+        self.exit_code = 2
 
     def start(self, spec: ProcessSpec) -> None:
         assert spec.name not in self.seen
         if spec.name == self.unstartable:
-            tail = "loading\nerror: There is no folder x\n"
-            ended = Observation(phase=Phase.ENDED, detail="exited with code 2", log_tail=tail, exit_code=2)
+            tail, code = "loading\nerror: There is no folder x\n", self.exit_code
+            ended = Observation(phase=Phase.ENDED, detail=f"exited with code {code}", log_tail=tail, exit_code=code)
             self.seen[spec.name] = ended
             return
         self.specs[spec.name] = spec
@@ -60,13 +63,14 @@ class DictPlacer:
         return dict(self.seen)
 
     def terminate(self, name: str) -> None:
+        self.terminated.append(name)
         self.seen[name] = Observation(phase=Phase.ENDED, detail="exited with code 0")
 
     def remove(self, name: str) -> None:
         del self.seen[name]
 
     def close(self) -> None:
-        self.is_closed = True
+        """Nothing is held."""
 
     def lose(self, name: str) -> None:
         self.seen[name] = Observation(phase=Phase.LOST, detail="node gone")
@@ -85,6 +89,13 @@ class RememberingRouter(RouterClient):
         self.announced: list[tuple[str, str, str]] = []
         self.refuses = False
         self.ready: set[str] = set()
+        # By URL of a worker.
+        self.loads: dict[str, int] = {}
+
+    async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
+        if worker_url not in self.loads:
+            raise WorkerUnavailableError(f"{worker_url} does not answer")
+        return self.loads[worker_url]
 
     async def ready_workers(self, router_url: str) -> set[str]:
         return self.ready
@@ -103,7 +114,7 @@ class RememberingRouter(RouterClient):
 
 
 class World:
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, router_socket: socket.socket | None = None) -> None:
         self.clock, self.placer, self.router = ManualClock(), DictPlacer(), RememberingRouter()
         self.events: list[str] = []
         self.supervisor = Supervisor(
@@ -112,6 +123,7 @@ class World:
             self.placer,
             router_host="10.0.0.1",
             num_cores=None,
+            router_socket=router_socket,
             on_event=self.events.append,
             clock=self.clock,
             router=self.router,
@@ -197,12 +209,11 @@ async def test_a_router_comes_back_on_its_port_and_elsewhere_is_told_of_its_work
     assert len(world.router.announced) == 9
 
 
-async def test_going_down_ends_everything_and_closes_the_placer(world):
+async def test_going_down_ends_everything(world):
     running = asyncio.create_task(world.supervisor.run())
     world.supervisor.down(now=False)
     async with asyncio.timeout(60):
         await running
-    assert world.placer.is_closed
     assert not world.placer.seen
     with pytest.raises(ConfigError, match="is going down"):
         world.supervisor.scale({"decode": 1})
@@ -223,10 +234,10 @@ async def test_a_worker_that_cannot_be_started_ends_a_cluster_that_never_was_one
         world.supervisor.scale({"decode": 3})
     world.placer.unstartable = "decode-2" if has_served else "decode-1"
     await world.turns(20)
-    (event,) = [event for event in world.events if "not started any more" in event]
+    (event,) = [event for event in world.events if "not started again" in event]
     assert "exited with code 2" in event
-    assert "loading\nerror: There is no folder x" in event
     if has_served:
+        assert "loading\nerror: There is no folder x" in event
         assert world.supervisor.failure is None
         assert (await world.states())["decode-2"] == "failed"
         assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
@@ -234,15 +245,56 @@ async def test_a_worker_that_cannot_be_started_ends_a_cluster_that_never_was_one
         assert str(world.supervisor.failure) == "decode-1: There is no folder x"
         assert not world.placer.seen
         await world.supervisor.run()
-        assert world.placer.is_closed
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_a_worker_that_never_starts_ends_the_cluster_with_the_reason_and_the_end_of_its_log(has_served):
+    world = World(parse_config(CONFIG.replace(b"scale_down", b"max_failed_starts: 3, scale_down")))
+    world.placer.exit_code = 1
+    if has_served:
+        await world.turns()
+        world.placer.lose("decode-1")
+    world.placer.unstartable = "decode-1"
+    await world.turns(40)
+    failure = world.supervisor.failure
+    assert isinstance(failure, ClusterError)
+    assert "decode-1: exited with code 1; 3 starts in a row have failed" in failure.message
+    assert failure.message.endswith("the end of its log:\nloading\nerror: There is no folder x\n")
+    assert [event for event in world.events if "so the cluster ends" in event]
+    assert not world.placer.seen
+    # Its requests end first, if there can be any.
+    assert world.placer.terminated == (["router", "prefill-0", "decode-0"] if has_served else [])
+
+
+async def test_with_a_socket_of_its_own_workers_need_not_wait_for_the_router_and_it_keeps_its_address():
+    with bind("127.0.0.1", 0) as sock:
+        world = World(parse_config(CONFIG), sock)
+        await world.turns(1)
+        assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
+        args = world.placer.specs["decode-0"].args
+        assert args[args.index("--router") + 1] == f"http://10.0.0.1:{port_of(sock)}" == world.supervisor.router_url
+        for _ in range(2):
+            spec = world.placer.specs.pop("router")
+            assert spec.listen_fd == sock.fileno() == int(spec.args[spec.args.index("--fd") + 1])
+            world.placer.seen["router"] = Observation(phase=Phase.ENDED, detail="killed by SIGKILL")
+            await world.turns(6)
+        assert not world.router.announced
+        world.supervisor.down(now=True)
+        # Connections do not wait for a router that does not come back.
+        assert sock.fileno() == -1
+
+
+async def test_running_requests_are_those_of_the_workers_that_generate(world):
+    assert await world.supervisor.num_requests() is None
+    world.router.loads = {world.placer.url("decode-0"): 2, world.placer.url("decode-1"): 1}
+    assert await world.supervisor.num_requests() == 3
 
 
 def test_a_cluster_that_does_not_come_to_be_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "run"))
-    # What holds it stands for the other cluster.
-    with socket_path("splitserve").with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="is up"):
-            run_cluster_up(parse_config(CONFIG), None)
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path / "run"))
+    (tmp_path / "run").mkdir(mode=0o700)
+    # The folder of the other cluster.
+    with OwnedFolder(socket_path("splitserve").parent), pytest.raises(ConfigError, match="is up"):
+        run_cluster_up(parse_config(CONFIG), None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.config import ClusterToken, DisaggregationConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
-from splitserve.launch import local
 from splitserve.launch.cluster_token import read_token_file, settle_host, write_token_file
+from splitserve.launch.local import LocalCluster
 from splitserve.launch.scheduler_link import SchedulerStart
 
 SECRET = b"0123456789abcdef"
@@ -93,14 +94,17 @@ def test_the_token_shows_in_no_repr_and_reaches_the_scheduler_whole() -> None:
 
 
 class FakeChild:
-    """A child that only remembers how it was started."""
+    """A child that only records how it was started."""
 
     started: list[FakeChild]
     ready = exit_code = None
 
     def __init__(self, name: str, args: Sequence[str], folder: Path, **_: Any) -> None:
         self.name, self.args, self.folder = name, list(args), folder
+        self.token = self.token_file.read_bytes() if self.token_file is not None else None
         self.started.append(self)
+
+    pid = 0
 
     def send_signal(self) -> None:
         """It does not run."""
@@ -123,43 +127,43 @@ class FakeChild:
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[FakeChild]:
     FakeChild.started = []
-    monkeypatch.setattr(local, "ChildProcess", FakeChild)
+    monkeypatch.setattr("splitserve.cluster.node_process.ChildProcess", FakeChild)
     return FakeChild.started
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_local_cluster_has_a_token_of_its_own_in_a_private_file_that_goes_with_it(
+def test_a_local_cluster_generates_a_token_in_private_files_that_go_with_it(
     children: list[FakeChild], fails: bool
 ) -> None:
-    cluster = local.LocalCluster("m", prefill=1, decode=1, null=1)
+    cluster = LocalCluster(LocalDeployment(model="m", prefill=1, decode=1, null=1))
     with cluster:
         folder = cluster.log_folder
         files = {child.name: child.token_file for child in children}
-        assert files["router"] is None
-        path = files["prefill-1"]
-        assert path is not None
+        assert files.pop("router") is None
         # A colocated worker may become one of a pair.
-        assert path == files["decode-1"] == files["null-1"]
-        assert path.parent == folder
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        secret = read_token_file(path).secret.decode()
-        assert not any(secret in word for child in children for word in child.args)
+        assert set(files) == {"prefill-1", "decode-1", "null-1"}
+        for path in files.values():
+            assert path is not None
+            assert folder in path.parents
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        (secret,) = {child.token for child in children if child.token is not None}
+        assert len(secret) >= 32
+        assert not any(secret.decode() in word for child in children for word in child.args)
         if fails:
             cluster.keep_logs()
-    assert not path.exists()
+    assert not any(path.exists() for path in files.values() if path is not None)
     assert folder.exists() == fails
     if fails:
         folder.rmdir()
 
 
-def test_a_local_cluster_that_others_join_uses_the_given_file_and_leaves_it(
+def test_a_local_cluster_that_others_join_has_the_token_of_the_given_file(
     children: list[FakeChild], tmp_path: Path
 ) -> None:
     path = tmp_path / "token"
     path.write_bytes(SECRET)
-    with local.LocalCluster("m", cluster_token_file=path) as cluster:
-        assert {child.token_file for child in children} == {None, path}
-        assert list(cluster.log_folder.iterdir()) == []
+    with LocalCluster(LocalDeployment(model="m", cluster_token_file=path)):
+        assert {child.token for child in children} == {None, SECRET}
     assert path.read_bytes() == SECRET
 
 

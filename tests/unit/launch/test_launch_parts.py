@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from splitserve.cluster.commands import option_value, worker_args
+from splitserve.cluster.config import KeysConfig
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.core.parallel import ParallelRank
 from splitserve.errors import ConfigError
@@ -46,15 +49,16 @@ def test_a_pool_where_the_backend_can_read_is_taken(backend: str, device: str) -
 
 
 def test_workers_of_a_local_pair_share_a_device_that_the_backend_can_read() -> None:
-    def devices(*args: str, backend: str = "tcp", pairs: int = 1) -> list[str]:
-        cluster = LocalCluster(prefill=pairs, decode=pairs, null=1, backend=backend, worker_args=args)
-        return [arg for arg in cluster._common if arg in ("cpu", "cuda:1")]
+    def device(*args: str, backend: str = "tcp", pairs: int = 1) -> str | None:
+        deployment = LocalDeployment(prefill=pairs, decode=pairs, null=1, backend=backend, worker_args=args)
+        return option_value(worker_args(deployment.config(), "decode", threads=1), "--device")
 
-    assert devices() == ["cpu"]
-    assert devices("--device", "cuda:1") == ["cuda:1"]
-    assert devices(backend="cuda_ipc") == []
-    assert devices(backend="mooncake") == []
-    assert devices(pairs=0) == []
+    assert device() == "cpu"
+    assert device("--device", "cuda:1") == "cuda:1"
+    assert device("--device=cuda:1") == "cuda:1"
+    assert device(backend="cuda_ipc") == "auto"
+    assert device(backend="mooncake") == "auto"
+    assert device(pairs=0) == "auto"
 
 
 def test_a_ready_file_is_read_as_it_was_written_and_replaced_whole(tmp_path: Path) -> None:
@@ -92,16 +96,24 @@ async def test_the_first_request_to_end_drains_and_the_second_stops() -> None:
 def test_a_cluster_that_cannot_serve_is_refused(counts: tuple[int, int, int]) -> None:
     prefill, decode, null = counts
     with pytest.raises(ConfigError):
-        LocalCluster("m", prefill=prefill, decode=decode, null=null)
+        LocalDeployment(model="m", prefill=prefill, decode=decode, null=null)
+
+
+def test_files_of_keys_that_the_router_of_a_deployment_gets_are_those_of_the_cluster() -> None:
+    args = ["--policy", "random", "--api-key-file", "c", "--operator-key-file=o", "--max-retries", "1"]
+    config = LocalDeployment(router_args=[*args, "--worker-key-file", "w"]).config()
+    assert config.keys == KeysConfig(clients="c", operators="o", workers="w")
+    assert config.router.args == ("--policy", "random", "--max-retries", "1")
+    assert LocalDeployment(router_args=args).config().keys.workers is None
 
 
 def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitserve.launch.local.num_cores", lambda: 8)
-    assert LocalCluster("m").threads == 4
-    assert LocalCluster("m", prefill=2, decode=3).threads == 1
-    assert LocalCluster("m", threads=3).threads == 3
-    assert LocalCluster("m", decode_shape=WorkerShape(dp_size=3)).threads == 2
-    assert LocalCluster("m", prefill_shape=WorkerShape(tp_size=2, pp_size=2)).threads == 1
+    assert LocalCluster(LocalDeployment(model="m")).threads == 4
+    assert LocalCluster(LocalDeployment(model="m", prefill=2, decode=3)).threads == 1
+    assert LocalCluster(LocalDeployment(model="m", threads=3)).threads == 3
+    assert LocalCluster(LocalDeployment(model="m", decode_shape=WorkerShape(dp_size=3))).threads == 2
+    assert LocalCluster(LocalDeployment(model="m", prefill_shape=WorkerShape(tp_size=2, pp_size=2))).threads == 1
 
 
 def start_of(dp_size: int, *, rank: ParallelRank | None = None, **model: Any) -> SchedulerStart:

@@ -1,0 +1,117 @@
+"""A command of the command line as its user runs it: what it prints, the signals it gets, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from splitserve.core.owned_folder import RUN_FOLDER_VARIABLE
+from splitserve.launch.child import POLL_INTERVAL, PROGRAM
+
+# Seconds that anything may take.
+DEADLINE = 180.0
+
+
+class RunningCommand:
+    """`PROGRAM ARGS`. `temporary`: its temporary directory. `output`: file that gets its two outputs."""
+
+    def __init__(self, command: Sequence[str], temporary: Path, output: Path) -> None:
+        self.temporary = temporary
+        self._output = output
+        env = {key: value for key, value in os.environ.items() if key != RUN_FOLDER_VARIABLE}
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env={**env, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+            )
+        self._children: dict[int, psutil.Process] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until it has printed a text so often."""
+        self._wait(lambda: self.output.count(text) >= count, f"it did not print {text!r}")
+
+    def wait_for_handlers(self) -> None:
+        """Wait until it handles SIGINT and SIGTERM."""
+        mask = (1 << (signal.SIGINT - 1)) | (1 << (signal.SIGTERM - 1))
+        self._wait(lambda: self._caught_signals() & mask == mask, "it does not handle signals")
+
+    def wait_for_cpu_seconds(self, seconds: float) -> None:
+        """Wait until it and its children have used so much CPU time, or it has ended."""
+        deadline = time.monotonic() + DEADLINE
+        while self._process.poll() is None and self._cpu_seconds() < seconds and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL / 5)
+
+    def children(self) -> list[psutil.Process]:
+        """Return all processes that it has started so far, and those that they have started."""
+        for process in psutil.Process(self.pid).children(recursive=True):
+            self._children[process.pid] = process
+        return list(self._children.values())
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def exit_code(self) -> int:
+        """Wait for its end."""
+        return self._process.wait(DEADLINE)
+
+    def check_nothing_is_left(self) -> None:
+        """Neither a process nor a file in the temporary directory."""
+        _, alive = psutil.wait_procs(list(self._children.values()), timeout=DEADLINE)
+        assert alive == []
+        left = list(self.temporary.rglob("*"))
+        assert left == []
+
+    def _cpu_seconds(self) -> float:
+        total = 0.0
+        for process in [psutil.Process(self.pid), *self.children()]:
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def _caught_signals(self) -> int:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+
+    def close(self) -> None:
+        """Kill it, if it still runs."""
+        with self._process:
+            self._process.kill()
+
+    def _wait(self, holds: Callable[[], bool], problem: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not holds():
+            assert self._process.poll() is None, f"{problem}, and has ended:\n{self.output}"
+            assert time.monotonic() < deadline, f"{problem}:\n{self.output}"
+            time.sleep(POLL_INTERVAL)
+
+
+@contextmanager
+def running_command(*args: str, folder: Path, program: Sequence[str] = PROGRAM) -> Iterator[RunningCommand]:
+    """`folder`: gets the output. The temporary directory has a short name: paths of Unix sockets have a short limit."""
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:
+        command = RunningCommand([*program, *args], Path(temporary), folder / "output")
+        try:
+            yield command
+        finally:
+            command.close()
