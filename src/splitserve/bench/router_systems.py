@@ -90,7 +90,7 @@ def running_mock(folder: Path) -> Iterator[Mock]:
     for sock in sockets:
         sock.close()
     try:
-        _wait_ready(child)
+        child.wait_ready(_READY_TIMEOUT)
         yield mock
     finally:
         child.close()
@@ -101,7 +101,7 @@ def running_ours(mock: Mock, folder: Path) -> Iterator[RunningRouter]:
     workers = ["--prefill", mock.prefill_url, str(_BOOTSTRAP_PORT), "--decode", mock.decode_url]
     child = ChildProcess(OURS, ["router", *workers, "--port", "0"], folder)
     try:
-        port = _wait_ready(child)
+        port = child.wait_ready(_READY_TIMEOUT).port
         yield RunningRouter(OURS, port, child.pid)
     finally:
         child.close()
@@ -152,13 +152,3 @@ def _free_ports(count: int) -> list[int]:
     for sock in sockets:
         sock.close()
     return ports
-
-
-def _wait_ready(child: ChildProcess) -> int:
-    """Its port. Raises SplitserveError."""
-    deadline = time.monotonic() + _READY_TIMEOUT
-    while child.ready is None:
-        if child.exit_code is not None or time.monotonic() > deadline:
-            raise SplitserveError(f"{child.name} did not start: {child.log_tail()}")
-        time.sleep(_POLL_INTERVAL)
-    return child.ready.port

@@ -27,7 +27,7 @@ from splitserve.bench.page import check_page, replace_section
 from splitserve.bench.prompts import Prompt
 from splitserve.bench.publish import publish
 from splitserve.bench.stats import median
-from splitserve.bench.stream import Endpoint, LoadError
+from splitserve.bench.stream import Endpoint
 from splitserve.config import DTYPES
 from splitserve.core.owned_folder import OwnedFolder
 from splitserve.errors import ConfigError
@@ -115,7 +115,7 @@ _HEADER = ["start", "runs", "ready, s", "first token, s"]
 
 
 def run_startup_bench(options: StartupOptions) -> int:
-    """Returns the exit code. Raises ConfigError, LoadError."""
+    """Return the exit code. Raises ConfigError, ClusterError, LoadError."""
     if options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.append_to is not None:
@@ -133,7 +133,7 @@ def run_startup_bench(options: StartupOptions) -> int:
 
 
 def measure_startup(options: StartupOptions, console: Console) -> StartupReport:
-    """Raises LoadError."""
+    """Raises ClusterError, LoadError."""
     others = OthersWatch()
     cold, warm = [], []
     for number in range(options.cold_runs):
@@ -163,23 +163,12 @@ def _start(options: StartupOptions, env: Mapping[str, str]) -> Start:
         began = time.perf_counter()
         child = ChildProcess("worker", args, folder, env=env)
         try:
-            url = _wait_ready(child, began)
+            url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
             ready = time.perf_counter() - began
             [record] = ask(Endpoint(url, options.model), [Prompt(ids=_PROMPT_IDS, text="")], 1)
             return Start(ready, record.arrived_at[0] - began)
         finally:
             child.close()
-
-
-def _wait_ready(child: ChildProcess, began: float) -> str:
-    """The worker's address. Raises LoadError with the end of its log."""
-    while child.ready is None:
-        if child.exit_code is not None:
-            raise LoadError(f"the worker ended with code {child.exit_code} while it started:\n{child.log_tail()}")
-        if time.perf_counter() - began > _READY_TIMEOUT:
-            raise LoadError(f"the worker was not ready after {_READY_TIMEOUT:g} s:\n{child.log_tail()}")
-        time.sleep(_POLL_INTERVAL)
-    return child.ready.url
 
 
 def _spread(seconds: Sequence[float]) -> str:

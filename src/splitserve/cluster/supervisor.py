@@ -188,7 +188,7 @@ class Supervisor:
             return
         failure: SplitserveError | None = None
         if failed.num_failed_starts:
-            count = f"{failed.num_failed_starts} starts in a row have failed (supervision.max_failed_starts)"
+            count = f"{failed.num_failed_starts} starts in a row have failed"
             failure = ClusterError(f"{failed.name}: {failed.why}; {count}{tail}")
         elif not self.has_served:
             failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")

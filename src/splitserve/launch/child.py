@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from splitserve.errors import ClusterError
 from splitserve.launch.ready_file import ReadyInfo, read_ready_file
 
 PROGRAM = (sys.executable, "-m", "splitserve")
@@ -80,6 +81,17 @@ class ChildProcess:
         if self._ready is None:
             self._ready = read_ready_file(self.ready_path)
         return self._ready
+
+    def wait_ready(self, timeout: float, interval: float = POLL_INTERVAL) -> ReadyInfo:
+        """Raises ClusterError with the end of its log."""
+        deadline = time.monotonic() + timeout
+        while (ready := self.ready) is None:
+            if (code := self.exit_code) is not None:
+                raise ClusterError(f"{self.name} ended with code {code} before it was ready:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{self.name} was not ready after {timeout:g} s:\n{self.log_tail()}")
+            time.sleep(interval)
+        return ready
 
     def log_tail(self, num_lines: int = 20) -> str:
         """Return the last lines of its log."""

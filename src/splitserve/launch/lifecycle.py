@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds from the end of standard input until a process that does not stop is ended by force.
-_STOP_GRACE = 20.0
+_STOP_GRACE = 60.0
 
 
 class Lifecycle:

@@ -5,12 +5,11 @@ Readiness is a ready file, logs go to the test's own folder, and what is stopped
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from splitserve.launch.child import POLL_INTERVAL, PROGRAM, ChildProcess
+from splitserve.launch.child import PROGRAM, ChildProcess
 from splitserve.launch.ready_file import ReadyInfo
 
 
@@ -32,10 +31,5 @@ def running(
 
 
 def wait_ready(child: ChildProcess, timeout: float = 120.0) -> ReadyInfo:
-    """Raises AssertionError with the end of its log where it ends or takes too long."""
-    deadline = time.monotonic() + timeout
-    while child.ready is None:
-        assert child.exit_code is None, f"{child.name} ended with code {child.exit_code}:\n{child.log_tail()}"
-        assert time.monotonic() < deadline, f"{child.name} was not ready after {timeout:g} s:\n{child.log_tail()}"
-        time.sleep(POLL_INTERVAL)
-    return child.ready
+    """Raises ClusterError with the end of its log."""
+    return child.wait_ready(timeout)
