@@ -70,6 +70,12 @@ def test_sigterm_before_it_serves_does_the_same(model, tmp_path, text):
         check_end(command, signal.SIGTERM, 143, "terminated")
 
 
+def test_an_interrupt_of_a_benchmark_ends_what_it_has_started(tmp_path):
+    with running_command("bench", "router", folder=tmp_path) as command:
+        command.wait_for_child()
+        check_end(command, signal.SIGINT, 130, "interrupted")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_router_that_serves_drains_first(tmp_path, number, code):
     with running_command("router", "--port", "0", folder=tmp_path) as command:

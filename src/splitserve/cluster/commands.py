@@ -43,7 +43,7 @@ class Credentials:
             clients=_key_file(keys.clients, "keys.clients"),
             operators=_key_file(keys.operators, "keys.operators"),
             workers=_key_file(keys.workers, "keys.workers"),
-            operator_key=None if operators is None else first_key(Path(operators), "keys"),
+            operator_key=None if operators is None else first_key(Path(operators), "keys.operators"),
             worker_key=None if keys.workers is None else first_key(Path(keys.workers), "keys.workers"),
             certificate=_certificate(config.router.args),
         )
@@ -69,9 +69,11 @@ def _certificate(router_args: Sequence[str]) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        pem = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{_CERTIFICATE_OPTION} {path}: {error.strerror}") from None
+    trust_only(pem, f"{_CERTIFICATE_OPTION} {path}")
+    return pem
 
 
 def option_value(args: Sequence[str], name: str) -> str | None:

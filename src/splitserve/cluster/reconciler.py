@@ -17,7 +17,7 @@ A failure is followed by a pause, which doubles with each failure until the proc
 loss of a node there is no pause the first time, as the process is not at fault.
 
 A process is given up, so it is not started again:
-- if its exit code says that its options are wrong, and its slot has never served;
+- if its exit code shows that its options are wrong, and its slot has never served;
 - after `max_failed_starts` starts in a row that ended before it served.
 """
 

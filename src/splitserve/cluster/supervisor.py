@@ -37,8 +37,8 @@ _NUM_REMOVERS = 32
 class Supervisor:
     """`num_cores`: of the machine that all processes share. None: they have nodes of their own.
 
-    `router_host`: where the router listens if the config does not say. `router_socket`: the socket on which it listens,
-    for a router on this machine: it survives a restart of the router. None: the router opens one.
+    `router_host`: where the router listens if the config names no host. `router_socket`: listening socket of a router
+    on this machine, which survives a restart of the router. None: the router opens one.
     `on_event`: gets what happens, for people.
     """
 
@@ -212,7 +212,7 @@ class Supervisor:
         await asyncio.to_thread(self._placer.start, spec)
 
     async def _drain(self, name: str) -> None:
-        """End a process in order. Before that its requests move to other workers, if the config says so."""
+        """End a process in order. Before that its requests move to other workers, if the config has it so."""
         found, router_url = self._seen.get(name), self.router_url
         moves = self._config.supervision.scale_down is ScaleDown.MIGRATE and not self.ending.is_set()
         if moves and found is not None and found.ready is not None and router_url is not None:

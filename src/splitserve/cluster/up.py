@@ -4,7 +4,7 @@
 2. It is ready: a table on standard output. From then on one line for each event, such as a restart.
 3. The first signal, or `cluster down`, drains: one line of progress with the number of running requests. The second
    signal stops at once. A signal before it is ready stops at once, too.
-4. Every process has ended. If the cluster ended by itself, the reason is raised and the logs stay.
+4. Every process has ended. If the cluster ended by itself, the reason is raised, and the logs of failed starts stay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from splitserve.cluster.local_placer import ADDRESS, LocalPlacer
 from splitserve.cluster.show import describe
 from splitserve.cluster.supervisor import Supervisor
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import ConfigError
+from splitserve.errors import ClusterError, ConfigError
 from splitserve.launch.console import progress, standard_output
 from splitserve.launch.fit import check_fit
 from splitserve.launch.http_server import bind
@@ -112,7 +112,7 @@ class _Up:
         )
 
         async def close() -> None:
-            if supervisor.failure is not None:
+            if isinstance(supervisor.failure, ClusterError):
                 placer.keep_logs()
                 self._print(f"the logs stay in {placer.log_folder}")
             await asyncio.to_thread(placer.close)

@@ -56,8 +56,10 @@ def unwinding() -> Iterator[None]:
     signal.signal(signal.SIGTERM, _exit)
     try:
         yield
-    except KeyboardInterrupt:
-        _print_line(signal.SIGINT)
+    except (KeyboardInterrupt, SystemExit) as end:
+        # The command line's library turns the first one into the second one.
+        if isinstance(end, KeyboardInterrupt) or end.code == exit_code_of(signal.SIGINT):
+            _print_line(signal.SIGINT)
         raise
     finally:
         install()

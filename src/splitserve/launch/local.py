@@ -1,7 +1,7 @@
 """A deployment on this machine for as long as a `with` block: for the demo, benchmarks, checks and tests.
 
 The processes are those of `splitserve up` (same config, command lines, placer), but nothing is supervised: a process
-that ends is not started again, because the block wants to know, or has killed it itself.
+that ends is not started again, because the block measures that end, or has caused it.
 
 The life of a LocalCluster
 1. `start`: the socket of the router is opened here and inherited, so workers get its address at once; all processes

@@ -55,6 +55,10 @@ class RunningCommand:
         mask = (1 << (signal.SIGINT - 1)) | (1 << (signal.SIGTERM - 1))
         self._wait(lambda: self._caught_signals() & mask == mask, "it does not handle signals")
 
+    def wait_for_child(self) -> None:
+        """Wait until it has started a process."""
+        self._wait(lambda: bool(self.children()), "it has no child")
+
     def wait_for_cpu_seconds(self, seconds: float) -> None:
         """Wait until it and its children have used so much CPU time, or it has ended."""
         deadline = time.monotonic() + DEADLINE

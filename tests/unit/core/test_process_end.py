@@ -1,4 +1,4 @@
-"""How processes end: each case is a process of its own, which says by a line that it is where the signal shall hit."""
+"""How processes end. Each case is a process of its own, which prints a line at the point where a signal has to hit."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_what_the_process_does_last_has_bounded_time():
     with process(
         """
         process_end.watch_starter()
-        process_end.watch_starter(lambda: reached("told"), grace=0.01)
+        process_end.watch_starter(lambda: reached("ended"), grace=0.01)
         reached("here")
         wait()
         """
@@ -192,7 +192,7 @@ def test_what_the_process_does_last_has_bounded_time():
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.close()
-        assert child.stdout.read() == "told\n"
+        assert child.stdout.read() == "ended\n"
         assert child.wait(DEADLINE) == 1
 
 
