@@ -18,7 +18,7 @@ class LocalPlacer:
     """`log_folder` has one log for each name. `close` removes it, unless `keep_logs` was called."""
 
     def __init__(self) -> None:
-        self._folder = OwnedFolder()
+        self._folder = OwnedFolder.for_sockets()
         self._processes: dict[str, NodeProcess] = {}
         # Those that could not be started.
         self._failed: dict[str, Observation] = {}

@@ -29,7 +29,7 @@ class NodeProcess:
         self._is_closed = False
         with ExitStack() as closing:
             if parent is None:
-                folder = closing.enter_context(OwnedFolder())
+                folder = closing.enter_context(OwnedFolder.for_sockets())
             else:
                 # A short name: paths of Unix sockets in it have at most 107 bytes.
                 folder = Path(tempfile.mkdtemp(prefix="", dir=parent))

@@ -26,6 +26,10 @@ LOCK_NAME = "splitserve-owner.lock"
 RUN_FOLDER_VARIABLE = "SPLITSERVE_RUN_DIR"
 # A sweep may remove a new folder before its owner holds the lock: then the owner makes another one.
 _NUM_ATTEMPTS = 100
+# Characters of the longest temporary directory for sockets. The path of a Unix socket has at most 107: what remains is
+# for the owned folder (24) and the name of the socket in it.
+_MAX_SOCKET_PARENT = 50
+_SHORT_PARENT = Path("/tmp")
 
 
 class FolderTakenError(Exception):
@@ -35,13 +39,19 @@ class FolderTakenError(Exception):
 class OwnedFolder:
     """A folder that this process owns. Use as a context manager, or `close` it.
 
-    `path`: a folder at a given place, for one owner at a time. None: a new one in the temporary directory.
-    Raises FolderTakenError, OSError.
+    `path`: a folder at a given place, for one owner at a time. None: a new one in `parent`, by default the temporary
+    directory. Raises FolderTakenError, OSError.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, parent: Path | None = None) -> None:
         with deferred():
-            self.path, self._descriptor = _acquire(path)
+            self.path, self._descriptor = _acquire(path, parent or Path(tempfile.gettempdir()))
+
+    @classmethod
+    def for_sockets(cls) -> OwnedFolder:
+        """Make a new folder whose path is short enough for Unix sockets in it, also where TMPDIR is a long one."""
+        parent = Path(tempfile.gettempdir())
+        return cls(parent=parent if len(str(parent)) <= _MAX_SOCKET_PARENT else _SHORT_PARENT)
 
     def keep(self) -> None:
         """Leave the folder to the user: neither `close` nor a sweep removes it from now on."""
@@ -72,7 +82,8 @@ def run_folder() -> Path:
 
 def sweep() -> int:
     """Remove the folders of this user whose owner is dead. Return their number."""
-    temporary = list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    parents = {Path(tempfile.gettempdir()), _SHORT_PARENT}
+    temporary = [path for parent in parents for path in parent.glob(f"{PREFIX}*")]
     named = list(run_folder().iterdir()) if run_folder().is_dir() else []
     # Without a lock, and empty: its owner died before it made the lock.
     num_empty = sum(_remove_if_empty(path) for path in temporary)
@@ -87,10 +98,10 @@ def remove_run_folder() -> None:
         _remove_if_empty(run_folder())
 
 
-def _acquire(path: Path | None) -> tuple[Path, int]:
+def _acquire(path: Path | None, parent: Path) -> tuple[Path, int]:
     """Make the folder and lock it. Return it and the descriptor that holds the lock."""
     for _ in range(_NUM_ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX)) if path is None else path
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)) if path is None else path
         if path is not None:
             with suppress(FileExistsError):
                 os.mkdir(path, mode=0o700)
@@ -106,7 +117,7 @@ def _acquire(path: Path | None) -> tuple[Path, int]:
             os.close(descriptor)
             raise FolderTakenError(str(path))
         os.close(descriptor)
-    raise OSError(f"cannot make a folder in {tempfile.gettempdir() if path is None else path.parent}")
+    raise OSError(f"cannot make a folder in {parent if path is None else path.parent}")
 
 
 def _is_lock_free(descriptor: int) -> bool:

@@ -160,7 +160,7 @@ class _Node:
 
     def _open_last_words(self, connection: NodeConnection, closing: AsyncExitStack) -> str:
         """Endpoint at which a rank says why it ends. Node 0 hears it, and ends all requests with it."""
-        folder = closing.enter_context(OwnedFolder())
+        folder = closing.enter_context(OwnedFolder.for_sockets())
         context = zmq.asyncio.Context()
         closing.callback(context.term)
         pull = context.socket(zmq.PULL)

@@ -155,7 +155,7 @@ async def open_schedulers(
 
     The pipes lie in a folder that only this user can enter. `head`: where other hosts have ranks; they are there.
     """
-    pipes = str(closing.enter_context(OwnedFolder()))
+    pipes = str(closing.enter_context(OwnedFolder.for_sockets()))
     clients = []
     for dp_rank in range(config.dp_size):
         client = SchedulerClient(f"ipc://{pipes}/to-{dp_rank}", f"ipc://{pipes}/from-{dp_rank}")

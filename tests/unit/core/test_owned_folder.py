@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.core import owned_folder
 from splitserve.core.owned_folder import (
     LOCK_NAME,
     PREFIX,
@@ -41,6 +42,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder / "run"))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(owned_folder, "_SHORT_PARENT", folder)
     return folder
 
 
@@ -168,3 +170,28 @@ def test_children_do_not_hold_the_lock(temporary: Path) -> None:
         folder._descriptor = -1
         assert sweep() == 1
         child.kill()
+
+
+def test_sockets_fit_where_the_temporary_directory_has_a_long_name(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = temporary / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with OwnedFolder.for_sockets() as folder:
+        assert folder.parent == temporary
+    assert not folder.exists()
+
+
+def test_a_sweep_finds_folders_of_sockets_outside_of_a_long_temporary_directory(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Owner()
+    owner.kill()
+    long = temporary / "elsewhere"
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert sweep() == 1
+    assert not owner.path.exists()
