@@ -167,9 +167,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     # "null": nothing is told; "zmq"; `events/publisher.py`.
     publisher: str = "null"
-    # The data parallel rank is added to the port of each; port 0: any free one. An empty replay endpoint: no replay.
+    # The data parallel rank is added to the port of each; port 0: any free one. The publisher connects to a TCP
+    # endpoint without a wildcard, and listens at any other. No replay endpoint: no replay.
     endpoint: str = "tcp://*:5557"
-    replay_endpoint: str = ""
+    replay_endpoint: str | None = None
     topic: str = ""
     # Batches kept for replay, messages queued by ZMQ for a slow subscriber, batches that wait for our thread.
     buffer_steps: int = 10_000

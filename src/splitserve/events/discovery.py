@@ -27,6 +27,7 @@ class RankPublisher(msgspec.Struct, frozen=True):
     """Where one rank's events are."""
 
     dp_rank: int
+    # Empty: the publisher connects out.
     endpoint: str
     # Empty: there is no replay.
     replay_endpoint: str = ""
@@ -47,9 +48,13 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 
 
 async def find_publishers(session: aiohttp.ClientSession, url: str) -> PublisherInfo | None:
-    """None where the worker tells nothing. Raises OSError where it cannot be asked, or is not understood."""
+    """None if the worker publishes nothing, or connects out to its subscribers.
+
+    Raises OSError if it cannot be reached or its answer is not understood.
+    """
     info = (await _get(session, f"{url}/server_info", _ServerInfo)).kv_events
-    if info is None or not info.publishers:
+    # A publisher that connects out has no address to subscribe to.
+    if info is None or not info.publishers or not all(publisher.endpoint for publisher in info.publishers):
         return None
     host = urlsplit(url).netloc.rpartition("@")[2].removesuffix(f":{urlsplit(url).port}")
     publishers = [

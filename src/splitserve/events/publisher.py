@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,10 +32,13 @@ _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 2.0
 # Ends a replay, in the place of a number.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+MAX_PORT = 65535
+# Of tcp, a host or `*`, a colon and a port; the port's absence is reported apart.
+_ENDPOINT = re.compile(r"tcp://(?:[^:/\s]+|\[[0-9A-Fa-f:.%\w]+\])(?::(?P<port>\d{1,5}))?|(?:ipc|inproc)://\S+")
 
 
 class EventPublisher(Protocol):
-    # Where it is bound, with the ports that were chosen; empty: nowhere, no replay.
+    # Addresses bound, with the ports chosen. Empty: none, because it connects out, publishes nothing or has no replay.
     endpoint: str
     replay_endpoint: str
 
@@ -101,7 +105,7 @@ class ZmqEventPublisher:
             # A ROUTER drops what a client has no room for: there must be room for a whole replay.
             self._replay.setsockopt(zmq.SNDHWM, max(hwm, buffer_steps + 1))
         try:
-            self.endpoint = self._bind(self._pub, endpoint)
+            self.endpoint = self._open(self._pub, endpoint)
             self.replay_endpoint = self._bind(self._replay, replay_endpoint) if self._replay is not None else ""
         except BaseException:
             self._context.destroy(linger=0)
@@ -130,6 +134,17 @@ class ZmqEventPublisher:
     def shutdown(self) -> None:
         self._is_over.set()
         self._thread.join(_SHUTDOWN_SECONDS + 1)
+
+    def _open(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        """Bind or connect; the address bound, empty for a connection."""
+        if is_bound(endpoint):
+            return self._bind(socket, endpoint)
+        address = offset_endpoint_port(endpoint, self._dp_rank)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"KV events: cannot connect to {address}: {error}. Choose another endpoint") from error
+        return ""
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         """The address with the port that it was given."""
@@ -184,28 +199,53 @@ class ZmqEventPublisher:
             logger.warning("KV events: a replay was given up: %s", error)
 
 
+def is_bound(endpoint: str) -> bool:
+    """Whether a publisher listens at `endpoint`, by vLLM's rule: it connects out to a TCP address without a wildcard.
+
+    Port 0 is a wildcard too: it stands for any free port.
+    """
+    has_wildcard = any(wildcard in endpoint for wildcard in ("*", "::", "//0.0.0.0:"))
+    return has_wildcard or endpoint.endswith(":0") or not endpoint.startswith("tcp://")
+
+
 def offset_endpoint_port(endpoint: str, data_parallel_rank: int) -> str:
     """The endpoint of one rank: a port is counted up, a name gets the rank behind it. Port 0 stays: any free one."""
     if endpoint.startswith("tcp://"):
         base, _, port = endpoint.rpartition(":")
         if not port.isdecimal():
-            raise ConfigError(f"KV events: {endpoint!r} has no port: say tcp://HOST:PORT")
+            raise ConfigError(f"--kv-events-config: {endpoint!r} has no port: write tcp://HOST:PORT")
         return f"{base}:{int(port) + data_parallel_rank if int(port) else '*'}"
     return f"{endpoint}_dp{data_parallel_rank}" if data_parallel_rank else endpoint
 
 
 def check_config(config: KVEventsConfig, dp_size: int) -> None:
-    """Whether `dp_size` ranks can publish so, as far as that shows without a socket. Raises ConfigError."""
+    """Check all that shows without a socket, for `dp_size` data parallel ranks. Raises ConfigError."""
     EventPublisherFactory.check(config.publisher)
-    taken = [offset_endpoint_port(config.endpoint, rank) for rank in range(dp_size)]
-    if config.replay_endpoint:
-        taken += [offset_endpoint_port(config.replay_endpoint, rank) for rank in range(dp_size)]
+    if config.publisher == "null":
+        return
+    endpoints = [config.endpoint, *([config.replay_endpoint] if config.replay_endpoint else [])]
+    for endpoint in endpoints:
+        _check_endpoint(endpoint, dp_size)
+    taken = [offset_endpoint_port(endpoint, rank) for endpoint in endpoints for rank in range(dp_size)]
     fixed = [address for address in taken if not address.endswith(":*")]
     twice = sorted({address for address in fixed if fixed.count(address) > 1})
     if twice:
         raise ConfigError(
             f"--kv-events-config: {twice[0]} would be used twice: each of the {dp_size} data parallel ranks has a port "
             "of its own, counted up from that of endpoint and of replay_endpoint: put these further apart"
+        )
+
+
+def _check_endpoint(endpoint: str, dp_size: int) -> None:
+    """Raises ConfigError for an address that ZeroMQ could not use."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None:
+        raise ConfigError(f"--kv-events-config: {endpoint!r} is no address: write tcp://HOST:PORT or ipc://PATH")
+    last = int(match["port"] or 0) + dp_size - 1
+    if last > MAX_PORT:
+        raise ConfigError(
+            f"--kv-events-config: {endpoint!r} needs the ports up to {last} for {dp_size} data parallel ranks, and "
+            f"{MAX_PORT} is the last: choose a lower port"
         )
 
 
@@ -238,7 +278,7 @@ def _zmq(config: KVEventsConfig, rank: int) -> EventPublisher:
     return ZmqEventPublisher(
         rank,
         config.endpoint,
-        config.replay_endpoint,
+        config.replay_endpoint or "",
         config.buffer_steps,
         config.hwm,
         config.max_queue_size,

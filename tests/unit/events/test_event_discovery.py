@@ -67,6 +67,13 @@ async def test_a_wildcard_address_is_that_of_the_worker(worker):
     assert snapshot == IndexSnapshot(7, 1.5, [BlockStored([-5], None, [1, 2], 2)])
 
 
+async def test_a_publisher_that_connects_out_cannot_be_followed(worker):
+    session, url, info = worker
+    publishers = [{"dp_rank": 0, "endpoint": "", "replay_endpoint": ""}]
+    info["kv_events"] = {"topic": "", "block_size": 16, "publishers": publishers}
+    assert await find_publishers(session, url) is None
+
+
 async def test_a_worker_that_cannot_be_asked_is_an_error_of_the_system(worker):
     session, url, _ = worker
     with pytest.raises(OSError, match="503"):

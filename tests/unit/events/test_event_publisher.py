@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import struct
 import threading
@@ -17,6 +18,8 @@ from splitserve.events.publisher import (
     EventPublisherFactory,
     NullEventPublisher,
     ZmqEventPublisher,
+    check_config,
+    is_bound,
     offset_endpoint_port,
 )
 from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, IndexSnapshot, decode
@@ -356,4 +359,59 @@ def test_a_configuration_that_says_nonsense_is_refused(text):
 
 def test_an_address_in_use_is_an_error_of_the_configuration(publisher):
     with pytest.raises(ConfigError, match="cannot listen"):
-        ZmqEventPublisher(0, publisher().endpoint)
+        ZmqEventPublisher(0, publisher().endpoint.replace("127.0.0.1", "*"))
+
+
+def test_a_publisher_connects_to_an_endpoint_without_a_wildcard():
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+    config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": None}
+    one = EventPublisherFactory.create(KVEventsConfig.from_cli(json.dumps(config)))
+    try:
+        assert (one.endpoint, one.replay_endpoint) == ("", "")
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end and not subscriber.poll(50):
+            # A PUB socket drops what it sends before the subscription has arrived.
+            one.publish([block(1)])
+        assert decode(subscriber.recv_multipart()[2]).events == [block(1)]
+    finally:
+        one.shutdown()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bound"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://0.0.0.0:5557", True),
+        ("tcp://[::]:5557", True),
+        ("tcp://127.0.0.1:0", True),
+        ("ipc:///tmp/kv", True),
+        ("tcp://127.0.0.1:5557", False),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://collector:5557", False),
+    ],
+)
+def test_an_endpoint_is_bound_where_vllm_binds_it(endpoint, bound):
+    assert is_bound(endpoint) is bound
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"endpoint": "http://*:5557"}, "'http://\\*:5557' is no address"),
+        ({"endpoint": "tcp://:5557"}, "is no address"),
+        ({"endpoint": "tcp://*:five"}, "is no address"),
+        ({"endpoint": "tcp://*"}, "no port"),
+        ({"endpoint": "tcp://*:65535"}, "up to 65536 for 2 data parallel ranks"),
+        ({"endpoint": "tcp://*:5557", "replay_endpoint": "nowhere"}, "'nowhere' is no address"),
+        ({"endpoint": "tcp://collector:99999"}, "65535 is the last"),
+    ],
+)
+def test_a_wrong_address_is_an_error_before_any_socket_is_opened(config, problem):
+    with pytest.raises(ConfigError, match=f"--kv-events-config.*{problem}"):
+        check_config(KVEventsConfig.from_cli(json.dumps({"publisher": "zmq", **config})), 2)
+    # Without a publisher nothing of it is used.
+    check_config(KVEventsConfig.from_cli(json.dumps(config)), 2)
