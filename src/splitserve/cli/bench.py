@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from splitserve.cli.bench_abuse import bench_abuse
 from splitserve.cli.bench_gpu import bench_gpu
 from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
 from splitserve.cli.bench_router import bench_router
@@ -51,6 +52,7 @@ def bench_transfer(
     raise typer.Exit(run_transfer_bench(options))
 
 
+bench_app.command("abuse")(bench_abuse)
 bench_app.command("serve")(bench_serve)
 bench_app.command("routing")(bench_routing)
 bench_app.command("growth")(bench_growth)

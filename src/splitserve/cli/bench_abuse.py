@@ -1,0 +1,42 @@
+"""`splitserve bench abuse`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, typed_again
+from splitserve.config import DTYPES
+
+
+def bench_abuse(
+    ctx: typer.Context,
+    model: ModelArgument = "smollm2",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
+    attack: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run only this attack; repeatable. Default: all.")
+    ] = None,
+    duration: Annotated[
+        float, typer.Option(min=1.0, help="Seconds for which an attack that gets no answer goes on.")
+    ] = 15.0,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Streams of eight clients while hostile requests and connections arrive. Exit code 1 if one does harm.
+
+    Harm is a gap of 1 s between two tokens, 300 MB more memory, a failed stream or an ended process. Takes minutes.
+    """
+    from splitserve.bench.abuse import AbuseOptions, run_abuse_bench
+    from splitserve.bench.abuse_attacks import ATTACKS
+
+    options = AbuseOptions(
+        command=typed_again(ctx),
+        model=model,
+        dtype=dtype,
+        attacks=tuple(attack or ATTACKS),
+        duration=duration,
+        append_to=append_to,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_abuse_bench(options))
