@@ -35,7 +35,7 @@ class SpeculativeAlgorithm(enum.StrEnum):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`).
     model: str = "smollm2"
-    # "auto": float32 on CPU, the checkpoint's own dtype elsewhere.
+    # "auto": the checkpoint's. On a CPU: bfloat16 if our kernels compute it or quantization needs it, else float32.
     dtype: str = "auto"
     # "auto": cuda where there is one, else cpu.
     device: str = "auto"

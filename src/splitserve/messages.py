@@ -229,6 +229,10 @@ class SchedulerReady(Message, frozen=True):
     device: str
     num_parameters: int
     load_seconds: float
+    # Build of our kernels that computes the model. None: torch computes it.
+    kernels: str | None = None
+    # CPU threads of the model.
+    threads: int = 0
     # Where KV events are published and replayed, as bound; one of each rank. Empty strings: nowhere.
     kv_events_endpoints: list[str] = []
     kv_replay_endpoints: list[str] = []

@@ -56,4 +56,5 @@ def test_the_demo_answers_and_ends_with_success():
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris" in done.stdout
     row = next(line for line in done.stdout.splitlines() if "equal to colocated" in line)
+    assert "in float32" in row
     assert "yes" in row

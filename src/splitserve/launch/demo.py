@@ -50,7 +50,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
         console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     equal = split.token_ids == colocated.token_ids and bool(split.token_ids)
-    standard_output().print(_table(split, transfer, start_seconds, equal))
+    standard_output().print(_table(split, transfer, start_seconds, dtype, equal))
     return 0 if equal else 1
 
 
@@ -67,7 +67,7 @@ def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> S
     return answer
 
 
-def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, equal: bool) -> Table:
+def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, dtype: str, equal: bool) -> Table:
     table = Table("", "", show_header=False)
     rows = (
         ("prompt tokens", str(answer.prompt_tokens)),
@@ -79,7 +79,7 @@ def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, eq
         ("KV cache moved", f"{transfer.num_bytes / 1e6:.2f} MB"),
         ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
         ("KV transfer speed", f"{transfer.gb_per_s:.2f} GB/s"),
-        ("equal to colocated, token for token", "yes" if equal else "NO"),
+        (f"equal to colocated, token for token, in {dtype}", "yes" if equal else "NO"),
     )
     for name, value in rows:
         table.add_row(name, value)

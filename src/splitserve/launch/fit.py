@@ -14,6 +14,7 @@ from typing import Any
 from splitserve.config import WorkerConfig
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.parallel.heads import Heads
+from splitserve.engine.sources import has_experts
 from splitserve.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ def check_fit(
             stage_layers(layers, pp_size, pp_layers)
         except ValueError as error:
             raise ConfigError(f"Model {name}: {error}") from None
-    if dp_attention and config and not _has_experts(config):
+    if dp_attention and config and not has_experts(config):
         raise ConfigError(
             f"--enable-dp-attention deals a model's experts out to ranks, and {name} has none: leave it out, then each "
             "of --dp-size ranks has the whole model"
@@ -74,8 +75,3 @@ def _heads(config: Mapping[str, Any]) -> Heads | None:
     if not isinstance(num_query, int) or not isinstance(num_kv, int) or min(num_query, num_kv) < 1:
         return None
     return Heads(num_query, num_kv)
-
-
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    """Every architecture has a name of its own for their number."""
-    return any("expert" in key and value for key, value in config.items())

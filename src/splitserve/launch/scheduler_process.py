@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
+import torch
 
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.process_end import leave, watch_starter
@@ -138,6 +139,8 @@ def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
         device=str(engine.loaded.device),
         num_parameters=engine.loaded.num_parameters,
         load_seconds=engine.loaded.load_seconds,
+        kernels=None if engine.loaded.kernels is None else engine.loaded.kernels.name,
+        threads=torch.get_num_threads(),
         kv_events_endpoints=[publisher.endpoint],
         kv_replay_endpoints=[publisher.replay_endpoint],
     )

@@ -47,6 +47,7 @@ from splitserve.launch.ready_file import ReadyInfo, write_ready_file
 from splitserve.launch.registration import Membership, RouterRegistration
 from splitserve.launch.role_switch import RoleSwitch
 from splitserve.launch.scheduler_link import Schedulers, open_schedulers
+from splitserve.launch.startup_figures import memory_bytes, startup_figures
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -220,11 +221,19 @@ class _Worker:
         """This worker's URL."""
         port = port_of(self._socket)
         url = f"http://{self._host()}:{port}"
-        logger.info("%s worker ready url=%s bootstrap_port=%s", self._mode, url, self._bootstrap.port)
+        loaded, settings = schedulers.group.info, self._config.server
+        assert loaded is not None
+        num_tokens = loaded.pages_total * loaded.page_size
+        pool_bytes = num_tokens * loaded.kv_bytes_per_token * self._config.parallel.group_size
+        pids = (os.getpid(), *schedulers.pids, *schedulers.follower_pids)
+        logger.info(
+            "%s worker ready url=%s bootstrap_port=%s %s",
+            self._mode,
+            url,
+            self._bootstrap.port,
+            startup_figures(self._config, loaded, pool_bytes, memory_bytes(pids)),
+        )
         if self._options.ready_file is not None:
-            loaded, settings = schedulers.group.info, self._config.server
-            assert loaded is not None
-            num_tokens = loaded.pages_total * loaded.page_size
             info = ReadyInfo(
                 pid=os.getpid(),
                 scheduler_pids=schedulers.pids,
@@ -236,7 +245,7 @@ class _Worker:
                 model=settings.served_model_name or self._config.model.model,
                 dtype=loaded.dtype,
                 kv_pool_tokens=num_tokens,
-                kv_pool_bytes=num_tokens * loaded.kv_bytes_per_token * self._config.parallel.group_size,
+                kv_pool_bytes=pool_bytes,
             )
             write_ready_file(self._options.ready_file, info)
         return url

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from splitserve.config import ModelConfig
+from splitserve.engine import loader
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.errors import ConfigError, ModelLoadError
 from splitserve.testing.tiny_models import TinyKind
@@ -87,9 +88,39 @@ def test_dtype_is_the_one_asked_for(dtype: str, tiny_folder: Callable[[TinyKind]
     assert {p.dtype for p in loaded.model.parameters()} == {getattr(torch, dtype)}
 
 
-def test_auto_dtype_on_a_cpu_is_float32_whatever_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "settings", "dtype"),
+    [
+        ("bfloat16", {}, "bfloat16"),
+        ("bfloat16", {"kernels": "torch"}, "float32"),
+        ("float16", {}, "float32"),
+        ("float32", {}, "float32"),
+        ("float32", {"quantization": "int8"}, "bfloat16"),
+        ("bfloat16", {"quantization": "w8a8"}, "bfloat16"),
+    ],
+)
+def test_auto_dtype_on_a_cpu_is_bfloat16_if_our_kernels_compute_it(
+    checkpoint: str, settings: dict[str, str], dtype: str, tmp_path: Path
+) -> None:
+    loaded = load(saved(transformers.LlamaConfig(**SMALL, dtype=checkpoint), tmp_path), **settings)
+    assert loaded.dtype_name == dtype
+    assert (loaded.kernels is not None) == (dtype == "bfloat16")
+
+
+def test_auto_dtype_without_our_kernels_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(transformers.LlamaConfig(**SMALL, dtype="bfloat16"), tmp_path)
+    monkeypatch.setattr(loader, "find_library", lambda: None)
     assert load(folder).dtype_name == "float32"
+
+
+@pytest.mark.parametrize(("is_fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_dtype_of_experts_depends_on_the_cpu(
+    is_fast: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, dtype="bfloat16")
+    folder = saved(config, tmp_path)
+    monkeypatch.setattr(loader, "has_fast_bfloat16", lambda: is_fast)
+    assert load(folder).dtype_name == dtype
 
 
 def test_several_eos_tokens_come_from_the_generation_config(tmp_path: Path) -> None:

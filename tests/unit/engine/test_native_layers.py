@@ -168,10 +168,10 @@ def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatc
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"quantization": "int8"}, "--dtype bfloat16"),
+        ({"quantization": "int8", "dtype": "float32"}, "--dtype bfloat16"),
         ({"quantization": "int8", "dtype": "bfloat16", "kernels": "torch"}, "without --kernels torch"),
         ({"quantization": "int3", "dtype": "bfloat16"}, "int8 or w8a8"),
-        ({"quantization": "w8a8"}, "--dtype bfloat16"),
+        ({"quantization": "w8a8", "dtype": "float16"}, "--dtype bfloat16"),
         ({"kernels": "fast"}, "auto or torch"),
         ({"cpu_affinity": "4096-4097"}, "core numbers"),
         ({"cpu_affinity": "two"}, "core numbers"),

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from splitserve.engine import sources
@@ -97,6 +99,21 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     gguf.write_bytes(b"this is not a model")
     with pytest.raises(ModelLoadError, match=r"model\.gguf"):
         resolve_model(str(gguf), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "dtype"), [("Q8_0", "bfloat16"), ("Q4_1", "bfloat16"), ("F16", "float32"), ("F32", "float32")]
+)
+def test_quantized_weights_are_kept_in_bfloat16(matrix: str, dtype: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    kind = gguf.GGMLQuantizationType[matrix]
+    writer.add_tensor("norm", np.ones(32, np.float32))
+    writer.add_tensor("matrix", gguf.quantize(np.ones((4, 32), np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert sources._gguf_dtype(tmp_path / "model.gguf") == dtype
 
 
 def test_the_alias_is_fetched_converted_and_its_download_thrown_away(
