@@ -79,8 +79,8 @@ def test_a_peer_is_added_anew_after_its_connection_broke(world):
     src, dst = world(N), world(N)
     session = dst.transport.open_session()
     assert write(src, session, WHOLE).state is WriteState.DONE
-    for guest in list(dst.transport._door._guests):
-        guest.stop()
+    for connection in dst.transport._listener.connections:
+        connection.stop()
     src.memory[0][:] = 5
     assert write(src, session, WHOLE).state is WriteState.DONE
     assert (dst.memory[0] == 5).all()

@@ -101,7 +101,7 @@ sys.stdin.read()
 """
 
 
-def test_a_wait_for_a_tensor_that_is_half_there_ends_with_the_doors_connection_and_nothing_lands_after_it():
+def test_a_wait_for_a_tensor_that_is_half_there_ends_with_the_data_connection_and_nothing_lands_after_it():
     """Larger than what the kernel's buffers hold, so that the stopped sender leaves it in the middle."""
     tensor = torch.zeros(256 << 20, dtype=torch.uint8)
     ours, theirs = connected()
@@ -156,7 +156,7 @@ def test_a_receiver_killed_half_way_ends_the_write_long_before_its_deadline(gloo
 
 
 def what_a_member_says_before_it_goes(rank):
-    """Over the door's connection, to let the other find it."""
+    """Over the data connection, to let the other find it."""
     ours, theirs = connected()
     with theirs:
         member = threading.Thread(target=loss_of, args=(ours, rank, []))
@@ -184,7 +184,7 @@ def connected():
 
 @pytest.mark.parametrize("rank", [RECEIVER, SENDER])
 @pytest.mark.parametrize("who", ["ours", "theirs"])
-def test_a_member_that_meets_one_that_has_gone_waits_no_longer_than_the_doors_connection(rank, who):
+def test_a_member_that_meets_one_that_has_gone_waits_no_longer_than_the_data_connection(rank, who):
     """Which of the two connects to the other is the library's choice, by chance: only the one that does not would
     wait. So several of them.
     """
@@ -222,8 +222,8 @@ def test_a_broken_group_is_made_anew_for_the_next_write(gloo):
         src.memory[0][:] = value
         assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.DONE
         assert (dst.memory[0] == value).all()
-        for guest in list(dst.transport._door._guests):
-            guest.stop()
+        for connection in dst.transport._listener.connections:
+            connection.stop()
 
 
 def test_nothing_is_left_behind_when_both_ends_are_closed(gloo):
@@ -242,7 +242,7 @@ def num_threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_a_member_that_does_not_know_the_secret_of_the_door_is_turned_away(gloo, monkeypatch):
+def test_a_member_that_does_not_know_the_secret_of_the_connection_is_turned_away(gloo, monkeypatch):
     src, dst = gloo(8), gloo(8)
     src.memory[0][:] = 1
     session = dst.transport.open_session()

@@ -25,8 +25,9 @@ from splitserve.disaggregation.transports import (
     TransferBackend,
     check_options,
     create_transport,
-    door,
+    handshake,
     iovec,
+    listener,
     missing,
     sockets,
 )
@@ -297,7 +298,7 @@ def test_a_sender_without_the_token_is_turned_away_whatever_it_says(world):
     host, port = session.endpoint.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
         name = session.session_id.encode()
-        stranger.sendall(struct.pack("<4sH16sH", door.MAGIC, door.VERSION, bytes(16), len(name)) + name)
+        stranger.sendall(struct.pack("<4sH16sH", handshake.MAGIC, handshake.VERSION, bytes(16), len(name)) + name)
         stranger.recv(1000)
         stranger.sendall(bytes(32))
         with contextlib.suppress(ConnectionResetError):
@@ -311,13 +312,13 @@ def test_another_version_is_refused_and_both_are_named(world, monkeypatch):
     session = dst.transport.open_session()
     host, port = session.endpoint.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as other:
-        other.sendall(struct.pack("<4sH16sH", door.MAGIC, 77, bytes(16), 0))
+        other.sendall(struct.pack("<4sH16sH", handshake.MAGIC, 77, bytes(16), 0))
         magic, version = struct.unpack("<4sH", other.recv(6))
-        assert (magic, version) == (door.MAGIC, door.VERSION)
+        assert (magic, version) == (handshake.MAGIC, handshake.VERSION)
     with OtherVersion() as receiver:
         status = src.outcome(write(src, receiver.address, [(0, 0, 0, 0, 8)]))
     assert status.state is WriteState.FAILED
-    assert f"version {door.VERSION} against 77" in status.error
+    assert f"version {handshake.VERSION} against 77" in status.error
 
 
 class OtherVersion:
@@ -334,7 +335,7 @@ class OtherVersion:
         connection, _ = self.socket.accept()
         with connection:
             connection.recv(4096)
-            connection.sendall(struct.pack("<4sH16s32s", door.MAGIC, 77, bytes(16), bytes(32)))
+            connection.sendall(struct.pack("<4sH16s32s", handshake.MAGIC, 77, bytes(16), bytes(32)))
 
     def __exit__(self, *args):
         self.thread.join(DEADLINE)
@@ -507,8 +508,8 @@ def let_in(connection):
     """The receiver's part of the hello, for an empty token."""
     _, _, theirs, length = struct.unpack("<4sH16sH", connection.recv(24))
     name = connection.recv(length)
-    proof = door._proof(b"", b"receiver", theirs, bytes(16), name)
-    connection.sendall(struct.pack("<4sH16s32s", door.MAGIC, door.VERSION, bytes(16), proof))
+    proof = handshake._proof(b"", b"receiver", theirs, bytes(16), name)
+    connection.sendall(struct.pack("<4sH16s32s", handshake.MAGIC, handshake.VERSION, bytes(16), proof))
     connection.recv(32)
     welcome = encode_regions([Region(0, 1 << 30)])
     connection.sendall(struct.pack("<II", 0, len(welcome)) + welcome)
@@ -647,45 +648,22 @@ def test_a_stranger_that_says_a_byte_at_a_time_has_no_longer_than_another(pair_o
         sockets.receive_exactly(ours, 2, Deadline(0.05))
 
 
-def test_of_too_many_strangers_one_is_turned_away_and_the_next_sender_after_them_is_let_in(tcp, monkeypatch):
-    monkeypatch.setattr(door, "MAX_STRANGERS", 2)
-    src, dst = tcp(8), tcp(8)
-    session = dst.transport.open_session()
-    host, port = session.endpoint.split(":")
-    with contextlib.ExitStack() as strangers:
-        for _ in range(2):
-            strangers.enter_context(socket.create_connection((host, int(port))))
-        status = src.outcome(write(src, session, [(0, 0, 0, 0, 8)]))
-        assert status.state is WriteState.FAILED
-    until(lambda: not dst.transport._door._guests)
-    assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.DONE
-
-
-def test_a_sender_that_was_let_in_is_no_stranger(tcp, monkeypatch):
-    monkeypatch.setattr(door, "MAX_STRANGERS", 1)
-    dst = tcp(8)
-    for _ in range(3):
-        src = tcp(8)
-        assert src.outcome(write(src, dst.transport.open_session(), [(0, 0, 0, 0, 8)])).state is WriteState.DONE
-    assert len(dst.transport._door._guests) == 3
-
-
 def test_a_system_without_threads_costs_the_connections_of_that_moment_only(tcp, monkeypatch):
     src, dst = tcp(8), tcp(8)
-    start, failures = door.Guest.start, iter([RuntimeError("can't start new thread")])
+    start, failures = listener.PeerConnection.start, iter([RuntimeError("can't start new thread")])
 
-    def start_later(guest):
+    def start_later(connection):
         if error := next(failures, None):
             raise error
-        start(guest)
+        start(connection)
 
-    monkeypatch.setattr(door.Guest, "start", start_later)
+    monkeypatch.setattr(listener.PeerConnection, "start", start_later)
     session = dst.transport.open_session()
-    assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.FAILED
+    # The sender's next handshake finds a thread.
     assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.DONE
 
 
-def test_a_door_that_cannot_take_a_connection_waits_before_it_tries_again_unless_it_closes(monkeypatch):
+def test_a_listener_that_cannot_accept_a_connection_waits_before_it_retries_unless_it_closes(monkeypatch):
     class Exhausted:
         def __init__(self, sock):
             self.sock, self.tries = sock, 0
@@ -699,12 +677,15 @@ def test_a_door_that_cannot_take_a_connection_waits_before_it_tries_again_unless
 
     create = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *args, **options: Exhausted(create(*args, **options)))
-    monkeypatch.setattr(door, "_PAUSE_SECONDS", 3600.0)
-    here = door.Door("127.0.0.1", b"", None)
+    monkeypatch.setattr(listener, "_PAUSE_SECONDS", 3600.0)
+    here = listener.DataListener("127.0.0.1", b"", None)
+    host, port = here.endpoint.split(":")
+    waiting = socket.create_connection((host, int(port)))
     until(lambda: here._socket.tries)
     closer = threading.Thread(target=here.close)
     closer.start()
     closer.join(DEADLINE)
+    waiting.close()
     assert not closer.is_alive()
     assert here._socket.tries == 1
 
@@ -737,13 +718,13 @@ def test_a_session_is_not_fenced_while_its_connection_is_being_ended(tcp, monkey
     src, dst = tcp(8), tcp(8)
     session, during = dst.transport.open_session(), []
     assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.DONE
-    stop = door.Guest.stop
+    stop = listener.PeerConnection.stop
 
-    def look_and_stop(guest):
+    def look_and_stop(connection):
         during.append(dst.transport.is_fenced(session.session_id))
-        stop(guest)
+        stop(connection)
 
-    monkeypatch.setattr(door.Guest, "stop", look_and_stop)
+    monkeypatch.setattr(listener.PeerConnection, "stop", look_and_stop)
     dst.transport.drain(session.session_id)
     assert during == [False]
     assert dst.transport.is_fenced(session.session_id)
@@ -765,8 +746,8 @@ def test_a_broken_connection_is_made_anew_for_the_next_write(tcp):
     src, dst = tcp(8), tcp(8)
     session = dst.transport.open_session()
     assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.DONE
-    for guest in list(dst.transport._door._guests):
-        guest.stop()
+    for connection in dst.transport._listener.connections:
+        connection.stop()
     assert src.outcome(write(src, session, [(0, 0, 0, 0, 8)])).state is WriteState.DONE
 
 

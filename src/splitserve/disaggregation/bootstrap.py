@@ -7,28 +7,33 @@
   GET /health                      200
 
 All but /health is for holders of the cluster token: others get 401 and a challenge, or 403 (see `challenge.py`).
+A connection is pending until its first request with a proof: there are few of these, each for a second (`pending.py`).
 It knows addresses and layouts. Nothing of a request passes through it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from splitserve.clock import SystemClock
 from splitserve.core.parallel import ParallelRank
 from splitserve.disaggregation.challenge import TOKENS_DIFFER, Challenges, Proof
 from splitserve.disaggregation.loop_thread import LoopThread
+from splitserve.disaggregation.pending import PendingConnections
 from splitserve.disaggregation.wire import PROTOCOL_VERSION, PrefillInfo, version_difference
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
-MAX_BODY_BYTES = 4 << 20
+# Seconds a connection that has authenticated may be idle.
+IDLE_SECONDS = 30.0
+BACKLOG = 1024
 
 
 class _VersionOnly(msgspec.Struct):
@@ -74,6 +79,32 @@ class RouteTable:
         return [self._ranks[_place(rank)] for rank in some.group()]
 
 
+class _HttpServer(web.Server):
+    """aiohttp's server, with each connection pending until it has authenticated."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], name: str) -> None:
+        super().__init__(handler, access_log=None, keepalive_timeout=IDLE_SECONDS)
+        self.pending: PendingConnections[web.RequestHandler] = PendingConnections(name, SystemClock())
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if dropped := self.pending.add(handler, str((transport.get_extra_info("peername") or ("?",))[0])):
+            dropped.force_close()
+        if self._expiry is None:
+            self._expire()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self.pending.remove(handler)
+        super().connection_lost(handler, exc)
+
+    def _expire(self) -> None:
+        for handler in self.pending.expire():
+            handler.force_close()
+        left = self.pending.seconds_left()
+        self._expiry = None if left is None else asyncio.get_running_loop().call_later(left, self._expire)
+
+
 class KVBootstrapServer:
     """Serves one RouteTable from a thread of its own. `port` 0 takes any free one; `self.port` is the real one."""
 
@@ -81,12 +112,12 @@ class KVBootstrapServer:
         self.host = host
         self.port = port
         self._challenges = Challenges(token, SystemClock())
-        self._num_refused = 0
         # Between two lives of the worker as a prefill worker.
         self._is_retired = False
         self._table = RouteTable()
         self._thread: LoopThread | None = None
-        self._runner: web.AppRunner | None = None
+        self._server: _HttpServer | None = None
+        self._runner: web.ServerRunner | None = None
 
     def run(self) -> None:
         """Start serving. Raises OSError where the port is taken."""
@@ -117,46 +148,44 @@ class KVBootstrapServer:
         thread.close()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
-        app.add_routes(
-            [
-                web.put("/route", self._put_route),
-                web.get("/route", self._get_route),
-                web.get("/health", self._health),
-            ]
-        )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._server = _HttpServer(self._handle, f"bootstrap server {self.host}")
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port).start()
+        await web.TCPSite(self._runner, self.host, self.port, backlog=BACKLOG).start()
         self.port = self._runner.addresses[0][1]
 
     async def _retire(self) -> None:
         self._table.clear()
         self._is_retired = True
 
-    @web.middleware
-    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health":
-            return await handler(request)
-        authorization = request.headers.get("Authorization", "")
-        match self._challenges.check(authorization, request.method, request.raw_path, await request.read()):
+            return web.json_response({"status": "ok"})
+        if request.path != "/route" or request.method not in ("GET", "PUT"):
+            return _error(404, f"there is no {request.method} {request.path[:100]} here")
+        assert self._server is not None
+        match await self._proof_of(request):
             case Proof.GOOD:
-                return await handler(request)
+                self._server.pending.remove(request.protocol)
+                return await self._put_route(request) if request.method == "PUT" else self._get_route(request)
             case Proof.MISSING:
                 response = _error(401, "this needs a proof of the cluster token")
                 response.headers["WWW-Authenticate"] = self._challenges.issue()
                 return response
             case Proof.WRONG:
-                self._log_refusal(request.remote)
-                return _error(403, TOKENS_DIFFER)
+                self._server.pending.reject(request.protocol, TOKENS_DIFFER)
+                response = _error(403, TOKENS_DIFFER)
+                response.force_close()
+                return response
 
-    def _log_refusal(self, client: str | None) -> None:
-        """The 1st, 2nd, 4th, 8th ...: nobody fills the log by asking."""
-        self._num_refused += 1
-        if self._num_refused.bit_count() == 1:
-            logger.warning("refused %d requests so far, the last from %s: %s", self._num_refused, client, TOKENS_DIFFER)
+    async def _proof_of(self, request: web.BaseRequest) -> Proof:
+        authorization = request.headers.get("Authorization", "")
+        # A body is read only for a proof that it is part of.
+        if not authorization:
+            return Proof.MISSING
+        return self._challenges.check(authorization, request.method, request.raw_path, await request.read())
 
-    async def _put_route(self, request: web.Request) -> web.Response:
+    async def _put_route(self, request: web.BaseRequest) -> web.Response:
         body = await request.read()
         try:
             version = msgspec.json.decode(body, type=_VersionOnly).version
@@ -170,7 +199,7 @@ class KVBootstrapServer:
         logger.info("prefill rank %s registered from %s", _place(info.args.rank), info.control_address)
         return web.json_response({"registered": True})
 
-    async def _get_route(self, request: web.Request) -> web.Response:
+    def _get_route(self, request: web.BaseRequest) -> web.Response:
         try:
             version, dp_rank = (int(request.query[name]) for name in ("version", "dp_rank"))
         except (KeyError, ValueError):
@@ -186,9 +215,6 @@ class KVBootstrapServer:
         if infos is None:
             return _error(503, "not all prefill ranks have registered yet")
         return web.Response(body=msgspec.json.encode(infos), content_type="application/json")
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
 
 
 def _place(rank: ParallelRank) -> tuple[int, int, int]:

@@ -1,5 +1,8 @@
 """What makes a KVManager live in production: its messages over ZeroMQ, and a thread that ticks it.
 
+Connections are encrypted (CURVE) under a key that follows from the cluster token: a peer without the token sends no
+frame, and its connection ends within a second. The frames are sealed all the same (`seal.py`).
+
 The scheduler's thread is inside the model for up to a second at a time; this one answers peers meanwhile. It sleeps
 until a control message arrives, the transport finished a write, the scheduler called a port, or a heartbeat may be due.
 """
@@ -7,15 +10,19 @@ until a control message arrives, the transport finished a write, the scheduler c
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
 import zmq
+from zmq.utils import z85
 
 from splitserve.core.request import BootstrapInfo
 from splitserve.disaggregation.manager import KVManager
+from splitserve.disaggregation.pending import HANDSHAKE_SECONDS
 from splitserve.disaggregation.ports import AskedPrompt, RankReceiver, RankSender
 from splitserve.disaggregation.waker import Waker
 from splitserve.errors import SplitserveError
@@ -28,6 +35,8 @@ MAX_CONNECTIONS = 2048
 MAX_QUEUED_FRAMES = 10_000
 # Of the largest message, the pages of a request with a million of them.
 MAX_FRAME_BYTES = 8 << 20
+# Connections that wait for the listener in the kernel.
+BACKLOG = 1024
 # Frames taken at a time: a flood must not keep the manager from its rooms and deadlines.
 MAX_FRAMES_A_TICK = 1000
 # How long a closed socket still tries to deliver its last words.
@@ -37,12 +46,23 @@ TICK_MS = 100
 
 
 class ZmqChannel:
-    """ControlChannel over PUSH and PULL sockets on `host`, each manager with one PULL socket on a free port."""
+    """ControlChannel over PUSH and PULL sockets on `host`, each manager with one PULL socket on a free port.
 
-    def __init__(self, host: str) -> None:
+    Peers with another `token` cannot connect.
+    """
+
+    def __init__(self, host: str, token: bytes = b"") -> None:
         self._context = zmq.Context()
+        secret = z85.encode(hmac.digest(token, b"splitserve control listener", hashlib.sha256))
+        self._listener_key = zmq.curve_public(secret)
+        # Of the sending sockets: what authenticates a peer is that it knows the listener's key.
+        self._own_keys = zmq.curve_keypair()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.IPV6, ":" in host)
+        self._pull.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
+        self._pull.setsockopt(zmq.CURVE_SERVER, True)
+        self._pull.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._pull.setsockopt(zmq.BACKLOG, BACKLOG)
         self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._pull.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
         name = f"[{host}]" if ":" in host else host
@@ -90,6 +110,9 @@ class ZmqChannel:
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.IPV6, "[" in address)
             socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._listener_key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._own_keys[0])
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._own_keys[1])
             socket.connect(address)
             self._push[address] = socket
         self._push.move_to_end(address)

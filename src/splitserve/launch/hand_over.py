@@ -71,7 +71,7 @@ def open_rank(
         directory = HttpDirectory(waker.wake, token)
         closing.callback(directory.close)
     args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
-    channel = ZmqChannel(config.host)
+    channel = ZmqChannel(config.host, token)
     manager = KVManager(
         config.mode,
         clock=SystemClock(),

@@ -1,12 +1,16 @@
 """The rendezvous over real HTTP: server, registration and lookup."""
 
+import contextlib
+import socket
 import threading
+import time
 
 import httpx
 import msgspec
 import pytest
 
 from splitserve.core.parallel import ParallelRank
+from splitserve.disaggregation import pending
 from splitserve.disaggregation.bootstrap import KVBootstrapServer
 from splitserve.disaggregation.challenge import answer
 from splitserve.disaggregation.directory import ClusterAuth, HttpDirectory, register_rank
@@ -306,3 +310,52 @@ def test_a_stale_challenge_is_answered_again_but_not_for_ever(challenges, reques
     with httpx.Client(transport=transport, auth=ClusterAuth(TOKEN)) as client:
         assert client.get("http://h/route").status_code == status
     assert len(transport.proofs) == len(set(transport.proofs)) == requests
+
+
+def silent_connections(server, count, text=b""):
+    """Connections that send `text` and nothing else; the stack that closes them."""
+    stack = contextlib.ExitStack()
+    for _ in range(count):
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE))
+        with contextlib.suppress(OSError):
+            sock.sendall(text)
+    return stack
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"GET /route HT", b"GET /route?version=1 HTTP/1.1\r\nHost: x\r\n\r\n"],
+    ids=["silent", "half a request", "a request without a proof"],
+)
+def test_connections_without_a_proof_keep_no_worker_out(server, lookup, text):
+    with silent_connections(server, 2 * pending.MAX_PENDING_PER_ADDRESS, text):
+        began = time.monotonic()
+        register(server, info(epoch=77))
+        decode = lookup()
+        decode.ask(server.port)
+        assert decode.answer(server.port) == [info(epoch=77)]
+        assert time.monotonic() - began < 5.0
+        assert len(server._server.pending) <= pending.MAX_PENDING_PER_ADDRESS
+
+
+def test_a_connection_that_does_not_authenticate_is_closed_after_a_second(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as sock:
+        assert sock.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as sock:
+        # A body that never comes.
+        sock.sendall(b"PUT /route HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nAuthorization: x\r\n\r\n")
+        assert sock.recv(1) == b""
+    assert len(server._server.pending) == 0
+
+
+def test_a_connection_that_has_authenticated_may_be_idle(server):
+    register(server, info())
+    url = f"http://127.0.0.1:{server.port}/route"
+    with httpx.Client(auth=ClusterAuth(TOKEN), trust_env=False) as client:
+        assert client.get(url, params=RANK_0).status_code == 200
+        assert len(server._server.pending) == 0
+
+
+def test_a_body_without_a_proof_is_not_read(server):
+    url = f"http://127.0.0.1:{server.port}/route"
+    assert httpx.put(url, content=b"x" * (64 << 10), trust_env=False).status_code == 401

@@ -16,7 +16,7 @@ from splitserve.disaggregation.transports.base import WriteRefused, WriteState
 from splitserve.disaggregation.transports.cuda_gate import DeviceGate, DeviceKey
 from splitserve.disaggregation.transports.cuda_ipc import CudaIpcBackend, CudaIpcOutgoing
 from splitserve.disaggregation.transports.cuda_parts import ROW_BYTES, parts, rows_of
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sockets import Deadline
 from splitserve.errors import ConfigError

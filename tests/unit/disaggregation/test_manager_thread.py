@@ -34,7 +34,7 @@ class Worker:
         self.metadata = MetadataBuffers(NUM_ROWS)
         self.changed = threading.Event()
         self.waker = Waker()
-        self.channel = ZmqChannel("127.0.0.1")
+        self.channel = ZmqChannel("127.0.0.1", token)
         self.transport = create_transport("tcp", TransportOptions(token=token, on_progress=self.waker.wake))
         self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
         self.directory = HttpDirectory(self.waker.wake, token)
@@ -181,8 +181,9 @@ def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger
 
 
 def test_a_stranger_who_knows_the_way_is_not_heard(pair, stranger):
-    """One that got hold of a registration without the bootstrap server."""
+    """One that got hold of a registration without the bootstrap server, and of the control port's key."""
     prefill, decode, port = pair
+    stranger.channel._listener_key = prefill.channel._listener_key
     stranger.kv._decode._directory = Told([prefill.kv.prefill_info()])
     own = stranger.manager.receiver("x", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     end = time.monotonic() + DEADLINE

@@ -190,8 +190,8 @@ def test_a_broken_connection_is_made_anew_over_another_buffer(ends):
         src.memory[0][:] = value
         assert outcome(src, session).state is WriteState.DONE
         assert (dst.memory[0] == value).all()
-        for guest in list(dst.transport._door._guests):
-            guest.stop()
+        for connection in dst.transport._listener.connections:
+            connection.stop()
     retired = [kept.address for kept in dst.transport.backend.engine().kept if isinstance(kept, Staging)]
     assert len(set(retired)) == len(retired) >= 2
 

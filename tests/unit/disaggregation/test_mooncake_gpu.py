@@ -115,8 +115,8 @@ def test_a_buffer_on_the_gpu_is_of_one_connection_and_there_is_a_bound_for_them(
             array[:] = 0
         assert outcome(src, session, copies).state is WriteState.DONE
         assert all((a == b).all() for a, b in zip(dst.memory, expected(src, copies), strict=True))
-        for guest in list(dst.transport._door._guests):
-            guest.stop()
+        for connection in dst.transport._listener.connections:
+            connection.stop()
     dst.transport.drain(session.session_id)
 
     def kept(gpu_id):

@@ -12,7 +12,7 @@ from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import copy_table
 from splitserve.disaggregation.transports import create_transport, shm
 from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused, WriteState
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.shm import PART_BYTES, ShmBackend, ShmIncoming, ShmOutgoing
 from splitserve.disaggregation.transports.sockets import Deadline

@@ -113,7 +113,7 @@ class World:
         return self.pairs[-1][0]
 
     def patch(self, patch):
-        """No door, only connections."""
+        """No listener, only connections."""
         patch.setattr(sending, "connect", self.connect)
         patch.setattr(sending, "introduce", lambda *args: b"")
 

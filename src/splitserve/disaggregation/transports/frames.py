@@ -1,4 +1,4 @@
-"""The two frames that stream backends exchange over a connection that the door has opened.
+"""The two frames that stream backends exchange over a connection that is authenticated (`handshake.py`).
 
   write   magic, number of ranges, ticket id, bytes in all | ranges               sender -> receiver
   reply   ticket id, length of the refusal | refusal                              receiver -> sender
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import WriteRefused
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
 from splitserve.disaggregation.transports.sockets import Deadline

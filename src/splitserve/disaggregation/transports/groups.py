@@ -1,7 +1,7 @@
 """Groups of two: the classes of torch.distributed, for one connection between two workers and no longer.
 
 1. Both ends make their half at the same time and meet as `rendezvous.py` says; gloo's waits as `meeting.py` does.
-2. Tensors are sent and received in order. A receiver's wait ends with the door's connection, or at its deadline.
+2. Tensors are sent and received in order. A receiver's wait ends with the data connection, or at its deadline.
 3. `close` is the fence: no memory handed to the group is read or written any more. A group is never mended.
 
 The process's default group, which tensor parallelism may use, is not touched. Knows tensors only.
@@ -23,7 +23,7 @@ import torch
 
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.meeting import meet
-from splitserve.disaggregation.transports.rendezvous import DoorStore
+from splitserve.disaggregation.transports.rendezvous import ConnectionStore
 from splitserve.disaggregation.transports.sockets import Deadline
 
 # Parts of it have no types.
@@ -60,12 +60,12 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """When this returns, no tensor is read or written any more. Shuts the door's connection. Idempotent."""
+        """When this returns, no tensor is read or written any more. Shuts the data connection. Idempotent."""
         ...
 
 
 class GlooGroup:
-    """Gloo over TCP, on the address at which the door's connection runs.
+    """Gloo over TCP, on the address at which the data connection runs.
 
     Gloo has no abort. What breaks a group is a wait that times out; it closes the pair's connection, and from then on
     gloo's thread touches no buffer. Nor does a wait for an operation that is half-way end when the group breaks: only
@@ -122,7 +122,7 @@ class GlooGroup:
             self._group = None
 
     def _watch(self) -> None:
-        """Break the group when the door's connection was shut on this side."""
+        """Break the group when the data connection was shut on this side."""
         poller = select.poll()
         # Nothing but a hang-up, which is always reported.
         poller.register(self._socket, 0)
@@ -148,7 +148,7 @@ class NcclGroup:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(_cuda.Stream(device))
         options: Any = ProcessGroupNCCL.Options()
-        self._store = DoorStore(sock, deadline)
+        self._store = ConnectionStore(sock, deadline)
         with _no_error_handling():
             self._group: Any = ProcessGroupNCCL(self._store, rank, 2, options)
 

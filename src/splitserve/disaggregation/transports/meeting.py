@@ -13,18 +13,20 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.rendezvous import DoorStore
+from splitserve.disaggregation.transports.rendezvous import ConnectionStore
 from splitserve.disaggregation.transports.sockets import Deadline
 
 # How often the connection is looked at meanwhile.
 _LOOK_SECONDS = 0.01
 
 
-def meet(make: Callable[[DoorStore], Any], sock: socket.socket, deadline: Deadline) -> tuple[Any, DoorStore]:
+def meet(
+    make: Callable[[ConnectionStore], Any], sock: socket.socket, deadline: Deadline
+) -> tuple[Any, ConnectionStore]:
     """What `make` makes, and the store over which it met the other. Raises what it raises; ConnectionError as soon as
     either end has ended the connection, TimeoutError.
     """
-    store = DoorStore(sock, deadline)
+    store = ConnectionStore(sock, deadline)
     thread = ThreadPoolExecutor(1, "kv-meet")
     making = thread.submit(make, store)
     thread.shutdown(wait=False)

@@ -1,7 +1,7 @@
 """KV pages through Mooncake's TransferEngine: large pieces at its speed, whatever the pages look like.
 
 Life of a write:
-1. The sender says over the door's connection which ranges it will fill; the receiver checks all of them and agrees.
+1. The sender says over the data connection which ranges it will fill; the receiver checks all of them and agrees.
    A small write carries its bytes in the same frame (`aux_data.py`), and that is that: see `mooncake_wire.py`.
 2. The sender gathers its pieces, slot by slot, into a staging buffer and has the engine write each slot into the same
    slot of the receiver's staging buffer. The engine needs large pieces: it moves 4 KiB ones at a tenth of its speed.
@@ -12,8 +12,8 @@ The two ends are `mooncake_send.py` and `mooncake_receive.py`; what they say to 
 
 Why staging, and not straight into the pages: the library can shut out no peer, cannot cancel a transfer, and knows no
 token (`mooncake_engine.py`). Here no page is registered. What peers and strangers can reach through the library is a
-buffer of one connection that is never used again after it; only our own thread writes pages, for a peer that the door
-has let in, and the fence is that this thread has ended. A late transfer lands in memory that nobody reads.
+buffer of one connection that is never used again after it; only our own thread writes pages, for a peer that has
+authenticated, and the fence is that this thread has ended. A late transfer lands in memory that nobody reads.
 
 Where pages and staging buffers lie, on a GPU or not, `staging_choice.py` knows; both ends need not be alike.
 
@@ -28,7 +28,7 @@ import threading
 import msgspec
 
 from splitserve.disaggregation.transports.base import TransportOptions
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.mooncake_engine import (
     MooncakeTransferEngine,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.mooncake_engine import (
     MooncakeError,

@@ -16,8 +16,8 @@ import msgspec
 from splitserve.disaggregation.copies import Copies, num_bytes
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import WriteRefused
-from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.frames import MAX_TEXT_BYTES, WriteFrame
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
 from splitserve.disaggregation.transports.sockets import Deadline
 

@@ -44,7 +44,8 @@ from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions
-from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
+from splitserve.disaggregation.transports.listener import GRACE_SECONDS
 from splitserve.disaggregation.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.nixl_lane import Lane

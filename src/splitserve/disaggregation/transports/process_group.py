@@ -1,9 +1,9 @@
 """KV pages between the two members of a group of torch.distributed: gloo between hosts, NCCL between GPUs.
 
-1. The door lets a sender in; both ends make a group for this connection (`rendezvous.py`, `groups.py`) and show each
+1. The listener admits a sender; both ends make a group for this connection (`rendezvous.py`, `groups.py`) and show each
    other a secret through it, for the library's own connections know no token.
-2. A write: the sender's frame over the door's connection (`frames.py`), the receiver's answer, then the bytes through
-   the group, piece by piece (`tensors.py`), each acknowledged over the door's connection once it is in place.
+2. A write: the sender's frame over the data connection (`frames.py`), the receiver's answer, then the bytes through
+   the group, piece by piece (`tensors.py`), each acknowledged over the data connection once it is in place.
 3. The sender keeps at most WINDOW pieces under way, and the receiver as many awaited: one moves while the next is
    gathered, or the one before scattered.
 4. Whatever goes wrong, the group is closed with its connection, and the next write makes another. A member lost costs
@@ -27,7 +27,6 @@ from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions
 from splitserve.disaggregation.transports.device import CudaDevice, device_of
-from splitserve.disaggregation.transports.door import ProtocolError
 from splitserve.disaggregation.transports.frames import (
     WriteFrame,
     receive_reply,
@@ -36,6 +35,7 @@ from splitserve.disaggregation.transports.frames import (
     write_frame,
 )
 from splitserve.disaggregation.transports.groups import GlooGroup, Group, NcclGroup, Works, nccl_version
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.rendezvous import PROOF_BYTES, RECEIVER, SENDER, Welcome
 from splitserve.disaggregation.transports.session import SessionTransport
@@ -158,7 +158,7 @@ def _see(group: Group, proof: bytes, deadline: Deadline) -> None:
     shown = torch.empty(PROOF_BYTES, dtype=torch.uint8, device=group.device)
     group.wait(group.receive(shown), deadline)
     if not hmac.compare_digest(bytes(shown.tolist()), proof):
-        raise ProtocolError("the other member of the group is not the worker that came through the door")
+        raise ProtocolError("the other member of the group is not the worker that came over the data connection")
 
 
 class _Stages:

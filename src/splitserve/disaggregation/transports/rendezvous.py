@@ -1,8 +1,7 @@
-"""How the two ends of a group of torch.distributed meet: over the door's connection, which stays open.
+"""How the two ends of a group of torch.distributed meet: over the data connection, which stays open.
 
 1. The receiver tells an authenticated sender its library and a fresh secret (`Welcome`).
-2. What the library would say through a store, it says through a `DoorStore`: nothing listens for it, and no stranger
-   can meddle.
+2. What the library would say through a store, it says through a `ConnectionStore`: no other port listens for it.
 3. The group is made, and each end shows the other a half of the secret through it.
 """
 
@@ -17,7 +16,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.sockets import Deadline
 
 # The ranks of a pair.
@@ -58,8 +57,8 @@ class Welcome(msgspec.Struct, frozen=True):
 _welcomes = msgspec.msgpack.Decoder(Welcome)
 
 
-class DoorStore(Store):
-    """A rendezvous over the door's connection: what one end sets is sent to the other.
+class ConnectionStore(Store):
+    """A rendezvous over the data connection: what one end sets is sent to the other.
 
     After `seal` it stays what it is, for the connection has other uses from then on. Until then it has a descriptor of
     its own: a library may still read from it when the connection's owner has closed his.
@@ -98,7 +97,7 @@ class DoorStore(Store):
             name = sockets.receive_exactly(self._socket, name_bytes).decode(errors="replace")
             self._values[name] = sockets.receive_exactly(self._socket, value_bytes)
 
-    def clone(self) -> DoorStore:
+    def clone(self) -> ConnectionStore:
         return self
 
     def seal(self) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
 from splitserve.disaggregation.transports import sockets
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, OtherFileError, boot_id, open_file
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
 

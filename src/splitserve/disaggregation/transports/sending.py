@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -32,7 +33,7 @@ from splitserve.disaggregation.transports.base import (
     WriteState,
     WriteStatus,
 )
-from splitserve.disaggregation.transports.door import introduce
+from splitserve.disaggregation.transports.handshake import introduce
 from splitserve.disaggregation.transports.sockets import Deadline, connect, shut
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_WRITES = 1024
 # Sent and not proven: the receiver takes one while the next is sent. Each may be several that go as one.
 MAX_UNPROVEN_WRITES = 2
+# Handshakes attempted for one connection, if the receiver ends them, and seconds between two.
+MAX_HANDSHAKES = 5
+HANDSHAKE_PAUSE = 0.05
 _NOTHING = copy_table([])
 _DONE = WriteStatus(WriteState.DONE)
 
@@ -291,19 +295,32 @@ class Sender:
             return self._outgoing
         self._disconnect()
         deadline = Deadline(self._options.connect_timeout)
-        sock = connect(self._peer.endpoint, deadline, lambda: self._stopped is not None)
-        with self._lock:
-            # From here on `stop` ends whatever is waited for.
-            self._socket = sock
-            if self._stopped:
-                shut(sock)
-        welcome = introduce(sock, self._peer.session_id, self._options.token, deadline)
+        sock, welcome = self._introduce(deadline)
         outgoing = self._backend.connect(sock, welcome, deadline)
         with self._lock:
             self._outgoing = outgoing
             if self._stopped:
                 outgoing.interrupt()
         return outgoing
+
+    def _introduce(self, deadline: Deadline) -> tuple[socket.socket, bytes]:
+        """A connection on which we have authenticated, and its welcome. Raises OSError, ProtocolError."""
+        for attempts_left in reversed(range(MAX_HANDSHAKES)):
+            sock = connect(self._peer.endpoint, deadline, lambda: self._stopped is not None)
+            with self._lock:
+                # From here on `stop` ends whatever is waited for.
+                self._socket = sock
+                if self._stopped:
+                    shut(sock)
+            try:
+                return sock, introduce(sock, self._peer.session_id, self._options.token, deadline)
+            except ConnectionError:
+                # The receiver may be under a flood of connections, and have dropped this one for a newer.
+                if self._stopped or not attempts_left:
+                    raise
+            self._disconnect()
+            time.sleep(HANDSHAKE_PAUSE)
+        raise AssertionError("unreachable")
 
     def _disconnect(self) -> None:
         with self._lock:

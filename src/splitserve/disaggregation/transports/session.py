@@ -1,8 +1,8 @@
 """What all transports between processes have in common: tickets, sessions, the drain.
 
-A backend brings the two ends of a connection (`backend.py`). Who may come in is `door.py`, the order of writes and what
-a failure proves is `sending.py`. One thread and one connection for each session, on either side, so a slow or stopped
-peer holds up no other.
+A backend brings the two ends of a connection (`backend.py`). `listener.py` admits connections; `sending.py` knows
+the order of writes and what a failure proves. One thread and one connection for each session, on either side, so a
+slow or stopped peer holds up no other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from splitserve.core.layout import Region
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports.backend import Backend, Incoming
 from splitserve.disaggregation.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
-from splitserve.disaggregation.transports.door import Door, Guest, ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
+from splitserve.disaggregation.transports.listener import DataListener, PeerConnection
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.sending import MAX_PENDING_WRITES, Sender, Write
 from splitserve.errors import CapacityError
@@ -42,7 +43,7 @@ class SessionTransport:
         self._senders: dict[str, Sender] = {}
         self._drained: dict[str, None] = {}
         self._sessions = _Sessions()
-        self._door = Door(options.host, options.token, self._sessions)
+        self._listener = DataListener(options.host, options.token, self._sessions)
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -52,7 +53,7 @@ class SessionTransport:
     def open_session(self) -> PeerAddress:
         session_id = secrets.token_hex(16)
         self._sessions.open(session_id, self.backend.receive())
-        return PeerAddress(session_id, self._door.endpoint)
+        return PeerAddress(session_id, self._listener.endpoint)
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
         num_bytes = self._memory.check_sources(copies)
@@ -91,7 +92,7 @@ class SessionTransport:
             self._senders.clear()
         for sender in senders:
             sender.stop("the transport was closed")
-        self._door.close()
+        self._listener.close()
         self._sessions.end_all()
         self.backend.close()
 
@@ -123,12 +124,12 @@ class SessionTransport:
 
 
 class _Sessions:
-    """The sessions we opened, each with the connection that uses it. Host of the door."""
+    """The sessions we opened, each with the connection that uses it. Decides for the listener about sessions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, Incoming] = {}
-        self._guests: dict[str, Guest] = {}
+        self._connections: dict[str, PeerConnection] = {}
         # Ended, but not fenced yet; None: its connection is still being ended.
         self._ending: dict[str, Incoming | None] = {}
         self._closed = False
@@ -137,35 +138,35 @@ class _Sessions:
         with self._lock:
             self._open[session_id] = incoming
 
-    def enter(self, guest: Guest, session_id: str) -> bytes:
+    def enter(self, connection: PeerConnection, session_id: str) -> bytes:
         """An older connection of the same session ends first: one writer at a time."""
         while True:
             with self._lock:
                 incoming = self._open.get(session_id)
                 if incoming is None or self._closed:
                     raise ProtocolError("the session is unknown or drained: shake hands again")
-                older = self._guests.get(session_id)
+                older = self._connections.get(session_id)
                 if older is None or older.is_over:
-                    self._guests[session_id] = guest
+                    self._connections[session_id] = connection
                     break
             older.stop()
         return incoming.welcome()
 
-    def serve(self, guest: Guest, session_id: str) -> None:
+    def serve(self, connection: PeerConnection, session_id: str) -> None:
         incoming = self._open.get(session_id)
         if incoming is not None:
-            incoming.serve(guest.socket)
+            incoming.serve(connection.socket)
 
     def end(self, session_id: str) -> None:
         with self._lock:
             incoming = self._open.pop(session_id, None)
-            guest = self._guests.pop(session_id, None)
+            connection = self._connections.pop(session_id, None)
             if incoming is None:
                 return
             self._ending[session_id] = None
         try:
-            if guest is not None:
-                guest.stop()
+            if connection is not None:
+                connection.stop()
             incoming.revoke()
         finally:
             # Also after an error: it says by itself whether a write can be under way.

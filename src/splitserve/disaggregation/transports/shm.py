@@ -26,7 +26,7 @@ from splitserve.core.arena import Arena
 from splitserve.disaggregation.copies import Copies
 from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.base import TransportOptions, WriteRefused
-from splitserve.disaggregation.transports.door import ProtocolError
+from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, file_ref
 from splitserve.disaggregation.transports.memory import Memory
 from splitserve.disaggregation.transports.same_host import (

@@ -23,8 +23,9 @@ from splitserve.disaggregation.copies import Copies, parts_of
 from splitserve.disaggregation.transports import iovec, sockets
 from splitserve.disaggregation.transports.backend import Proof
 from splitserve.disaggregation.transports.base import TransportOptions
-from splitserve.disaggregation.transports.door import GRACE_SECONDS, ProtocolError
 from splitserve.disaggregation.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
+from splitserve.disaggregation.transports.handshake import ProtocolError
+from splitserve.disaggregation.transports.listener import GRACE_SECONDS
 from splitserve.disaggregation.transports.memory import Memory, decode_regions, encode_regions
 from splitserve.disaggregation.transports.ranges import MAX_RANGES
 from splitserve.disaggregation.transports.session import SessionTransport

@@ -1,0 +1,120 @@
+"""Connections to a listener that have not authenticated yet. Pure.
+
+They are cheap: few at a time, in all and from one address, and each for a short time. When there is no room, the oldest
+one is dropped for the newest. A peer that holds the token needs milliseconds for its handshake, so a flood of silent
+connections does not keep it out. What was dropped is one line in the log per minute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from splitserve.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 256
+MAX_PENDING_PER_ADDRESS = 128
+# Seconds from the accept to the end of the handshake.
+HANDSHAKE_SECONDS = 1.0
+# Seconds between two lines in the log.
+LOG_INTERVAL = 60.0
+
+T = TypeVar("T", bound=Hashable)
+
+
+class PendingConnections(Generic[T]):
+    """The table of one listener. Its caller closes what it returns. `listener`: its name in the log."""
+
+    def __init__(
+        self,
+        listener: str,
+        clock: Clock,
+        *,
+        max_pending: int = MAX_PENDING,
+        max_per_address: int = MAX_PENDING_PER_ADDRESS,
+    ) -> None:
+        self._listener = listener
+        self._clock = clock
+        self._max_pending = max_pending
+        self._max_per_address = max_per_address
+        # Both oldest first. Connection -> (address, clock time at which its time is over).
+        self._all: dict[T, tuple[str, float]] = {}
+        self._of_address: defaultdict[str, dict[T, None]] = defaultdict(dict)
+        self._num_unreported = 0
+        self._next_report_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, connection: T) -> bool:
+        return connection in self._all
+
+    def add(self, connection: T, address: str) -> T | None:
+        """Add a connection; the one that is dropped for it, if any."""
+        dropped = None
+        if len(self._of_address[address]) >= self._max_per_address:
+            dropped = next(iter(self._of_address[address]))
+        elif len(self._all) >= self._max_pending:
+            dropped = next(iter(self._all))
+        if dropped is not None:
+            self.reject(dropped, "a newer connection needed its place")
+        self._all[connection] = address, self._clock.now() + HANDSHAKE_SECONDS
+        self._of_address[address][connection] = None
+        return dropped
+
+    def drop_oldest(self, why: str) -> T | None:
+        """Make room when the system has no more. None: none is pending."""
+        oldest = next(iter(self._all), None)
+        if oldest is not None:
+            self.reject(oldest, why)
+        return oldest
+
+    def expire(self) -> list[T]:
+        """Drop those whose time is over."""
+        now = self._clock.now()
+        late = []
+        for connection, (_, deadline) in self._all.items():
+            if deadline > now:
+                break
+            late.append(connection)
+        for connection in late:
+            self.reject(connection, f"it did not authenticate within {HANDSHAKE_SECONDS:g} s")
+        return late
+
+    def seconds_left(self) -> float | None:
+        """Until the next one expires; None: none is pending."""
+        oldest = next(iter(self._all.values()), None)
+        return None if oldest is None else max(0.0, oldest[1] - self._clock.now())
+
+    def remove(self, connection: T) -> None:
+        """It has authenticated, or ended. Idempotent."""
+        address, _ = self._all.pop(connection, ("", 0.0))
+        if of_address := self._of_address.get(address):
+            of_address.pop(connection, None)
+            if not of_address:
+                del self._of_address[address]
+
+    def reject(self, connection: T, why: str) -> None:
+        """Drop it, and count it for the log. No-op for one that has authenticated or ended."""
+        if connection in self._all:
+            address = self._all[connection][0]
+            self.remove(connection)
+            self._report(address, why)
+
+    def _report(self, address: str, why: str) -> None:
+        self._num_unreported += 1
+        now = self._clock.now()
+        if now < self._next_report_at:
+            return
+        logger.warning(
+            "unauthenticated connections rejected listener=%r count=%d last_address=%s last_reason=%r",
+            self._listener,
+            self._num_unreported,
+            address,
+            why,
+        )
+        self._num_unreported, self._next_report_at = 0, now + LOG_INTERVAL

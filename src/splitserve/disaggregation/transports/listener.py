@@ -1,0 +1,223 @@
+"""The listener of a transport: the data port of a worker, the same for every backend.
+
+1. One thread accepts connections and does their handshakes (`handshake.py`), all at once and without waiting for any.
+2. Connections that have not authenticated are few and short-lived (`pending.py`): each costs a descriptor, no thread.
+3. One that has authenticated gets a thread of its own, which opens its session and serves it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import selectors
+import socket
+import threading
+from typing import Protocol
+
+from splitserve.clock import SystemClock
+from splitserve.disaggregation.pending import PendingConnections
+from splitserve.disaggregation.transports.handshake import ProtocolError, ReceiverHandshake, welcome_frame
+from splitserve.disaggregation.transports.sockets import abort, set_receive_timeout, set_send_timeout, shut, tune
+
+logger = logging.getLogger(__name__)
+
+# Seconds an authenticated peer may take to read its welcome, or a refusal.
+GRACE_SECONDS = 10.0
+# Connections that wait for the listener in the kernel.
+BACKLOG = 1024
+# Accepted in a row, before handshakes go on.
+_MAX_ACCEPTS = 32
+# Seconds until the next attempt after a connection could not be accepted, such as for want of memory.
+_PAUSE_SECONDS = 0.1
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class SessionHost(Protocol):
+    """Owner of a listener: decides about sessions and serves those that are admitted."""
+
+    def enter(self, connection: PeerConnection, session_id: str) -> bytes:
+        """What the sender must know; the connection is registered under the session. Raises ProtocolError to refuse."""
+        ...
+
+    def serve(self, connection: PeerConnection, session_id: str) -> None:
+        """Runs in the connection's own thread until it ends."""
+        ...
+
+
+class _PendingConnection:
+    def __init__(self, sock: socket.socket, address: str, token: bytes) -> None:
+        self.socket = sock
+        self.address = address
+        self.handshake = ReceiverHandshake(token)
+
+
+class DataListener:
+    """Listens on a free port of `host` and admits peers that hold the token."""
+
+    def __init__(self, host: str, token: bytes, sessions: SessionHost) -> None:
+        self._token = token
+        self.sessions = sessions
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        # Before anything connects: the window's scale is agreed on in the first packets.
+        tune(self._socket)
+        self._socket.setblocking(False)
+        name = f"[{host}]" if ":" in host else host
+        self.endpoint = f"{name}:{self._socket.getsockname()[1]}"
+        self.pending: PendingConnections[_PendingConnection] = PendingConnections(
+            f"data port {self.endpoint}", SystemClock()
+        )
+        self._lock = threading.Lock()
+        self._connections: set[PeerConnection] = set()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> list[PeerConnection]:
+        """Those that have authenticated."""
+        with self._lock:
+            return list(self._connections)
+
+    def discard(self, connection: PeerConnection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+    def close(self) -> None:
+        """Stop accepting connections and close those that are open. Idempotent."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        shut(self._socket)
+        self._thread.join()
+        self._socket.close()
+        for connection in self.connections:
+            connection.stop()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                events = selector.select(self.pending.seconds_left())
+                # Handshakes before new connections, and before deadlines: what is there is in time.
+                for key, _ in events:
+                    if key.data is not None:
+                        self._advance(selector, key.data)
+                if any(key.data is None for key, _ in events):
+                    self._accept(selector)
+                for late in self.pending.expire():
+                    self._close(selector, late)
+            for key in list(selector.get_map().values()):
+                if key.data is not None:
+                    key.data.socket.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                sock, peer = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if not self._closed.is_set():
+                    self._make_room(selector, error)
+                return
+            connection = _PendingConnection(sock, str(peer[0]), self._token)
+            sock.setblocking(False)
+            selector.register(sock, selectors.EVENT_READ, connection)
+            if dropped := self.pending.add(connection, connection.address):
+                self._close(selector, dropped)
+
+    def _make_room(self, selector: selectors.BaseSelector, error: OSError) -> None:
+        oldest = self.pending.drop_oldest("no descriptors are left") if error.errno in _NO_DESCRIPTORS else None
+        if oldest is not None:
+            self._close(selector, oldest)
+            return
+        logger.warning("cannot accept a data connection: %s", error)
+        self._closed.wait(_PAUSE_SECONDS)
+
+    def _advance(self, selector: selectors.BaseSelector, connection: _PendingConnection) -> None:
+        """Go on with a handshake as far as its peer has sent something."""
+        handshake = connection.handshake
+        try:
+            data = connection.socket.recv(handshake.wanted)
+            reply = handshake.feed(data)
+            # A few bytes on a new connection: there is room for them.
+            if reply and connection.socket.send(reply) < len(reply):
+                handshake.problem = "it did not read its challenge"
+        except BlockingIOError:
+            return
+        except OSError as error:
+            data, handshake.problem = b"", str(error)
+        if not data:
+            self.pending.remove(connection)
+            self._close(selector, connection)
+        elif handshake.problem is not None:
+            self.pending.reject(connection, handshake.problem)
+            self._close(selector, connection)
+        elif handshake.session_id is not None:
+            self.pending.remove(connection)
+            selector.unregister(connection.socket)
+            self._begin(connection.socket, handshake.session_id)
+
+    def _begin(self, sock: socket.socket, session_id: str) -> None:
+        connection = PeerConnection(self, sock, session_id)
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            connection.start()
+        except RuntimeError as error:
+            # A system that has no more threads.
+            logger.warning("a data connection was closed: %s", error)
+            self.discard(connection)
+            sock.close()
+
+    def _close(self, selector: selectors.BaseSelector, connection: _PendingConnection) -> None:
+        selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+class PeerConnection:
+    """One connection from an authenticated sender, and its thread."""
+
+    def __init__(self, listener: DataListener, sock: socket.socket, session_id: str) -> None:
+        self._listener = listener
+        self._session_id = session_id
+        self.socket = sock
+        self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """When this returns, the connection's thread has ended and the sender has been notified."""
+        abort(self.socket)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            self._listener.sessions.serve(self, self._session_id)
+        except (OSError, ProtocolError) as error:
+            logger.info("data connection ended: %s", error)
+        finally:
+            self._listener.discard(self)
+            self.socket.close()
+
+    def _enter(self) -> None:
+        sock = self.socket
+        sock.setblocking(True)
+        tune(sock)
+        set_send_timeout(sock, GRACE_SECONDS)
+        try:
+            welcome = self._listener.sessions.enter(self, self._session_id)
+        except ProtocolError as refusal:
+            sock.sendall(welcome_frame(refusal=str(refusal)))
+            raise
+        sock.sendall(welcome_frame(welcome))
+        # From here on the sender's deadlines count: a connection may be idle for long.
+        set_receive_timeout(sock, 0)
