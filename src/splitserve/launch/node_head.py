@@ -16,9 +16,11 @@ import logging
 import socket
 from collections.abc import Callable
 
+from splitserve.clock import SystemClock
 from splitserve.config import WorkerConfig
 from splitserve.core.nodes import node_of
 from splitserve.core.parallel import ParallelRank
+from splitserve.disaggregation.pending import PendingConnections
 from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.launch.node_settings import difference
 from splitserve.launch.node_wire import (
@@ -41,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that nodes get to end their ranks and go.
 END_TIMEOUT = 10.0
-# Connections at most that have not shown yet who they are.
-_MAX_GREETINGS = 128
+# Connections that wait for the listener in the kernel.
+_BACKLOG = 1024
 
 
 class NodeHead:
@@ -58,6 +60,8 @@ class NodeHead:
         # By node rank: of those that are in.
         self._nodes: dict[int, tuple[NodeConnection, NodeHello]] = {}
         self._greetings: set[asyncio.Task[None]] = set()
+        # Those whose connection has not authenticated yet.
+        self._pending: PendingConnections[asyncio.Task[None]] = PendingConnections("node join port", SystemClock())
         self._watches: list[asyncio.Task[None]] = []
         self._is_full = asyncio.Event()
         self._last_refusal = ""
@@ -71,7 +75,7 @@ class NodeHead:
 
     async def gather(self, timeout: float) -> None:
         """Wait for all nodes. Raises WorkerUnavailableError naming those that did not come."""
-        server = await asyncio.start_server(self._greet, sock=self._socket)
+        server = await asyncio.start_server(self._greet, sock=self._socket, backlog=_BACKLOG)
         host, port = self._socket.getsockname()[:2]
         logger.info("waiting for %d other nodes of this worker at %s:%d", self._num_nodes - 1, host, port)
         try:
@@ -146,23 +150,26 @@ class NodeHead:
         self._nodes = {}
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._greetings) >= _MAX_GREETINGS:
-            writer.close()
-            return
         task = asyncio.current_task()
         assert task is not None
         self._greetings.add(task)
         task.add_done_callback(self._greetings.discard)
         peer = writer.get_extra_info("peername", ("?",))[0]
+        if dropped := self._pending.add(task, peer):
+            dropped.cancel()
         try:
             connection = await NodeConnection.answer(reader, writer, self._config.disaggregation.cluster_token.secret)
         except NodeLostError as error:
-            self._refuse(f"who came from {peer} is no node of this worker: {error.message}")
+            why = f"a connection from {peer} is from no node of this worker: {error.message}"
+            self._pending.reject(task, why)
+            self._last_refusal = f"; the last one that was rejected: {why}"
             writer.close()
             return
         except asyncio.CancelledError:
-            writer.close()
+            writer.transport.abort()
             raise
+        finally:
+            self._pending.remove(task)
         is_in = False
         try:
             hello = await connection.receive()
@@ -200,7 +207,7 @@ class NodeHead:
 
     def _refuse(self, why: str) -> None:
         logger.warning("%s", why)
-        self._last_refusal = f"; the last one that was refused: {why}"
+        self._last_refusal = f"; the last one that was rejected: {why}"
 
     def _who_is_missing(self, timeout: float) -> str:
         missing = [str(n) for n in range(1, self._num_nodes) if n not in self._nodes]

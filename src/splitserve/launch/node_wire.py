@@ -25,6 +25,7 @@ from typing import Self
 import msgspec
 
 from splitserve.disaggregation.challenge import TOKENS_DIFFER
+from splitserve.disaggregation.pending import HANDSHAKE_SECONDS
 from splitserve.errors import SplitserveError
 
 MAGIC = b"SSNW"
@@ -32,7 +33,7 @@ VERSION = 1
 # Seconds between two signs of life, and of silence after which the other side is lost.
 HEARTBEAT_INTERVAL = 2.0
 SILENCE_TIMEOUT = 15.0
-# Seconds in which a connection must have shown who it is.
+# Seconds a node waits for node 0 to answer its greeting. Node 0 waits for `HANDSHAKE_SECONDS`.
 GREETING_TIMEOUT = 10.0
 MAX_FRAME_BYTES = 1 << 20
 
@@ -146,7 +147,7 @@ class NodeConnection:
     async def answer(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Self:
         """Node 0's end. Raises NodeLostError."""
         try:
-            async with asyncio.timeout(GREETING_TIMEOUT):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 theirs = _nonce(await reader.readexactly(_GREETING.size))
                 ours = secrets.token_bytes(_NONCE_BYTES)
                 writer.write(_GREETING.pack(MAGIC, VERSION, ours) + _proof(token, _HEAD, theirs, ours))

@@ -22,6 +22,7 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.core.parallel import ParallelRank
+from splitserve.disaggregation.pending import MAX_PENDING_PER_ADDRESS
 from splitserve.errors import AddressTakenError, ConfigError, WorkerUnavailableError
 from splitserve.launch.http_server import bind, port_of
 from splitserve.launch.lifecycle import Lifecycle
@@ -137,6 +138,22 @@ async def test_all_come_and_each_learns_where_the_driver_hears_it(world):
     world.head.end("enough", in_order=True)
     world.head.end("later words are not said")
     assert [await two.receive() for _ in range(2)][1] == NodeEnd("enough", in_order=True)
+
+
+async def test_connections_that_do_not_authenticate_keep_no_node_out(world, caplog):
+    gathering = asyncio.create_task(world.head.gather(DEADLINE))
+    silent = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(2 * MAX_PENDING_PER_ADDRESS)]
+    try:
+        async with asyncio.timeout(5.0):
+            await world.come(1)
+            # A silent one has a second at most.
+            assert await silent[-1][0].read() == b""
+            await world.come(2)
+            await gathering
+    finally:
+        for _, writer in silent:
+            writer.close()
+    assert len([r for r in caplog.records if "unauthenticated" in r.getMessage()]) == 1
 
 
 async def test_who_does_not_come_is_named_to_all(world):
