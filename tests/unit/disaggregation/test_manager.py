@@ -503,8 +503,8 @@ def test_a_role_does_only_its_own_part():
 @pytest.mark.parametrize(
     ("prefill", "words"),
     [
-        ({"model": "other"}, "model other against tiny"),
-        ({"draft_model": "small"}, "draft model small against none"),
+        ({"model": "other"}, "model fingerprint other against tiny"),
+        ({"draft_model": "small"}, "draft model fingerprint small against none"),
         ({"backend": "tcp"}, "transfer backend tcp against fake"),
         ({"pool": layout(heads=2)}, "KV heads in all of layer 0 (k) 2 against 1"),
         ({"pool": layout(layers=1)}, "head 0 of layer 1 (k) is held by no source"),
@@ -554,7 +554,7 @@ def test_prefill_refuses_what_decode_overlooked():
     )
     receiver = world.receiver()
     world.tick()
-    assert "prefill refuses: model other against tiny" in receiver.failure().message
+    assert "prefill refuses: model fingerprint other against tiny" in receiver.failure().message
 
 
 def test_noise_on_the_control_port_is_counted_and_dropped():

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from splitserve.engine import sources
-from splitserve.engine.sources import model_fingerprint, resolve_model
+from splitserve.engine.sources import resolve_model
 from splitserve.errors import ModelLoadError
-from splitserve.testing.tiny_models import TinyKind, make_tiny_model
+from splitserve.testing.tiny_models import TinyKind
 
 
 @pytest.fixture(autouse=True)
@@ -180,12 +180,3 @@ def test_importing_sources_loads_neither_torch_nor_transformers() -> None:
     program = "import sys, splitserve.engine.sources; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_the_fingerprint_tells_models_apart_and_copies_not(
-    tiny_folder: Callable[[TinyKind], Path], tmp_path: Path
-) -> None:
-    llama = model_fingerprint(tiny_folder("llama"))
-    assert model_fingerprint(make_tiny_model("llama", tmp_path / "copy")) == llama
-    assert model_fingerprint(make_tiny_model("llama", tmp_path / "other", seed=1)) != llama
-    assert model_fingerprint(tiny_folder("qwen3")) != llama

@@ -1,0 +1,157 @@
+"""A hash of all that makes a model: every byte of its weights and tokenizer files, and its config.
+
+1. Each file is hashed in pieces, by several threads. XXH3 finds mistakes, not forgeries.
+2. The digest of a file is kept in the cache, under its path, size, inode and times. Another start does not read it.
+3. The fingerprint is a hash over all names and digests. Copies of a model have the same one, wherever they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import filelock
+import msgspec
+import xxhash
+
+from splitserve.engine.sources import cache_dir
+
+# Beside config.json, which is compared by its values.
+_FILES = (
+    "*.safetensors",
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+)
+# Keys of a saved config that record its history, not the model.
+_HISTORY_KEYS = ("transformers_version", "_name_or_path")
+# Bytes: hashed by one thread at a time, and read at a time.
+_PIECE_BYTES = 64 << 20
+_READ_BYTES = 4 << 20
+_MAX_THREADS = 4
+# Two changes within one tick of the kernel's clock look alike: only digests of files older than this are kept.
+_SETTLED_NS = 2_000_000_000
+# Seconds to wait for another process that hashes the same file.
+_LOCK_TIMEOUT = 600.0
+
+
+class _FileState(msgspec.Struct, frozen=True):
+    """What changes when a file's content does."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    # Unlike mtime, no program can set it.
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> _FileState:
+        real = path.resolve()
+        stat = real.stat()
+        return cls(str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    state: _FileState
+    digest: str
+
+
+def begin_fingerprint(folder: Path) -> Future[str]:
+    """`model_fingerprint` in a thread, beside the load of the same files."""
+    thread = ThreadPoolExecutor(1, "fingerprint")
+    fingerprint = thread.submit(model_fingerprint, folder)
+    thread.shutdown(wait=False)
+    return fingerprint
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Return the fingerprint of the model in `folder`. Raises OSError, ValueError for a config.json that is none."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in _HISTORY_KEYS:
+        config.pop(key, None)
+    whole = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    files = {path.name: path for pattern in _FILES for path in folder.glob(pattern) if path.is_file()}
+    for name in sorted(files):
+        whole.update(f"\n{name}:{_file_digest(files[name])}".encode())
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    """From the cache, or computed and kept there. One process at a time computes it."""
+    state = _FileState.of(path)
+    entry_path = cache_dir() / "fingerprints" / f"{xxhash.xxh3_64_hexdigest(state.path.encode())}.json"
+    if (digest := _cached(entry_path, state)) is not None:
+        return digest
+    with _one_at_a_time(entry_path):
+        if (digest := _cached(entry_path, state)) is not None:
+            return digest
+        digest = _hash(path, state.size)
+        if _FileState.of(path) == state and time.time_ns() - max(state.mtime_ns, state.ctime_ns) > _SETTLED_NS:
+            _keep(entry_path, _Entry(state, digest))
+        return digest
+
+
+def _hash(path: Path, size: int) -> str:
+    """The digest over those of all pieces."""
+    offsets = range(0, size, _PIECE_BYTES)
+    with path.open("rb", buffering=0) as file:
+        if len(offsets) < 2:
+            pieces = [_hash_piece(file.fileno(), offset) for offset in offsets]
+        else:
+            with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "fingerprint") as pool:
+                pieces = list(pool.map(lambda offset: _hash_piece(file.fileno(), offset), offsets))
+    return xxhash.xxh3_128_hexdigest(f"{size}:".encode() + b"".join(pieces))
+
+
+def _hash_piece(descriptor: int, offset: int) -> bytes:
+    digest, buffer, stop = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES)), offset + _PIECE_BYTES
+    while offset < stop:
+        count = os.preadv(descriptor, [buffer[: stop - offset]], offset)
+        if count == 0:
+            break
+        digest.update(buffer[:count])
+        offset += count
+    return digest.digest()
+
+
+def _cached(entry_path: Path, state: _FileState) -> str | None:
+    try:
+        entry = msgspec.json.decode(entry_path.read_bytes(), type=_Entry)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return entry.digest if entry.state == state else None
+
+
+def _keep(entry_path: Path, entry: _Entry) -> None:
+    """Written whole or not at all. A cache that cannot be written costs time only."""
+    with contextlib.suppress(OSError):
+        descriptor, name = tempfile.mkstemp(prefix=f"{entry_path.name}.", dir=entry_path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(entry))
+            os.replace(name, entry_path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+@contextlib.contextmanager
+def _one_at_a_time(entry_path: Path) -> Iterator[None]:
+    """Ranks of one worker start together. Without a lock, each computes it."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, filelock.Timeout):
+            entry_path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(filelock.FileLock(entry_path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT))
+        yield
