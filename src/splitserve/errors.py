@@ -33,6 +33,11 @@ from __future__ import annotations
 USAGE_EXIT_CODE = 2
 
 
+def clause(error: object) -> str:
+    """Return the text of `error` without the punctuation at its end, to be followed by other text."""
+    return str(error).rstrip(" .;:,\n")
+
+
 class SplitserveError(Exception):
     """Base of all errors.
 

@@ -32,6 +32,7 @@ WaitOption = Annotated[
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 # Seconds between two questions.
 _POLL_INTERVAL = 0.3
+_DOWN_POLL_INTERVAL = 0.05
 
 
 @cluster_app.command()
@@ -105,7 +106,7 @@ def down(
     while client.is_up():
         if time.monotonic() > deadline:
             raise DeadlineExceededError(f"still up after {wait:g} s: splitserve cluster down --name {name} --now")
-        time.sleep(_POLL_INTERVAL)
+        time.sleep(_DOWN_POLL_INTERVAL)
 
 
 @cluster_app.command()

@@ -75,6 +75,7 @@ class NodeProcess:
         if code is not None:
             tail = child.log_tail()
             return Observation(phase=Phase.ENDED, node=self._node, detail=_end(code), log_tail=tail, exit_code=code)
+        child.bound_log()
         phase = Phase.LOADING if child.ready is None else Phase.READY
         return Observation(phase=phase, node=self._node, pid=child.pid, ready=child.ready)
 

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from splitserve.cluster.node_process import NodeProcess
 from splitserve.cluster.placer import Observation, Phase, ProcessSpec
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 
 # Seconds that one look at all actors may take, and without an answer after which one is lost.
 _LOOK_SECONDS = 0.3
@@ -79,8 +79,8 @@ class RayPlacer:
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR", configure_logging=False)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(
-                f"--ray {address}: {error}; start Ray here (ray start --head, or --address HOST:PORT) and give its "
-                "address, or auto"
+                f"--ray {address}: {clause(error)}; start Ray here (ray start --head, or --address HOST:PORT) and give "
+                "its address, or auto"
             ) from None
         self.address = get_node_ip_address()
         self._node_id = ray.get_runtime_context().get_node_id()

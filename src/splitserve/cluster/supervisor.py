@@ -21,7 +21,7 @@ from splitserve.cluster.control import ClusterStatus, ProcessStatus
 from splitserve.cluster.placer import Observation, Phase, Placer
 from splitserve.cluster.reconciler import Action, Drain, Failed, Reconciler, Remove, Slot, SlotState, Start, last_line
 from splitserve.cluster.router_client import RouterClient
-from splitserve.errors import ClusterError, ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.errors import ClusterError, ConfigError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.launch.http_server import port_of, reachable_host
 from splitserve.launch.ready_file import ReadyInfo
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two observations, and between two registrations at a router that workers were not started with.
 _INTERVAL = 0.25
+# While the cluster goes down: each step waits for the end of the processes of the step before it.
+_ENDING_INTERVAL = 0.05
 _ANNOUNCE_INTERVAL = 10.0
 # Processes that are ended at the same time.
 _NUM_REMOVERS = 32
@@ -101,7 +103,7 @@ class Supervisor:
                     await self.turn()
                     self._woken.clear()
                     try:
-                        async with asyncio.timeout(_INTERVAL):
+                        async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
                             await self._woken.wait()
                     except TimeoutError:
                         pass
@@ -181,22 +183,23 @@ class Supervisor:
                     self._spawn(self._router.forget(router_url, url))
 
     def _report_failure(self, failed: Failed) -> None:
+        why = clause(failed.why)
         tail = f"; the end of its log:\n{failed.log_tail}" if failed.log_tail else ""
         if failed.pause is not None:
             again = f"starting it again in {failed.pause:.0f} s" if failed.pause else "starting it again"
-            self._on_event(f"{failed.name}: {failed.why}, {again}{tail}")
+            self._on_event(f"{failed.name}: {why}, {again}{tail}")
             return
         failure: SplitserveError | None = None
         if failed.num_failed_starts:
             count = f"{failed.num_failed_starts} starts in a row have failed"
-            failure = ClusterError(f"{failed.name}: {failed.why}; {count}{tail}")
+            failure = ClusterError(f"{failed.name}: {why}; {count}{tail}")
         elif not self.has_served:
             failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")
         if failure is None:
-            self._on_event(f"{failed.name}: {failed.why}; it is not started again, as its options are wrong{tail}")
+            self._on_event(f"{failed.name}: {why}; it is not started again, as its options are wrong{tail}")
         elif self.failure is None:
             self.failure = failure
-            self._on_event(f"{failed.name}: {failed.why}; it is not started again, so the cluster ends")
+            self._on_event(f"{failed.name}: {why}; it is not started again, so the cluster ends")
             self.down(now=not self.has_served)
 
     async def _start(self, name: str, pool: str) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+# Data parallel ranks of a worker at most.
+MAX_DP_SIZE = 1024
+
 
 class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int = 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from splitserve.errors import ModelLoadError, ModelNotFoundError
+from splitserve.errors import ModelLoadError, ModelNotFoundError, clause
 
 # A download may take so long, seconds.
 _DOWNLOAD_TIMEOUT = 1800.0
@@ -51,7 +51,7 @@ def fetch_from_hub(name: str, *, aliases: str) -> Path:
         ) from error
     except Exception as error:
         raise ModelLoadError(
-            f"Model {name} cannot be fetched from the hub: {type(error).__name__}: {error}. "
+            f"Model {name} cannot be fetched from the hub: {type(error).__name__}: {clause(error)}. "
             f"Check the name and the network, name a local folder or .gguf file, or use {aliases}."
         ) from error
 

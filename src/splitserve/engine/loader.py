@@ -35,7 +35,7 @@ from splitserve.engine.parallel.probe import probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe
 from splitserve.engine.sources import has_experts, resolve_model
-from splitserve.errors import ConfigError, ModelLoadError, SplitserveError
+from splitserve.errors import ConfigError, ModelLoadError, SplitserveError, clause
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _device(name: str) -> torch.device:
             # What libraries allocate and launch in this thread is for this device, too.
             torch.cuda.set_device(device)
     except Exception as error:
-        raise ConfigError(f"Device {name!r} cannot be used: {error}. Use auto, cpu, cuda or cuda:N.") from error
+        raise ConfigError(f"Device {name!r} cannot be used: {clause(error)}. Use auto, cpu, cuda or cuda:N.") from error
     return device
 
 
@@ -145,7 +145,7 @@ def _set_affinity(cpus: str | None) -> None:
         os.sched_setaffinity(0, parse_cpus(cpus))
     except (ValueError, OSError, AttributeError) as error:
         raise ConfigError(
-            f"--cpu-affinity {cpus!r}: {error}. Give core numbers of this machine, e.g. 0-3,8."
+            f"--cpu-affinity {cpus!r}: {clause(error)}. Give core numbers of this machine, e.g. 0-3,8."
         ) from error
 
 
@@ -175,7 +175,7 @@ def _read_config(folder: Path, name: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ModelLoadError(
-            f"The config of model {name} in {folder} cannot be read: {error}. Models with code of their own need a "
+            f"The config of model {name} in {folder} cannot be read: {clause(error)}. Models with own code need a "
             "class in transformers; otherwise check that the folder is complete."
         ) from error
     if config.is_encoder_decoder:
@@ -254,8 +254,9 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
         ) from error
     except Exception as error:
         raise ModelLoadError(
-            f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {error}. It must be a decoder-only "
-            "model with safetensors weights and a model class in transformers that supports its attention interface."
+            f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {clause(error)}. It must be a "
+            "decoder-only model with safetensors weights and a model class in transformers that supports its attention "
+            "interface."
         ) from error
 
 
@@ -287,8 +288,8 @@ def _build_share(
     except Exception as error:
         raise ModelLoadError(
             f"Rank {ranks.rank.index}'s part of model {config.model} in {folder} cannot be loaded: "
-            f"{type(error).__name__}: {error}. It must be a decoder-only model with safetensors weights and a model "
-            "class in transformers; where one rank has the memory for it, use one."
+            f"{type(error).__name__}: {clause(error)}. It must be a decoder-only model with safetensors weights and a "
+            "model class in transformers; where one rank has the memory for it, use one."
         ) from error
 
 

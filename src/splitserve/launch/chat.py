@@ -8,19 +8,26 @@ from openai import OpenAI, OpenAIError
 from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 
+from splitserve.core.process_end import unwinding
+from splitserve.errors import ConfigError, WorkerUnavailableError, clause
 from splitserve.launch.streaming import open_client, stream_chat
 
 
 def run_chat(url: str, *, model: str | None, system: str | None, max_tokens: int, temperature: float) -> int:
-    """Until the end of input, or `/exit`. `/new` starts afresh. Returns the exit code."""
+    """Converse until the end of input, or `/exit`. `/new` starts afresh. Return the exit code.
+
+    Ctrl-C during an answer ends that answer. Raises ConfigError, WorkerUnavailableError.
+    """
     console = Console(stderr=True)
     opening: list[ChatCompletionMessageParam] = [] if system is None else [{"role": "system", "content": system}]
     with open_client(url) as client:
         try:
-            model = model or client.models.list().data[0].id
-        except (OpenAIError, IndexError) as error:
-            console.print(f"error: no model is served at {url} ({error}): give --url", markup=False, highlight=False)
-            return 1
+            served = [found.id for found in client.models.list()]
+        except OpenAIError as error:
+            raise WorkerUnavailableError(f"no model is served at {url} ({clause(error)}): give --url") from None
+        if not served or model not in (None, *served):
+            raise ConfigError(f"--model {model}: {url} serves {', '.join(served) or 'no model'}")
+        model = model or served[0]
         console.print(f"{model} at {url}; /new starts afresh, /exit or Ctrl-D ends", markup=False, highlight=False)
         messages = list(opening)
         while (line := _read(console)) not in (None, "/exit"):
@@ -48,17 +55,25 @@ def _turn(
     max_tokens: int,
     temperature: float,
 ) -> None:
-    """Send one question and print its answer. A turn that fails leaves the conversation as it was."""
+    """Send one question and print its answer. A turn that fails leaves the conversation as it was.
+
+    An interrupted answer stays in the conversation as far as it was printed.
+    """
     asked: list[ChatCompletionMessageParam] = [*messages, {"role": "user", "content": line}]
-    try:
-        answer = stream_chat(client, model, asked, max_tokens=max_tokens, temperature=temperature, on_text=_show)
-    except OpenAIError as error:
-        console.print(f"error: {error}", markup=False, highlight=False)
-    else:
-        _show("\n")
-        messages[:] = [*asked, {"role": "assistant", "content": answer.text}]
+    pieces: list[str] = []
 
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
 
-def _show(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    with unwinding():
+        try:
+            stream_chat(client, model, asked, max_tokens=max_tokens, temperature=temperature, on_text=show)
+        except OpenAIError as error:
+            console.print(f"error: {error}", markup=False, highlight=False)
+            return
+        except KeyboardInterrupt:
+            show(" ...")
+    messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+    sys.stdout.write("\n")

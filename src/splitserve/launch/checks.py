@@ -9,6 +9,7 @@ from pathlib import Path
 
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ServerConfig, WorkerConfig
 from splitserve.core.nodes import misfit
+from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
@@ -16,7 +17,6 @@ from splitserve.launch.tls import trust_only
 from splitserve.router.api_keys import first_key, read_keys
 from splitserve.router.args import parse_url
 from splitserve.scheduler.ngram import MIN_MATCH
-from splitserve.server.bootstrap_fields import MAX_DP_SIZE
 
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 

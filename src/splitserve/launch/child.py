@@ -6,6 +6,7 @@ The child ends when its standard input does (`--exit-with-parent`), so it also e
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ PROGRAM = (sys.executable, "-m", "splitserve")
 POLL_INTERVAL = 0.05
 # Seconds until a child that has to stop at once is killed.
 _STOP_TIMEOUT = 12.0
+# Bytes of a log. A longer one is moved to NAME.log.1, which replaces the one before.
+_MAX_LOG_BYTES = 64 << 20
 # The part of a log in which its last lines are searched.
 _TAIL_BYTES = 1 << 16
 
@@ -99,6 +102,14 @@ class ChildProcess:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
+
+    def bound_log(self, max_bytes: int = _MAX_LOG_BYTES) -> None:
+        """Move a log of more than `max_bytes` aside. Lines that the process writes meanwhile may be lost."""
+        if self.log_path.stat().st_size > max_bytes:
+            shutil.copyfile(self.log_path, f"{self.log_path}.1")
+            # The process appends, so it goes on at the beginning.
+            os.truncate(self.log_path, 0)
+            self._log_start = 0
 
     def send_signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal: the first SIGTERM drains it, the second stops it at once. No-op if it has ended."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.server.schemas import BootstrapFields
-
-# Data parallel ranks of a worker at most.
-MAX_DP_SIZE = 1024
 
 
 def bootstrap_infos(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from splitserve.clock import ManualClock
+from splitserve.cluster import supervisor
 from splitserve.cluster.commands import Credentials
 from splitserve.cluster.config import ClusterConfig, parse_config
 from splitserve.cluster.control import socket_path
@@ -217,6 +218,14 @@ async def test_going_down_ends_everything(world):
     assert not world.placer.seen
     with pytest.raises(ConfigError, match="is going down"):
         world.supervisor.scale({"decode": 1})
+
+
+async def test_going_down_does_not_wait_for_the_next_regular_look(world, monkeypatch):
+    monkeypatch.setattr(supervisor, "_INTERVAL", 3600.0)
+    running = asyncio.create_task(world.supervisor.run())
+    world.supervisor.down(now=False)
+    async with asyncio.timeout(60):
+        await running
 
 
 async def test_scaling_a_pool_that_is_not_there_is_refused(world):

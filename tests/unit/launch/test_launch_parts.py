@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from splitserve.cluster.config import KeysConfig
 from splitserve.cluster.deployment import LocalDeployment
 from splitserve.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 from splitserve.launch import rank_share
+from splitserve.launch.child import ChildProcess
 from splitserve.launch.hand_over import check_pool_device
 from splitserve.launch.http_server import bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
@@ -178,3 +180,34 @@ def test_gaps_between_tokens_are_summed_up() -> None:
     assert answer.mean_itl == pytest.approx(0.015)
     assert answer.p99_itl == 0.02
     assert StreamedAnswer().p99_itl == 0.0
+
+
+def test_a_log_is_moved_aside_when_it_is_too_long(tmp_path: Path) -> None:
+    program = (sys.executable, "-c", "import sys\nfor line in sys.stdin: print(line, end='', flush=True)")
+    child = ChildProcess("worker", (), tmp_path, program=program)
+    try:
+        standard_input = child._process.stdin
+        assert standard_input is not None
+
+        def write(line: bytes) -> None:
+            standard_input.write(line)
+            standard_input.flush()
+            while not child.log_path.read_bytes().endswith(line):
+                assert child.exit_code is None
+
+        write(b"first\n")
+        child.bound_log(max_bytes=6)
+        assert child.log_tail() == "first"
+        write(b"second\n")
+        child.bound_log(max_bytes=6)
+        assert Path(f"{child.log_path}.1").read_text() == "first\nsecond\n"
+        write(b"third\n")
+        assert child.log_path.read_text() == "third\n"
+        assert child.log_tail() == "third"
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize("text", ["gone", "gone.", "gone. ", "gone: "])
+def test_an_error_inside_another_one_brings_no_punctuation(text: str) -> None:
+    assert f"{clause(OSError(text))}; try again" == "gone; try again"

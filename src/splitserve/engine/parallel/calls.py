@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from splitserve.engine.upload import to_device
-from splitserve.errors import RanksLostError
+from splitserve.errors import RanksLostError, clause
 
 # Rows of the step whose logits are computed in one call.
 Rows = Sequence[int]
@@ -55,7 +55,7 @@ class StepCalls:
                 self.logits(to_device(np.array(self._left[0]), self._hidden.device))
         except Exception as cause:
             raise RanksLostError(
-                f"The ranks of this worker are out of step: {type(cause).__name__}: {cause}. Start it again."
+                f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."
             ) from cause
 
     def _together(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, Weigh
 from splitserve.engine.parallel.meeting import Meeting
 from splitserve.engine.parallel.plan import Shards, cut_experts, cut_stage, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _layers(config: Any, ranks: Ranks, pp_layers: Sequence[int]) -> range:
     try:
         stages = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
     except ValueError as error:
-        raise ConfigError(f"{error}.") from error
+        raise ConfigError(f"{clause(error)}.") from error
     return stages[ranks.rank.pp_rank]
 
 

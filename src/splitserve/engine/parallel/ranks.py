@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import RanksLostError, WorkerUnavailableError
+from splitserve.errors import RanksLostError, WorkerUnavailableError, clause
 
 # torch 2.13 deprecates the older names, which 2.11 has alone.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -164,7 +164,7 @@ def open_ranks(
         missing = "" if store is None else f" {_missing(store, 'here', rank)} did not come."
         raise WorkerUnavailableError(
             f"Rank {rank.index} of {rank.group_size} did not meet the others at {init_method} within {timeout:.0f} s:"
-            f"{missing} {error}. Check that all ranks were started, with the same address."
+            f"{missing} {clause(error)}. Check that all ranks were started, with the same address."
         ) from error
     return Ranks(rank, device, stages, store)
 
