@@ -16,7 +16,7 @@ SplitserveError
 ├── WorkerUnavailableError       503  no worker, or not ready yet
 ├── DeadlineExceededError        504  a wait ran out of time; the stage is named
 ├── KVTransferError              500  the KV cache of one room could not be handed over
-│   ├── IncompatiblePeerError    500  versions, layouts or models of the two sides differ
+│   ├── IncompatiblePeerError    503  versions, layouts or models of the two sides differ
 │   └── PeerLostError            500  the other side died or was replaced
 ├── EngineError                  500  the model failed on this step
 ├── RanksLostError               500  the ranks of a worker do not compute together any more: it has to end
@@ -151,6 +151,8 @@ class KVTransferError(SplitserveError):
 
 
 class IncompatiblePeerError(KVTransferError):
+    # For the client, as if the worker were not there: another pair may serve the request.
+    http_status = 503
     reason = "incompatible_peer"
 
 

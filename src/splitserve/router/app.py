@@ -252,6 +252,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "reason": worker.unready_reason,
         "draining": worker.drains,
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,
+        "incompatible": [{"url": partner.url, "reason": reason} for partner, (reason, _) in worker.misfits.items()],
         "num_running": worker.num_running,
         "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,
     }

@@ -41,6 +41,7 @@ class HealthMonitor:
         try:
             while True:
                 self._registry.forget_left()
+                self._registry.forget_misfits()
                 await watches.update(self._registry.all())
                 for worker in self._registry.forget_lost():
                     logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)

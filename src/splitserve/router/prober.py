@@ -20,6 +20,7 @@ import msgspec
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.failure import UpstreamError
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.misfit import Misfit, misfit_in
 from splitserve.router.pairing import pair_body
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
@@ -105,7 +106,11 @@ class Prober:
         is_prefill = worker.mode is DisaggregationMode.PREFILL
         pair = Pair(worker, partner) if is_prefill else Pair(partner, worker)
         problem = await hand_over(self._upstream, pair)
+        if isinstance(problem, Misfit):
+            self._registry.add_misfit(pair, problem)
+            return f"it is incompatible with {partner.url}: {problem}"
         if problem is None:
+            worker.forget_misfits(partner)
             self._succeed(worker)
             self._succeed(partner)
         return problem
@@ -136,7 +141,7 @@ async def generate(upstream: Upstream, worker: Worker) -> str | None:
 
 
 async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
-    """Have the pair serve a request of two tokens; what is wrong."""
+    """Have the pair serve a request of two tokens; what is wrong, a Misfit if the two cannot form a pair."""
     params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
     raw = msgspec.json.encode(pair_body("/generate", body, pair.prefill.host, pair.prefill.bootstrap_port))
@@ -153,7 +158,7 @@ async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return "; ".join(problems) or None
+    return next((problem for problem in problems if isinstance(problem, Misfit)), "; ".join(problems) or None)
 
 
 async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
@@ -164,6 +169,8 @@ async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
         return f"no hand-over: {_message(error.body)}"
     if status in (200, *_CANNOT_BE_ASKED):
         return None
+    if (misfit := misfit_in(answer)) is not None:
+        return misfit
     problem = _refusal(upstream, status) or f"{status}, {_message(answer)}"
     return f"no hand-over: {worker.mode} worker {worker.url}: {problem}"
 

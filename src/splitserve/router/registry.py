@@ -30,6 +30,9 @@ from splitserve.router.proof import Proof
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
+# Seconds after which a pair that did not fit is given a request again, or is probed before.
+MISFIT_SECONDS = 60.0
+NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
 
 
 @dataclass(slots=True)
@@ -105,6 +108,19 @@ class WorkerRegistry:
         self.forget_left()
         return True
 
+    def add_misfit(self, pair: Pair, reason: str) -> None:
+        """Remember for a while that a pair cannot serve requests. No-op if either has been replaced meanwhile."""
+        if all(self._workers.get(worker.url) is worker for worker in (pair.prefill, pair.decode)):
+            pair.prefill.add_misfit(pair.decode, reason, self._clock.now() + MISFIT_SECONDS)
+
+    def forget_misfits(self) -> None:
+        """Drop those that are long ago, or of a partner that is not registered any more."""
+        now = self._clock.now()
+        for worker in self._workers.values():
+            for partner, (_, until) in list(worker.misfits.items()):
+                if until <= now or self._workers.get(partner.url) is not partner:
+                    worker.forget_misfits(partner)
+
     def forget_left(self) -> None:
         """Drop those that have deregistered and have none of our requests any more."""
         for worker in [w for w in self._workers.values() if w.is_leaving and not w.calls]:
@@ -177,15 +193,17 @@ class WorkerRegistry:
             if self._is_short_for(decode, wish):
                 self._place(decode, wish)
                 return decode
-        can_pair = all(self._takers(mode, avoid) for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
-        if self.pool(DisaggregationMode.NULL) and not can_pair:
+        if self.pool(DisaggregationMode.NULL) and not self._fitting_prefills(avoid):
             worker = self._choose(DisaggregationMode.NULL, wish, avoid)
             self._place(worker, wish)
             return worker
         return self.select_pair(wish, avoid, decode)
 
     def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None) -> Pair:
-        """`decode`: where that is chosen. Raises WorkerUnavailableError naming each pool that has no healthy worker."""
+        """A pair that fits together, with `decode` if that was chosen and fits any.
+
+        Raises WorkerUnavailableError naming each pool that has no healthy worker.
+        """
         missing = [
             self._describe_missing(mode)
             for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
@@ -193,8 +211,15 @@ class WorkerRegistry:
         ]
         if missing:
             raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
-        prefill = self._choose(DisaggregationMode.PREFILL, wish, avoid)
-        decode = decode or self._choose(DisaggregationMode.DECODE, wish, avoid)
+        prefills = [] if decode is None else self._fitting_prefills(avoid, [decode])
+        if not prefills:
+            decode, prefills = None, self._fitting_prefills(avoid)
+        if not prefills:
+            raise WorkerUnavailableError(f"{NO_PAIR_FITS}: GET /workers says why")
+        prefill = self._choose_of(DisaggregationMode.PREFILL, prefills, wish, avoid)
+        if decode is None:
+            decodes = [w for w in self._takers(DisaggregationMode.DECODE, avoid) if w not in prefill.misfits]
+            decode = self._choose_of(DisaggregationMode.DECODE, decodes, wish, avoid)
         # A decode worker's ranks share out their requests themselves.
         self._place(decode, wish)
         return Pair(prefill, decode, self._place(prefill, wish))
@@ -210,13 +235,23 @@ class WorkerRegistry:
         """Why no request can be sure of a path, through a pair or a colocated worker; None: one is proven."""
         modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL)
         prefill, decode, null = (self._pool_unready_reason(mode) for mode in modes)
-        if null is None or (prefill is None and decode is None):
+        misfit = self._misfit_of_ready()
+        if null is None or prefill is decode is misfit is None:
             return None
         # Of a kind that nobody started nothing need be said.
         has_pairs, has_colocated = (any(self.pool(mode) for mode in some) for some in (modes[:2], modes[2:]))
-        reasons = [prefill, decode] if has_pairs or not has_colocated else []
+        reasons = [prefill, decode, misfit] if has_pairs or not has_colocated else []
         reasons += [null] if has_colocated else []
         return " and ".join(reason for reason in reasons if reason is not None)
+
+    def _misfit_of_ready(self) -> str | None:
+        """Why no two workers that are ready fit together; None: some do."""
+        modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+        prefills, decodes = ([w for w in self.pool(mode) if w.unready_reason is None] for mode in modes)
+        for prefill in prefills:
+            if any(decode not in prefill.misfits for decode in decodes):
+                return None
+        return f"{NO_PAIR_FITS} ({prefills[0].misfits[decodes[0]][0]})" if prefills and decodes else None
 
     def _pool_unready_reason(self, mode: DisaggregationMode) -> str | None:
         pool = self.pool(mode)
@@ -232,12 +267,21 @@ class WorkerRegistry:
         takers = self._takers(mode, avoid)
         if not takers:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
+        return self._choose_of(mode, takers, wish, avoid)
+
+    def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], wish: Wish, avoid: Avoid) -> Worker:
         now = self._clock.now()
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
         # Where nobody else is there, requests are the proof: better than to turn them away.
         free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
         trusted = [w for w in free if w.is_trusted(now)] or free
         return self._policies[mode].choose(trusted, wish)
+
+    def _fitting_prefills(self, avoid: Avoid, decodes: list[Worker] | None = None) -> list[Worker]:
+        """Prefill workers that can serve a request with one of `decodes`. None: with any that takes requests."""
+        decodes = self._takers(DisaggregationMode.DECODE, avoid) if decodes is None else decodes
+        prefills = self._takers(DisaggregationMode.PREFILL, avoid)
+        return [p for p in prefills if any(d not in p.misfits for d in decodes)]
 
     def _is_short_for(self, decode: Worker, wish: Wish) -> bool:
         limit = self.disaggregate_above
@@ -262,7 +306,10 @@ def _why_unready(worker: Worker) -> str:
     """In few words, and without an address: whoever comes may hear it."""
     if not worker.healthy:
         return "unhealthy"
-    return "draining" if worker.drains else "not proven"
+    if worker.drains:
+        return "draining"
+    reasons = [reason for reason, _ in worker.misfits.values()]
+    return f"incompatible: {reasons[0]}" if reasons else "not proven"
 
 
 def _can_serve(takers: Mapping[DisaggregationMode, Sequence[Worker]]) -> bool:

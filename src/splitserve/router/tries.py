@@ -30,6 +30,7 @@ from splitserve.router.journal import Journal
 from splitserve.router.local_prefill import num_uncached_tokens
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.misfit import misfit_in
 from splitserve.router.pairing import Body, with_identity, with_rooms, without_rooms
 from splitserve.router.policies import wish_of
 from splitserve.router.prompts import PromptReader
@@ -188,6 +189,9 @@ class Tries:
         try:
             target = self._registry.select(self._wish, self._avoid)
         except WorkerUnavailableError as nobody:
+            if misfit_in(error.body):
+                # What differs is for operators.
+                raise nobody from None
             raise self._explained(error, f"it cannot go on elsewhere, for {nobody.message}") from None
         if self._avoid.suspects.issuperset(_workers(target)):
             # Nothing would be different, and a full worker is not to be asked again and again.
@@ -209,6 +213,11 @@ class Tries:
     def _blame(self, error: UpstreamError, target: Pair | Worker) -> None:
         """Who is at fault loses trust, and the request does not go there again while it has not been away since."""
         if error.cause in (Cause.REQUEST, Cause.ABORTED):
+            return
+        if isinstance(target, Pair) and (misfit := misfit_in(error.body)):
+            self._registry.add_misfit(target, misfit)
+            # One less: it takes no further attempt to learn it.
+            self._num_failures -= 1
             return
         is_lost, is_partners = error.cause is Cause.LOST, error.code == "peer_lost"
         if isinstance(target, Worker):

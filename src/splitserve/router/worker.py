@@ -57,6 +57,8 @@ class Worker:
     num_running_of_rank: Counter[int] = field(default_factory=Counter)
     # Whether a request can come through there.
     proof: Proof = field(default_factory=Proof)
+    # Partners with which it cannot serve a request: what differs, and the clock time until which that counts.
+    misfits: dict[Worker, tuple[str, float]] = field(default_factory=dict, repr=False)
     # Why its calls were broken off, while that is so.
     broken_off: str | None = None
     # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
@@ -109,6 +111,8 @@ class Worker:
     def mark_healthy(self, now: float) -> None:
         if not self.healthy:
             self.returned_at = now
+            # It may have been started again, with other options.
+            self.forget_misfits()
         self.healthy = True
         self.unhealthy_since = None
 
@@ -117,6 +121,16 @@ class Worker:
         if self.unhealthy_since is None:
             self.unhealthy_since = now
             self.proof.begin_anew()
+
+    def add_misfit(self, partner: Worker, reason: str, until: float) -> None:
+        # A plain string: only that can be encoded.
+        self.misfits[partner] = partner.misfits[self] = str(reason), until
+
+    def forget_misfits(self, partner: Worker | None = None) -> None:
+        """Forget that it does not fit `partner`. None: any of them."""
+        for other in list(self.misfits) if partner is None else [partner]:
+            self.misfits.pop(other, None)
+            other.misfits.pop(self, None)
 
     def give_sign(self) -> None:
         """It lives: a byte of it has come."""
