@@ -8,10 +8,12 @@ from typer.testing import CliRunner
 from splitserve import cli
 from splitserve.cluster.commands import Credentials, check_startable, router_spec, threads_of, worker_spec
 from splitserve.cluster.config import check_replicas, load_config, parse_config
+from splitserve.cluster.deployment import LocalDeployment
 from splitserve.cluster.placer import NODE_ADDRESS
 from splitserve.cluster.up import run_cluster_up
 from splitserve.errors import ConfigError
 from splitserve.launch.http_server import bind, port_of
+from splitserve.offline.engine import _cluster as offline_cluster
 from splitserve.testing import ray_nodes
 
 CREDENTIALS = Credentials(b"t" * 32, clients=b"c", operators=b"o", workers=b"w", operator_key="op-key-0123456789")
@@ -186,3 +188,23 @@ def test_options_that_no_process_would_take_are_refused_before_any_starts(tmp_pa
     done = CliRunner().invoke(cli.app, ["cluster", *command, str(tmp_path / "c.yaml")])
     assert isinstance(done.exception, ConfigError)
     assert message in done.exception.message
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        LocalDeployment(),
+        LocalDeployment(prefill=0, decode=0, null=1),
+        offline_cluster("m", 1, 1, "tcp", False, {})._deployment,
+    ],
+    ids=["up", "up with a colocated worker", "offline pair"],
+)
+def test_workers_of_one_machine_always_have_a_token_of_their_cluster(deployment):
+    config = deployment.config()
+    first, second = Credentials.read(config), Credentials.read(config)
+    assert first.token != second.token
+    for name, pool in config.pools.by_name().items():
+        if pool.replicas:
+            spec = worker_spec(config, first, f"{name}-0", name, threads=1, router_url=None)
+            assert spec.secrets.by_option["--cluster-token-file"] == first.token
+            assert len(first.token) == 64
