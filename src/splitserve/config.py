@@ -250,6 +250,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # PEM file with the only certificate that a router at an https URL may present, whatever host name it is for. None:
     # a certificate that the system trusts, for the host name in the URL.
     router_certificate: str | None = None
+    # PEM files of this worker's certificate and its key. None: no TLS.
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    # PEM file with the authorities of the certificates that clients must present. None: clients need none.
+    ssl_ca_certs: str | None = None
     # File with the keys of who may call this worker; None: whoever reaches it.
     api_key_file: str | None = None
     log_level: str = "warning"

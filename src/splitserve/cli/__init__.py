@@ -16,6 +16,7 @@ import typer
 
 from splitserve import __version__
 from splitserve.cli.bench import bench_app
+from splitserve.cli.certs import certs_app
 from splitserve.cli.chaos import chaos
 from splitserve.cli.cluster import cluster_app
 from splitserve.cli.options import (
@@ -59,6 +60,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app)
 app.add_typer(cluster_app)
+app.add_typer(certs_app)
 
 
 @app.command()
@@ -198,6 +200,17 @@ def router(
     ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve https.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate.")] = None,
+    worker_ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM file with the authority of the certificates of workers at https URLs."),
+    ] = None,
+    worker_ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM certificate for workers that require one (their --ssl-ca-certs)."),
+    ] = None,
+    worker_ssl_keyfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM key of --worker-ssl-certfile.")
+    ] = None,
     ready_file: ReadyFileOption = None,
     exit_with_parent: ParentOption = False,
     fd: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -239,6 +252,9 @@ def router(
         cors_origins=tuple(cors_origin or ()),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
+        worker_ssl_ca_certs=worker_ssl_ca_certs,
+        worker_ssl_certfile=worker_ssl_certfile,
+        worker_ssl_keyfile=worker_ssl_keyfile,
     )
     raise typer.Exit(run_router(args, ready_file=ready_file, fd=fd, exit_with_parent=exit_with_parent))
 

@@ -86,6 +86,14 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="PEM file with the certificate that a router at an https URL must present."),
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate of this worker: serve https.")
+    ] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate.")] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM authorities: only clients with a certificate of theirs are served."),
+    ] = None,
     api_key_file: WorkerKeysOption = None,
     disaggregation_host: Annotated[
         str | None, typer.Option(help="Address by which the other workers reach this one; default: --host.")
@@ -271,6 +279,9 @@ def serve(
             router_urls=place.router_urls,
             router_key_file=None if router_key_file is None else str(router_key_file),
             router_certificate=None if router_certificate is None else str(router_certificate),
+            ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
+            ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
+            ssl_ca_certs=None if ssl_ca_certs is None else str(ssl_ca_certs),
             api_key_file=None if api_key_file is None else str(api_key_file),
             log_level=log_level,
         ),

@@ -13,6 +13,7 @@ from splitserve.errors import ConfigError
 from splitserve.launch.cluster_token import new_token, read_token_file
 from splitserve.launch.tls import trust_only
 from splitserve.router.api_keys import first_key, read_keys
+from splitserve.router.worker_tls import CA_OPTION, CERT_OPTION, KEY_OPTION, worker_tls
 
 _CERTIFICATE_OPTION = "--ssl-certfile"
 
@@ -30,6 +31,8 @@ class Credentials:
     worker_key: str | None = None
     # PEM certificate of a router with https.
     certificate: bytes | None = None
+    # The context of a client of workers with https. None: what the system trusts.
+    worker_tls: ssl.SSLContext | None = None
 
     @classmethod
     def read(cls, config: ClusterConfig) -> Credentials:
@@ -46,6 +49,7 @@ class Credentials:
             operator_key=None if operators is None else first_key(Path(operators), "keys.operators"),
             worker_key=None if keys.workers is None else first_key(Path(keys.workers), "keys.workers"),
             certificate=_certificate(config.router.args),
+            worker_tls=worker_tls(*(_path(config.router.args, name) for name in (CA_OPTION, CERT_OPTION, KEY_OPTION))),
         )
 
     @property
@@ -74,6 +78,11 @@ def _certificate(router_args: Sequence[str]) -> bytes | None:
         raise ConfigError(f"{_CERTIFICATE_OPTION} {path}: {error.strerror}") from None
     trust_only(pem, f"{_CERTIFICATE_OPTION} {path}")
     return pem
+
+
+def _path(args: Sequence[str], option: str) -> Path | None:
+    value = option_value(args, option)
+    return None if value is None else Path(value)
 
 
 def option_value(args: Sequence[str], name: str) -> str | None:

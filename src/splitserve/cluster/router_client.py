@@ -26,17 +26,24 @@ class RouterClient:
     """HTTP to the router, and to workers. Use as a context manager. All methods raise WorkerUnavailableError.
 
     `operator_key`: for a router with keys. `address`: the address of the router's name to connect to. None: any.
-    `tls`: for a router with https. None: what the system trusts.
+    `tls`: for a router with https, `worker_tls`: for workers with https. None: what the system trusts.
     """
 
-    def __init__(self, operator_key: str | None, address: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        operator_key: str | None,
+        address: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        worker_tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._key = operator_key
         self._address = address
         self._tls = tls
+        self._worker_tls = worker_tls
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address, self._tls))
+        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address))
         return self
 
     async def __aexit__(
@@ -47,7 +54,7 @@ class RouterClient:
 
     async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
         """Return how many requests run or wait on a worker."""
-        answer = await self._send("GET", f"{worker_url}/get_load", key=worker_key)
+        answer = await self._send("GET", f"{worker_url}/get_load", key=worker_key, tls=self._worker_tls)
         return sum(int(load["num_reqs"]) for load in answer)
 
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
@@ -77,22 +84,40 @@ class RouterClient:
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
         """Register a worker in its place. Never raises: it is repeated."""
-        host = urlsplit(ready.url).netloc.rpartition(":")[0]
+        parts = urlsplit(ready.url)
+        host = parts.netloc.rpartition(":")[0]
         try:
             await register_disaggregation_server(
-                mode, ready.port, ready.bootstrap_port, router_url, host, self._key, tls=self._tls
+                mode,
+                ready.port,
+                ready.bootstrap_port,
+                router_url,
+                host,
+                self._key,
+                tls=self._tls,
+                scheme=parts.scheme,
             )
         except WorkerUnavailableError as error:
             logger.warning("could not announce %s: %s", ready.url, error)
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._send(method, url, body, key=self._key)
+        answer: dict[str, Any] = await self._send(method, url, body, key=self._key, tls=self._tls)
         return answer
 
-    async def _send(self, method: str, url: str, body: dict[str, Any] | None = None, *, key: str | None) -> Any:
+    async def _send(
+        self,
+        method: str,
+        url: str,
+        body: dict[str, Any] | None = None,
+        *,
+        key: str | None,
+        tls: ssl.SSLContext | None,
+    ) -> Any:
         assert self._session is not None, "used outside of its context"
         try:
-            async with self._session.request(method, url, json=body, headers=key_header(key)) as response:
+            async with self._session.request(
+                method, url, json=body, headers=key_header(key), ssl=True if tls is None else tls
+            ) as response:
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WorkerUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None

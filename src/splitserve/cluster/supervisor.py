@@ -69,7 +69,9 @@ class Supervisor:
         self._reconciler = Reconciler(
             replicas, config.supervision, self._clock.now(), router_first=router_socket is None
         )
-        self._router = router or RouterClient(credentials.operator_key, tls=credentials.tls)
+        self._router = router or RouterClient(
+            credentials.operator_key, tls=credentials.tls, worker_tls=credentials.worker_tls
+        )
         self._seen: Mapping[str, Observation] = {}
         # URL of the router that each worker was started with.
         self._started_with: dict[str, str] = {}

@@ -13,7 +13,7 @@ from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
 from splitserve.errors import ConfigError
 from splitserve.events.publisher import check_config
-from splitserve.launch.tls import trust_only
+from splitserve.launch.tls import TlsFiles, tls_files, trust_only
 from splitserve.router.api_keys import first_key, read_keys
 from splitserve.router.args import parse_url
 from splitserve.scheduler.ngram import MIN_MATCH
@@ -116,6 +116,7 @@ def check_worker(config: WorkerConfig) -> None:
     check_config(config.kv_events, config.dp_size)
     router_key(config.server)
     router_tls(config.server)
+    server_tls(config.server)
     if config.server.api_key_file is not None:
         read_keys(Path(config.server.api_key_file), "--api-key-file")
 
@@ -198,6 +199,12 @@ def router_tls(server: ServerConfig) -> ssl.SSLContext | None:
         return trust_only(Path(path).read_bytes(), f"--router-certificate {path}")
     except OSError as error:
         raise ConfigError(f"--router-certificate {path}: {error.strerror}") from None
+
+
+def server_tls(server: ServerConfig) -> TlsFiles | None:
+    """Return the files of a worker with https. None: it has none. Raises ConfigError."""
+    paths = (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
+    return tls_files(*(None if path is None else Path(path) for path in paths))
 
 
 def router_urls(options: Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,6 +72,8 @@ class HttpServer:
             backlog=2048,
             ssl_certfile=None if tls is None else tls.certfile,
             ssl_keyfile=None if tls is None else tls.keyfile,
+            ssl_ca_certs=None if tls is None or tls.ca_certs is None else str(tls.ca_certs),
+            ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.ca_certs is None else ssl.CERT_REQUIRED,
         )
         self._server = _Server(config)
         self._socket = sock

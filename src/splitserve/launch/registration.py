@@ -38,6 +38,7 @@ class RouterRegistration:
         *,
         api_key: str | None = None,
         tls: ssl.SSLContext | None = None,
+        scheme: str = "http",
         look_up: LookUp = look_up,
     ) -> None:
         self._router_urls = tuple(router_urls)
@@ -47,6 +48,7 @@ class RouterRegistration:
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._api_key = api_key
         self._tls = tls
+        self._scheme = scheme
         self._look_up = look_up
         self._followers: list[asyncio.Task[None]] = []
         # One for each router, by URL and address.
@@ -90,7 +92,7 @@ class RouterRegistration:
 
     async def _send(self, send: Callable[..., Awaitable[None]], router_url: str, address: str | None) -> None:
         worker = (self._mode, self._port, self._bootstrap_port, router_url, self._host)
-        await send(*worker, self._api_key, address, self._tls)
+        await send(*worker, self._api_key, address, self._tls, self._scheme)
 
     async def _run(self, router_url: str, address: str | None) -> None:
         delay, longest = _BACKOFF

@@ -17,6 +17,8 @@ class TlsFiles:
 
     certfile: Path
     keyfile: Path
+    # Authorities of the certificates that clients must present. None: they need none.
+    ca_certs: Path | None = None
 
 
 def trust_only(pem: bytes, source: str) -> ssl.SSLContext:
@@ -36,8 +38,13 @@ def trust_only(pem: bytes, source: str) -> ssl.SSLContext:
     return context
 
 
-def tls_files(certfile: Path | None, keyfile: Path | None) -> TlsFiles | None:
-    """What `--ssl-certfile` and `--ssl-keyfile` name; None: no TLS. Raises ConfigError where they cannot be used."""
+def tls_files(certfile: Path | None, keyfile: Path | None, ca_certs: Path | None = None) -> TlsFiles | None:
+    """Return the files of `--ssl-certfile`, `--ssl-keyfile`, `--ssl-ca-certs`. None: no TLS.
+
+    Raises ConfigError for files that cannot be used.
+    """
+    if ca_certs is not None and certfile is None:
+        raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile")
     if certfile is None and keyfile is None:
         return None
     if certfile is None or keyfile is None:
@@ -56,4 +63,9 @@ def tls_files(certfile: Path | None, keyfile: Path | None) -> TlsFiles | None:
             f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} cannot be used together ({reason}): give a PEM "
             "certificate and its PEM key without a password"
         ) from None
-    return TlsFiles(certfile, keyfile)
+    if ca_certs is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--ssl-ca-certs {ca_certs}: {error.strerror or 'no PEM certificate'}") from None
+    return TlsFiles(certfile, keyfile, ca_certs)

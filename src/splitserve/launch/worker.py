@@ -33,7 +33,7 @@ from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.errors import SplitserveError, WorkerUnavailableError
-from splitserve.launch.checks import router_key, router_tls
+from splitserve.launch.checks import router_key, router_tls, server_tls
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
@@ -146,7 +146,7 @@ class _Worker:
                 bootstrap_port=self._bootstrap.port,
                 scheduler_pids=schedulers.pids,
             )
-            server = HttpServer(app, self._socket)
+            server = HttpServer(app, self._socket, server_tls(self._config.server))
             closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
             await server.start()
             if not await self._loaded(schedulers):
@@ -211,6 +211,10 @@ class _Worker:
             await switch.close()
             await membership.leave()
 
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._config.server.ssl_certfile is None else "https"
+
     def _host(self) -> str:
         """By which others reach this worker."""
         settings = self._config.server
@@ -220,7 +224,7 @@ class _Worker:
     def _write_ready_file(self, schedulers: Schedulers) -> str:
         """This worker's URL."""
         port = port_of(self._socket)
-        url = f"http://{self._host()}:{port}"
+        url = f"{self._scheme}://{self._host()}:{port}"
         loaded, settings = schedulers.group.info, self._config.server
         assert loaded is not None
         num_tokens = loaded.pages_total * loaded.page_size
@@ -263,6 +267,7 @@ class _Worker:
             bootstrap_port,
             api_key=router_key(settings),
             tls=router_tls(settings),
+            scheme=self._scheme,
         )
 
     async def _drain(

@@ -13,6 +13,7 @@ from splitserve.config import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.router.policies import POLICIES
+from splitserve.router.worker_tls import CA_OPTION, CERT_OPTION, KEY_OPTION
 
 # As browsers send it: no path, no capitals.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
@@ -102,6 +103,10 @@ class LBArgs:
     # PEM files; None: no TLS.
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    # PEM files for workers at https URLs: authority of their certificates; certificate and key of the router as client.
+    worker_ssl_ca_certs: Path | None = None
+    worker_ssl_certfile: Path | None = None
+    worker_ssl_keyfile: Path | None = None
     # `max_request_bytes` None: the largest limit among its workers.
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
@@ -181,6 +186,8 @@ class LBArgs:
         parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
         parser.add_argument("--ssl-certfile", type=Path, metavar="FILE")
         parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE")
+        for option in (CA_OPTION, CERT_OPTION, KEY_OPTION):
+            parser.add_argument(option, type=Path, metavar="FILE")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
@@ -216,6 +223,9 @@ class LBArgs:
             cors_origins=tuple(args.cors_origin),
             ssl_certfile=args.ssl_certfile,
             ssl_keyfile=args.ssl_keyfile,
+            worker_ssl_ca_certs=args.worker_ssl_ca_certs,
+            worker_ssl_certfile=args.worker_ssl_certfile,
+            worker_ssl_keyfile=args.worker_ssl_keyfile,
         )
 
 

@@ -28,6 +28,7 @@ from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Pair, Worker
+from splitserve.router.worker_tls import worker_tls
 from splitserve.router.workers_file import WorkersFile
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class MiniLoadBalancer:
             self._workers_file = WorkersFile(args.workers_file, self.registry, args.health_interval)
         path = args.worker_key_file
         self._key_header = key_header(None if path is None else first_key(path, "--worker-key-file"))
+        self._worker_tls = worker_tls(args.worker_ssl_ca_certs, args.worker_ssl_certfile, args.worker_ssl_keyfile)
         self._prompts = PromptReader()
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
@@ -68,7 +70,7 @@ class MiniLoadBalancer:
         return self.registry.select_pair()
 
     async def open(self) -> None:
-        self._upstream = Upstream(self.args, self.registry, self._key_header)
+        self._upstream = Upstream(self.args, self.registry, self._key_header, self._worker_tls)
         monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval, self.args.hang_timeout)
         follower = CacheFollower(
             self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from splitserve.events.discovery import PublisherInfo, find_publishers, follow
+from splitserve.router.addresses import connector
 from splitserve.router.failure import UpstreamError
 from splitserve.router.prefixes import CachedPrefixes
 from splitserve.router.prompts import PromptReader
@@ -57,7 +58,9 @@ class CacheFollower:
         """For ever; cancel it. At once over where nobody wants to know."""
         if not self._registry.followed_modes:
             return
-        async with aiohttp.ClientSession(headers=self._upstream.key_header) as session:
+        async with aiohttp.ClientSession(
+            headers=self._upstream.key_header, connector=connector(None, self._upstream.tls)
+        ) as session:
             watches = Watches(lambda worker: self._watch(session, worker))
             try:
                 if self._model is not None:

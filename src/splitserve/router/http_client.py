@@ -42,14 +42,15 @@ class _Target:
 class HttpClient:
     """Owns its connections; use it inside one running event loop, then `close` it."""
 
-    def __init__(self, connect_timeout: float) -> None:
+    def __init__(self, connect_timeout: float, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: for servers at https URLs. None: what the system trusts."""
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()
         # Connections without a request, the last used at the right.
         self._idle: dict[_Target, deque[HttpConnection]] = defaultdict(deque)
         self._all: set[HttpConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     def send(
         self,

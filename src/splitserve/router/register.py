@@ -69,15 +69,17 @@ async def register_disaggregation_server(
     api_key: str | None = None,
     address: str | None = None,
     tls: ssl.SSLContext | None = None,
+    scheme: str = "http",
 ) -> None:
     """Register the worker at `host`:`server_port` with the router at `pdlb_url`. Repeating it is harmless.
 
     `api_key`: a key of an operator, if the router has keys. `address`: the address of its name to connect to. None: any
-    of them. `tls`: for an https URL. None: what the system trusts.
+    of them. `tls`: for a router at an https URL. None: what the system trusts.
+    `scheme`: of the worker's URL, http or https.
 
     Raises WorkerUnavailableError if the router does not answer or refuses.
     """
-    await _post(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port), api_key, address, tls)
+    await _post(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port, scheme), api_key, address, tls)
 
 
 async def deregister_disaggregation_server(
@@ -89,13 +91,18 @@ async def deregister_disaggregation_server(
     api_key: str | None = None,
     address: str | None = None,
     tls: ssl.SSLContext | None = None,
+    scheme: str = "http",
 ) -> None:
     """Remove the worker from the router. Arguments and errors are those of `register_disaggregation_server`."""
-    await _post(pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port), api_key, address, tls)
+    await _post(
+        pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port, scheme), api_key, address, tls
+    )
 
 
-def _request(mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None) -> PDRegistryRequest:
-    return PDRegistryRequest(mode=mode.value, registry_url=f"http://{host}:{port}", bootstrap_port=bootstrap_port)
+def _request(
+    mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None, scheme: str
+) -> PDRegistryRequest:
+    return PDRegistryRequest(mode=mode.value, registry_url=f"{scheme}://{host}:{port}", bootstrap_port=bootstrap_port)
 
 
 async def _post(

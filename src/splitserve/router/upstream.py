@@ -5,6 +5,8 @@ It knows nothing of pairs.
 
 from __future__ import annotations
 
+import ssl
+
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
 from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
@@ -32,15 +34,18 @@ _JSON = {"content-type": "application/json"}
 class Upstream:
     """The router's way to its workers. Owns the connections to all of them; open it inside a running event loop.
 
-    `key_header`: what opens the workers.
+    `key_header`: what opens the workers. `tls`: for workers at https URLs. None: what the system trusts.
     """
 
-    def __init__(self, args: LBArgs, registry: WorkerRegistry, key_header: Headers) -> None:
+    def __init__(
+        self, args: LBArgs, registry: WorkerRegistry, key_header: Headers, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._args = args
         self._registry = registry
         # No limit on connections: the workers bound their queues, a second bound here would only hide it.
-        self._client = HttpClient(args.connect_timeout)
+        self._client = HttpClient(args.connect_timeout, tls)
         self.key_header = key_header
+        self.tls = tls
 
     async def close(self) -> None:
         await self._client.close()
