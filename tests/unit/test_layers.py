@@ -32,6 +32,7 @@ LAYERS = {
     "events.index": 2,
     "metrics": 3,
     "scheduler": 4,
+    "api": 4,
     "server": 5,
     "router": 5,
     "launch": 6,

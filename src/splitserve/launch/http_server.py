@@ -11,10 +11,14 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from splitserve.api.http_protocol import EdgeProtocol
+from splitserve.api.pending_connections import PendingConnections
+from splitserve.config import LimitsConfig
 from splitserve.errors import AddressTakenError, ConfigError, SplitserveError
 from splitserve.launch.tls import TlsFiles
 
@@ -61,13 +65,19 @@ def reachable_host(host: str) -> str:
 class HttpServer:
     """Serves one ASGI application on one socket. `start` it, then `stop` it; it owns the socket."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, tls: TlsFiles | None = None, limits: LimitsConfig | None = None
+    ) -> None:
+        limits = limits or LimitsConfig()
+        pending = PendingConnections(limits.max_idle_connections)
         config = uvicorn.Config(
             app,
+            # uvicorn calls it as a class, to make one for each connection.
+            http=partial(EdgeProtocol, limits=limits, pending=pending),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="on",
-            timeout_keep_alive=75,
+            timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
             ws="none",
             backlog=2048,
             ssl_certfile=None if tls is None else tls.certfile,

@@ -39,7 +39,7 @@ def run_router(
     sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
     port, scheme = port_of(sock), "http" if tls is None else "https"
     info = ReadyInfo(pid=os.getpid(), port=port, url=f"{scheme}://{reachable_host(args.host)}:{port}")
-    return uvloop.run(_serve(HttpServer(app, sock, tls), info, args, ready_file, exit_with_parent))
+    return uvloop.run(_serve(HttpServer(app, sock, tls, args.limits), info, args, ready_file, exit_with_parent))
 
 
 async def _serve(

@@ -146,7 +146,8 @@ class _Worker:
                 bootstrap_port=self._bootstrap.port,
                 scheduler_pids=schedulers.pids,
             )
-            server = HttpServer(app, self._socket, server_tls(self._config.server))
+            settings = self._config.server
+            server = HttpServer(app, self._socket, server_tls(settings), settings.limits)
             closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
             await server.start()
             if not await self._loaded(schedulers):

@@ -17,6 +17,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
+from splitserve.api.intake import Intake
+from splitserve.api.limits import effective_limits
+from splitserve.api.request_memory import RequestMemory
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
 from splitserve.router.api_keys import ApiKeys, read_keys
@@ -68,7 +71,15 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method])
     _add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
-    return _behind_doors(_shortcut(app, generate), args)
+    memory = RequestMemory(args.limits.max_request_memory)
+    memory.export(balancer.metrics.registry, "splitserve_router:")
+    limited = Intake(
+        _shortcut(app, generate),
+        max_body_bytes=lambda: args.limits.request_bytes(balancer.registry.context_length),
+        timeout=args.limits.body_timeout,
+        memory=memory,
+    )
+    return _behind_doors(limited, args)
 
 
 def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
@@ -216,7 +227,8 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> Response:
-        info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy}
+        limits = effective_limits(balancer.args.limits, balancer.registry.context_length)
+        info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy, "limits": limits}
         for mode in DisaggregationMode:
             answers = await balancer.ask_all(registry.pool(mode), "GET", "/server_info")
             info[mode.value] = [{"url": w.url, **_object(answer)} for w, status, answer in answers if status == 200]

@@ -17,60 +17,60 @@ class RouteMetrics:
 
 class RouterMetrics:
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.requests = Counter(
-            "splitserve_router:requests", "Requests taken, by route", ["route"], registry=self._registry
+            "splitserve_router:requests", "Requests taken, by route", ["route"], registry=self.registry
         )
         self.errors = Counter(
             "splitserve_router:errors",
             "Requests that failed, by the side at fault (prefill, decode, colocated, router) and status",
             ["route", "side", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self.retries = Counter(
             "splitserve_router:retries",
             "Requests given to other workers, before (retry) or after (migration) the first byte, by the side at fault",
             ["kind", "side"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self.local_prefills = Counter(
             "splitserve_router:local_prefills",
             "Requests given to a decode worker alone, for their prompts were short (--disaggregate-above)",
-            registry=self._registry,
+            registry=self.registry,
         )
         self.disconnects = Counter(
-            "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self._registry
+            "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self.registry
         )
         self.running = Gauge(
-            "splitserve_router:num_requests_running", "Requests that have a place", registry=self._registry
+            "splitserve_router:num_requests_running", "Requests that have a place", registry=self.registry
         )
         self.waiting = Gauge(
-            "splitserve_router:num_requests_waiting", "Requests without a place", registry=self._registry
+            "splitserve_router:num_requests_waiting", "Requests without a place", registry=self.registry
         )
         self.duration = Histogram(
             "splitserve_router:request_duration_seconds",
             "From the request's arrival to its last byte",
             ["route"],
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self.workers = Gauge(
             "splitserve_router:workers",
             "Workers known, by mode and health",
             ["mode", "healthy"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self.ready_workers = Gauge(
             "splitserve_router:workers_ready",
             "Workers whose path is proven and that take requests, by mode",
             ["mode"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self.probes = Counter(
             "splitserve_router:probes",
             "Probes of workers that joined or came back, by outcome (ok, failed)",
             ["outcome"],
-            registry=self._registry,
+            registry=self.registry,
         )
 
         self._routes: dict[str, RouteMetrics] = {}
@@ -84,4 +84,4 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """Prometheus' text form."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -83,6 +83,8 @@ class Prober:
             problem = None if proof.generates else await generate(self._upstream, worker)
             if problem is None:
                 proof.generates = True
+                if worker.context_length is None:
+                    worker.context_length = await context_length(self._upstream, worker)
                 if worker.mode in _PARTNER_OF and (problem := await self._meet(worker)) is None:
                     # Proven with its partner, or waiting for one.
                     return
@@ -138,6 +140,16 @@ async def generate(upstream: Upstream, worker: Worker) -> str | None:
     if status in (200, *_CANNOT_BE_ASKED):
         return None
     return _refusal(upstream, status) or f"it generates nothing: {status}, {_message(answer)}"
+
+
+async def context_length(upstream: Upstream, worker: Worker) -> int | None:
+    """Return the tokens that a request may have there. None: the worker does not report it."""
+    try:
+        status, answer, _ = await upstream.ask(worker, "GET", "/get_model_info")
+        found = msgspec.json.decode(answer).get("max_model_len") if status == 200 else None
+    except (UpstreamError, msgspec.DecodeError, AttributeError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None
 
 
 async def hand_over(upstream: Upstream, pair: Pair) -> str | None:

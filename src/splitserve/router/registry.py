@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from splitserve.api.limits import DEFAULT_CONTEXT_LENGTH
 from splitserve.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
@@ -132,6 +133,12 @@ class WorkerRegistry:
         if worker is None:
             raise UnknownWorkerError(f"no worker is registered at {url!r}: GET /workers lists them", param="url")
         return worker
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest request that some worker can serve."""
+        known = [w.context_length for w in self._workers.values() if w.context_length is not None]
+        return max(known, default=DEFAULT_CONTEXT_LENGTH)
 
     def has_stand_in(self, worker: Worker) -> bool:
         """Whether others of its mode take requests."""

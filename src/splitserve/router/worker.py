@@ -35,6 +35,8 @@ class Worker:
     bootstrap_port: int | None = None
     # Given on the command line: never forgotten. A registered one is, when it stays away.
     is_static: bool = False
+    # Tokens that a request may have there. None: not known yet, or the worker does not report it.
+    context_length: int | None = None
     # False from a failed connection or health check until the next check that succeeds.
     healthy: bool = True
     # Clock time of the first failure in a row; None while healthy.

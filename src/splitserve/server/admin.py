@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
+from splitserve.api.limits import effective_limits
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import SamplingParams
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
@@ -137,6 +138,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "scheduler_pids": front.scheduler_pids,
         "internal_states": msgspec.to_builtins(await front.states()),
         "kv_events": _describe_kv_events(front),
+        "limits": effective_limits(front.config.server.limits, front.context_length),
     }
 
 

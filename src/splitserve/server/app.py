@@ -7,8 +7,10 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from splitserve import __version__
+from splitserve.api.intake import Intake
+from splitserve.api.request_memory import RequestMemory
 from splitserve.config import WorkerConfig
-from splitserve.metrics.worker import WorkerMetrics
+from splitserve.metrics.worker import PREFIX, WorkerMetrics
 from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.key_guard import KeyGuard
 from splitserve.server.admin import admin_routes
@@ -48,10 +50,19 @@ def build_app(
         requests=RequestTable(config.max_open_requests),
         metrics=WorkerMetrics(config.server.served_model_name or config.model.model),
         scheduler_pids=scheduler_pids,
+        request_memory=RequestMemory(config.server.limits.max_request_memory),
     )
+    front.request_memory.export(front.metrics.registry, PREFIX)
     app = FastAPI(title="Splitserve worker", version=__version__)
     app.state.front = front
     install_error_handlers(app)
+    app.add_middleware(
+        Intake,
+        max_body_bytes=lambda: front.max_body_bytes,
+        timeout=config.server.limits.body_timeout,
+        memory=front.request_memory,
+    )
+    # Added last, so checked first: without a key no body is read.
     if config.server.api_key_file is not None:
         keys = ApiKeys(read_keys(Path(config.server.api_key_file), "--api-key-file"))
         app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from splitserve.api.limits import DEFAULT_CONTEXT_LENGTH
+from splitserve.api.request_memory import RequestMemory
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.request import DisaggregationMode
@@ -69,6 +71,8 @@ class FrontEnd:
     # By data parallel rank.
     scheduler_pids: tuple[int, ...] = ()
     clock: Clock = field(default_factory=SystemClock)
+    # Memory that requests take in this process.
+    request_memory: RequestMemory = field(default_factory=RequestMemory)
 
     @property
     def mode(self) -> DisaggregationMode:
@@ -77,6 +81,16 @@ class FrontEnd:
     @property
     def served_model_name(self) -> str:
         return self.config.server.served_model_name or self.config.model.model
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a request may have. Until the model is loaded: the usual number."""
+        info = self.scheduler.info
+        return DEFAULT_CONTEXT_LENGTH if info is None else info.max_total_tokens_per_request
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.config.server.limits.request_bytes(self.context_length)
 
     @property
     def info(self) -> SchedulerReady:

@@ -99,7 +99,8 @@ async def start_router(on_port: int = 0, on_host: str = "127.0.0.1", **options: 
     """URL of a router with these LBArgs; it probes no workers unless that is said. `on_port`: 0: any free one."""
     options.setdefault("probe", False)
     sock = bind(on_host, on_port)
-    server = HttpServer(build_router_app(LBArgs(**options)), sock)
+    args = LBArgs(**options)
+    server = HttpServer(build_router_app(args), sock, limits=args.limits)
     url = f"http://{on_host}:{port_of(sock)}"
     await server.start()
     try:

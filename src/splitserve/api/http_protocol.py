@@ -1,0 +1,232 @@
+"""One HTTP connection of router or worker: uvicorn's protocol with limits that it does not have.
+
+- The line and headers of a request are bounded in bytes (431) and in time (408).
+- A connection without a complete request is listed in PendingConnections, which closes the oldest of an address.
+- A connection is closed only after its client could read the response, also if the client still sends a body.
+- A client of HTTP/1.0 gets a body that ends with the connection, not chunks, which it could not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from splitserve.api.intake import error_bytes
+from splitserve.api.pending_connections import PendingConnections
+from splitserve.config import LimitsConfig
+
+# Seconds for which a closing connection goes on discarding what the client sends. A close with unread data would reset
+# the connection, and the client might never see the response.
+_LINGER_SECONDS = 5.0
+
+
+class _Reading(enum.Enum):
+    """Part of a request that a connection reads."""
+
+    # None: the last request is complete, or none has come.
+    NOTHING = enum.auto()
+    HEADERS = enum.auto()
+    BODY = enum.auto()
+
+
+class EdgeProtocol(HttpToolsProtocol):
+    """`limits` and `pending` are those of the server, shared by all its connections."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: LimitsConfig,
+        pending: PendingConnections,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._pending = pending
+        self._address = ""
+        # Runs from the first byte of a request, on a new connection from its accept, to the end of the headers.
+        self._header_timer: asyncio.TimerHandle | None = None
+        # Bytes of the request's line and headers so far, up to what came in the last piece.
+        self._num_header_bytes = 0
+        self._reading = _Reading.NOTHING
+        # The response is written: only the client's end, or the linger timer, is awaited.
+        self._is_lingering = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._raw_transport = transport
+        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
+        self._address = self.client[0] if self.client else ""
+        self._pending.add(self._address, self)
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pending.remove(self._address, self)
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
+        before = self._reading
+        super().data_received(data)
+        if self._reading is _Reading.HEADERS:
+            self._start_header_timer()
+            self._num_header_bytes += len(data)
+            self._check_header_bytes()
+        elif before is self._reading is _Reading.NOTHING:
+            # Empty lines before a request, which the parser skips.
+            self._start_header_timer()
+
+    def on_message_begin(self) -> None:
+        self._reading = _Reading.HEADERS
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._reading = _Reading.BODY
+        self._stop_header_timer()
+        self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if self._check_header_bytes():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_lingering:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_lingering:
+            self._reading = _Reading.NOTHING
+            self._num_header_bytes = 0
+            self._pending.remove(self._address, self)
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._pending.add(self._address, self)
+        super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """Called when the server stops: close the connection, or let the response in progress be its last."""
+        if self.cycle is None or self.cycle.response_complete:
+            # It flushes what is written, and does not linger.
+            self._raw_transport.close()
+        else:
+            self.cycle.keep_alive = False
+
+    def close_pending(self) -> None:
+        """Close the connection at once: its address has too many that wait."""
+        self.transport.abort()
+
+    @property
+    def is_lingering(self) -> bool:
+        return self._is_lingering
+
+    def linger(self, transport: asyncio.Transport) -> None:
+        """Close the connection: between two requests at once, else when the client could read the response."""
+        # TLS connections have no half-close.
+        if self._reading is _Reading.NOTHING or not transport.can_write_eof():
+            transport.close()
+        elif not self._is_lingering and not transport.is_closing():
+            self._is_lingering = True
+            transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(_LINGER_SECONDS, transport.abort)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _CloseDelimited(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._limits.header_timeout, self._time_out)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _time_out(self) -> None:
+        self._header_timer = None
+        if self._reading is _Reading.NOTHING:
+            self.transport.close()
+        else:
+            self._reject(408, f"the headers were not complete after {self._limits.header_timeout:g} s")
+
+    def _check_header_bytes(self) -> bool:
+        """Return whether the headers are within their limit. If not, reject the request."""
+        limit = self._limits.max_header_bytes
+        if self._num_header_bytes <= limit:
+            return True
+        self._reject(431, f"the line and headers of the request have more than {limit} bytes: send less")
+        return False
+
+    def _reject(self, status: int, message: str) -> None:
+        if not self.transport.is_closing():
+            # A response to an earlier request of this connection would be cut in two.
+            if self.cycle is None or self.cycle.response_complete:
+                body = error_bytes(status, message)
+                head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+                self.transport.write(STATUS_LINE[status] + head + body)
+            self.transport.close()
+
+
+class _LingeringTransport:
+    """The connection's transport, whose `close` lets the client read what was written."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: EdgeProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._protocol.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        self._protocol.linger(self._transport)
+
+
+class _CloseDelimited:
+    """An app whose response, if it has no Content-Length, ends with the connection."""
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+        self._is_delimited = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plain(message: Message) -> None:
+            if message["type"] == "http.response.start" and not any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            ):
+                self._is_delimited = True
+            await (self._send(message) if self._is_delimited else send(message))
+
+        await self._app(scope, receive, send_plain)
+
+    async def _send(self, message: Message) -> None:
+        cycle = self._cycle
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if cycle.disconnected or cycle.response_complete:
+            return
+        if message["type"] == "http.response.start":
+            cycle.response_started = True
+            headers = [*cycle.default_headers, *message.get("headers", ()), (b"connection", b"close")]
+            lines = [name + b": " + value + b"\r\n" for name, value in headers]
+            cycle.transport.write(b"".join([STATUS_LINE[message["status"]], *lines, b"\r\n"]))
+            return
+        cycle.transport.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            cycle.response_complete = True
+            cycle.message_event.set()
+            cycle.transport.close()
+            cycle.on_response()

@@ -1,0 +1,141 @@
+"""ASGI middleware that reads the body of each request within bounds of size, time and memory before the app starts.
+
+1. A body that is announced, or turns out, larger than the limit: 413.
+2. A body that is not complete in time: 408.
+3. Too little memory for the bytes that came, or for parsing them: 503 with Retry-After.
+4. Otherwise the app gets the body in one piece. When the response starts, only the bytes of the body stay reserved: the
+   router keeps it for a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from splitserve.api.request_memory import PARSED_FACTOR, RequestMemory, Reservation
+
+_CODES = {408: "request_timeout", 413: "request_too_large", 431: "headers_too_large", 503: "over_capacity"}
+
+
+class _RejectedError(Exception):
+    """The request is answered with this status before the app sees it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Intake:
+    """`max_body_bytes`: returns the limit, which may change with the models served. `timeout`: seconds for a body."""
+
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: Callable[[], int], timeout: float, memory: RequestMemory
+    ) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._timeout = timeout
+        self._memory = memory
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with Reservation(self._memory) as reservation:
+            try:
+                body = await self._read(scope, receive, reservation)
+            except _RejectedError as rejected:
+                await _answer(send, rejected.status, rejected.message)
+                return
+            if body is not None:
+                await self._serve(scope, body, receive, send, reservation)
+
+    async def _serve(self, scope: Scope, body: bytes, receive: Receive, send: Send, reservation: Reservation) -> None:
+        num_bytes, replayed = len(body), _Replay(body, receive)
+        # From here on the replay holds the body, until the app has taken it.
+        del body
+
+        async def send_and_shrink(message: Message) -> None:
+            reservation.resize(num_bytes)
+            await send(message)
+
+        await self._app(scope, replayed, send_and_shrink)
+
+    async def _read(self, scope: Scope, receive: Receive, reservation: Reservation) -> bytes | None:
+        """Return the body, with memory reserved for parsing it. None: the client left. Raises _RejectedError."""
+        limit = self._max_body_bytes()
+        _check_size(_announced_length(scope), limit)
+        pieces: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    pieces.append(message.get("body", b""))
+                    num_bytes += len(pieces[-1])
+                    _check_size(num_bytes, limit)
+                    _reserve(reservation, num_bytes)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise _RejectedError(
+                408, f"the body was not complete after {self._timeout:g} s (stage: body): send it faster, or less"
+            ) from None
+        _reserve(reservation, PARSED_FACTOR * num_bytes)
+        return b"".join(pieces)
+
+
+def _check_size(num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        problem = f"the body has {num_bytes} bytes or more, and at most {limit} are accepted"
+        raise _RejectedError(413, f"{problem} (--max-request-bytes): send less")
+
+
+def _reserve(reservation: Reservation, num_bytes: int) -> None:
+    if not reservation.resize(num_bytes):
+        raise _RejectedError(503, "too many large requests are being read (stage: body): retry later")
+
+
+class _Replay:
+    """Receive callable with the body that was read; after it, the messages of the connection."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        body, self._body = self._body, None
+        if body is None:
+            return await self._receive()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _announced_length(scope: Scope) -> int:
+    """Return Content-Length, or 0 without one. The HTTP parser has rejected what is not a number."""
+    lengths = (value for name, value in scope["headers"] if name == b"content-length")
+    return max((int(value) for value in lengths if value.isdigit()), default=0)
+
+
+def error_bytes(status: int, message: str) -> bytes:
+    """Return the body of an error that the edge itself answers, in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code = _CODES.get(status, "invalid_request")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    """Answer, and end the connection: what it still sends of the body is not the next request."""
+    body = error_bytes(status, message)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *([(b"retry-after", b"1")] if status == 503 else []),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

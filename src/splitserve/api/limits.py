@@ -1,0 +1,17 @@
+"""The limits in force, for `/server_info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from splitserve.config import LimitsConfig
+
+# Tokens of context that count for the limit of a body as long as no model's are known.
+DEFAULT_CONTEXT_LENGTH = 32_768
+
+
+def effective_limits(limits: LimitsConfig, context_length: int) -> dict[str, Any]:
+    """Return the value of each limit, with that of a body for this context length in tokens."""
+    return {**msgspec.to_builtins(limits), "max_request_bytes": limits.request_bytes(context_length)}

@@ -1,0 +1,177 @@
+"""Connections of router and workers over real sockets: limits of headers, time and number, and HTTP/1.0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from splitserve.api.intake import Intake
+from splitserve.api.request_memory import RequestMemory
+from splitserve.config import LimitsConfig
+from splitserve.launch.http_server import HttpServer, bind, port_of
+
+Talk = Callable[[int], Awaitable[None]]
+# Seconds in which everything here happens, but for hangs.
+DEADLINE = 30.0
+
+
+async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+    """Read the body, then answer with its length in two pieces, without Content-Length."""
+    if scope["type"] == "lifespan":
+        for kind in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{kind}.complete"})
+        return
+    message = await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"got ", "more_body": True})
+    await send({"type": "http.response.body", "body": b"%d" % len(message["body"])})
+
+
+def serve(talk: Talk, after: Callable[[], Awaitable[None]] | None = None, **limits: float) -> None:
+    """Serve with these limits while `talk` runs with the port, then stop and run `after`."""
+    config = LimitsConfig(**limits)  # type: ignore[arg-type]
+    app = Intake(stream, max_body_bytes=lambda: 1_000, timeout=config.body_timeout, memory=RequestMemory())
+
+    async def run() -> None:
+        sock = bind("127.0.0.1", 0)
+        server = HttpServer(app, sock, limits=config)
+        await server.start()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await talk(port_of(sock))
+        finally:
+            await server.stop(DEADLINE)
+        if after is not None:
+            async with asyncio.timeout(DEADLINE):
+                await after()
+
+    uvloop.run(run())
+
+
+async def send(port: int, data: bytes, *, more: bytes = b"") -> bytes:
+    """Send data, and then `more` whatever happens; return everything up to the server's end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        writer.write(more)
+        return await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def request(body: bytes = b"", *headers: bytes, version: bytes = b"1.1", length: int | None = None) -> bytes:
+    lines = [b"POST / HTTP/" + version, b"Host: x", b"Content-Length: %d" % (len(body) if length is None else length)]
+    return b"\r\n".join([*lines, *headers, b"", body])
+
+
+CLOSE = b"Connection: close"
+
+
+def test_a_request_within_the_limits_is_served_in_chunks() -> None:
+    async def talk(port: int) -> None:
+        answer = await send(port, request(b"abc", CLOSE))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"transfer-encoding: chunked" in answer
+        assert answer.endswith(b"4\r\ngot \r\n1\r\n3\r\n0\r\n\r\n")
+
+    serve(talk)
+
+
+def test_a_client_of_http_1_0_gets_a_body_that_ends_with_the_connection() -> None:
+    async def talk(port: int) -> None:
+        for keep_alive in ((), (b"Connection: keep-alive",)):
+            head, _, body = (await send(port, request(b"abc", *keep_alive, version=b"1.0"))).partition(b"\r\n\r\n")
+            assert b"chunked" not in head
+            assert b"connection: close" in head
+            assert body == b"got 3"
+
+    serve(talk)
+
+
+def test_large_headers_are_rejected_before_they_are_complete() -> None:
+    async def talk(port: int) -> None:
+        filler = b"X-Filler: " + b"x" * 3_000
+        assert (await send(port, request(b"", filler, CLOSE))).startswith(b"HTTP/1.1 431")
+        many = [b"X-%d: y" % i for i in range(1_000)]
+        assert (await send(port, request(b"", *many, CLOSE))).startswith(b"HTTP/1.1 431")
+        # Never ends: without a bound the server would read on.
+        assert (await send(port, b"GET / HTTP/1.1\r\nX: ", more=b"x" * 5_000_000)).startswith(b"HTTP/1.1 431")
+        assert (await send(port, request(b"a", b"X: " + b"x" * 1_000, CLOSE))).startswith(b"HTTP/1.1 200")
+
+    serve(talk, max_header_bytes=2_000)
+
+
+def test_a_client_that_still_sends_can_read_why_its_body_was_rejected() -> None:
+    async def talk(port: int) -> None:
+        for length in (10**15, 20_000_000):
+            answer = await send(port, request(b"", length=length), more=b"x" * 20_000_000)
+            assert answer.startswith(b"HTTP/1.1 413"), answer[:200]
+            assert b"request_too_large" in answer
+
+    serve(talk)
+
+
+def test_incomplete_requests_end_after_their_time() -> None:
+    async def talk(port: int) -> None:
+        answers = await asyncio.gather(
+            *(send(port, b"") for _ in range(20)),
+            *(send(port, b"POST / HTTP/1.1\r\nHost:") for _ in range(20)),
+            *(send(port, request(b"ab", length=10)) for _ in range(20)),
+            send(port, request(b"ab") + b"\r\n"),
+        )
+        assert set(answers[:20]) == {b""}
+        assert all(answer.startswith(b"HTTP/1.1 408") and b"headers" in answer for answer in answers[20:40])
+        assert all(answer.startswith(b"HTTP/1.1 408") and b"body" in answer for answer in answers[40:60])
+        assert answers[60].startswith(b"HTTP/1.1 200")
+
+    serve(talk, header_timeout=0.2, body_timeout=0.2)
+
+
+def test_an_idle_connection_ends_after_its_time_and_serves_before() -> None:
+    async def talk(port: int) -> None:
+        answer = await send(port, request(b"a") + request(b"bc"))
+        assert answer.count(b"HTTP/1.1 200") == 2
+
+    serve(talk, keep_alive_timeout=0.2)
+
+
+def test_the_oldest_idle_connection_is_closed_when_an_address_has_too_many() -> None:
+    async def talk(port: int) -> None:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        # It is served though the table is full, and the oldest of those that wait has gone.
+        assert (await send(port, request(b"abc", CLOSE))).startswith(b"HTTP/1.1 200")
+        assert await silent[0][0].read() == b""
+        for reader, writer in silent[1:]:
+            writer.write(request(b"abcd", CLOSE))
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        for _, writer in silent:
+            writer.close()
+
+    serve(talk, max_idle_connections=3)
+
+
+def test_a_server_stops_at_once_though_connections_are_idle_or_half_open() -> None:
+    clients = []
+
+    async def talk(port: int) -> None:
+        for data in (b"", b"POST / HTTP/1.1\r\nHost:", request(b"abc")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            if data.endswith(b"abc"):
+                await reader.readuntil(b"0\r\n\r\n")
+            clients.append((reader, writer))
+
+    async def after() -> None:
+        for reader, writer in clients:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+    serve(talk, after)
+    assert len(clients) == 3
