@@ -194,7 +194,7 @@ class KVBootstrapServer:
             info = msgspec.json.decode(body, type=PrefillInfo)
             self._table.put(info)
             self._is_retired = False
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return _error(400, f"malformed registration: {error}")
         logger.info("prefill rank %s registered from %s", _place(info.args.rank), info.control_address)
         return web.json_response({"registered": True})

@@ -277,7 +277,7 @@ def decode(data: bytes, version: int = PROTOCOL_VERSION) -> Mail:
         if version != PROTOCOL_VERSION:
             raise VersionMismatch(version, envelope)
         body = _bodies.decode(envelope.body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"undecodable control message of {len(data)} bytes: {error}") from error
     return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, envelope.number, body)
 

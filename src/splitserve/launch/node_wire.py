@@ -207,7 +207,7 @@ class NodeConnection:
         self._num_received += 1
         try:
             return _DECODER.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise NodeLostError(f"it speaks otherwise ({error}): run one release of Splitserve on all nodes") from error
 
     async def _say_alive(self) -> None:
