@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitserve import __version__, cli
+from splitserve.cli.familiar import expand_lists
 from splitserve.launch.checks import num_bytes
 
 
@@ -24,14 +25,16 @@ def run(*argv: str) -> int:
         (["router", "--prefill", "u", "8998", "--decode", "d"], ["router", "--prefill", "u 8998", "--decode", "d"]),
         (["router", "--prefill", "u", "none"], ["router", "--prefill", "u none"]),
         (["router", "--prefill", "u", "--prefill", "v", "1"], ["router", "--prefill", "u", "--prefill", "v 1"]),
-        (["router", "--prefill=u", "1", "--port", "2"], ["router", "--prefill=u 1", "--port", "2"]),
+        (["router", "--prefill=u", "1", "--port", "2"], ["router", "--prefill", "u 1", "--port", "2"]),
         (["router", "--prefill"], ["router", "--prefill"]),
-        (["up", "--prefill", "2", "--decode", "1"], ["up", "--prefill", "2", "--decode", "1"]),
-        (["up", "--prefill=2", "8"], ["up", "--prefill=2", "8"]),
+        (["--prefill", "u", "1", "v", "w", "none"], ["--prefill", "u 1", "--prefill", "v", "--prefill", "w none"]),
+        (["--decode", "u", "v", "--probe"], ["--decode", "u", "--decode", "v", "--probe"]),
+        (["--prefill", "u", "v", "--prefill-bootstrap-ports", "1", "2"], ["--prefill", "u 1", "--prefill", "v 2"]),
+        (["--prefill-bootstrap-ports=1", "--prefill", "u", "v"], ["--prefill", "u 1", "--prefill", "v"]),
     ],
 )
-def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined: list[str]) -> None:
-    assert cli.join_prefill_ports(argv) == joined
+def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], joined: list[str]) -> None:
+    assert expand_lists(argv) == joined
 
 
 @pytest.mark.parametrize(
@@ -133,8 +136,8 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         (["serve", "--router-key-file", "/nowhere"], "--router-key-file /nowhere: No such file"),
         (["up", "--prefill", "1", "--decode", "0"], "each kind needs the other"),
         (["up", "--dtype", "int3"], "--dtype"),
-        (["up", "smollm2", "another"], "after --"),
-        (["up", "smollm2", "--", "--disaggregation-mode=prefill"], "say how many of each kind: --prefill N"),
+        (["up", "smollm2", "another"], "(another)"),
+        (["up", "smollm2", "--", "--disaggregation-mode=prefill"], "give numbers of workers: --prefill N"),
         (["up", "smollm2", "--", "--page-size", "8", "--port", "1"], "--port after --: workers take free ports"),
         (["up", "smollm2", "--", "--join", "http://h:1"], "--join after --: workers register with the router"),
         (
@@ -143,9 +146,9 @@ def test_a_prefill_url_takes_an_optional_bootstrap_port(argv: list[str], joined:
         ),
         (["up", "smollm2", "--", "--dp-size", "2"], "give --prefill-dp-size and --decode-dp-size"),
         (["up", "smollm2", "--", "--tp-size=2"], "give --prefill-tp-size and --decode-tp-size"),
-        (["up", "smollm2", "--", "--pp-layers=2,1"], "stages of `up` are as even as can be"),
+        (["up", "smollm2", "--", "--pp-layers=2,1"], "stages of `up` are as even as possible"),
         (["up", "--transfer-backend", "pigeon"], "--transfer-backend"),
-        (["serve", "--disaggregation-transfer-backend", "pigeon"], "--disaggregation-transfer-backend"),
+        (["serve", "--disaggregation-transfer-backend", "pigeon"], "--transfer-backend pigeon: choose one of tcp"),
         (["up", "--log-level", "info", "--prefill", "0", "--decode", "0"], "at least one worker"),
     ],
 )

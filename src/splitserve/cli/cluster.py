@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from splitserve.cli.cluster_checks import check_cluster
 from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
-from splitserve.cluster.config import ClusterConfig, load_config
+from splitserve.cluster.config import load_config
 from splitserve.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
 from splitserve.router.api_keys import first_key
 from splitserve.router.args import parse_url
@@ -28,8 +29,6 @@ NameOption = Annotated[str, typer.Option(help="Of the cluster, as its file has i
 WaitOption = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Wait so long until everything is as it shall be.")
 ]
-# Typer brings its own click, of which it exports the heirs of this alone.
-_USAGE_ERROR: Any = typer.BadParameter.__base__
 # Seconds between two questions.
 _POLL_INTERVAL = 0.3
 _DOWN_POLL_INTERVAL = 0.05
@@ -49,7 +48,7 @@ def up(
     from splitserve.cluster.up import run_cluster_up
 
     loaded = load_config(config)
-    _check_options(loaded)
+    check_cluster(loaded, is_local=ray is None)
     raise typer.Exit(run_cluster_up(loaded, ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
 
 
@@ -133,7 +132,7 @@ def k8s(config: ConfigArgument) -> None:
     from splitserve.cluster.kubernetes import render
 
     loaded = load_config(config)
-    _check_options(loaded)
+    check_cluster(loaded, is_local=False)
     typer.echo(render(loaded), nl=False)
 
 
@@ -146,25 +145,6 @@ def _status(client: ControlClient, deadline: float) -> ClusterStatus:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(_POLL_INTERVAL)
-
-
-def _check_options(config: ClusterConfig) -> None:
-    """What the command line of a worker or router would refuse it would refuse again and again: so before any starts.
-
-    Raises ConfigError.
-    """
-    from splitserve.cli import app
-    from splitserve.cluster.commands import router_args, worker_args
-
-    commands = {"router.args": router_args(config)}
-    for name in config.pools.by_name():
-        commands[f"pools.{name}.args or worker_args"] = worker_args(config, name, threads=1)
-    group = typer.main.get_group(app)
-    for where, (name, *words) in commands.items():
-        try:
-            group.commands[name].make_context(name, words)
-        except _USAGE_ERROR as error:
-            raise ConfigError(f"{where}: {error.format_message()} (splitserve {name} --help)") from None
 
 
 def _counts(words: list[str]) -> dict[str, int]:

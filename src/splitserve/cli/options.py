@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.config import ATTENTION_BACKENDS, DTYPES, KERNELS, QUANTIZATIONS, SchedulePolicy, SpeculativeAlgorithm
+from splitserve.config import ATTENTION_BACKENDS, DTYPES
 from splitserve.disaggregation.transports import USER_BACKENDS
 from splitserve.errors import ConfigError
 
+QUANTIZATION_HELP = "Quantize on load: int8 the weights, w8a8 activations, too. On a CPU, in bfloat16."
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
 ]
@@ -36,46 +37,13 @@ NoGraphOption = Annotated[
 GraphBatchOption = Annotated[
     int, typer.Option("--cuda-graph-max-bs", min=1, help="GPU: largest decode batch that is replayed as a CUDA graph.")
 ]
-HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
-LogLevelOption = Annotated[str, typer.Option(help="debug, info, warning, error or critical.")]
 HandOverOption = Annotated[
     bool,
     typer.Option(help="With shm: workers compute in one KV pool, and pages change owner instead of being copied."),
 ]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", envvar="SPLITSERVE_CLUSTER_TOKEN_FILE", help="Its content lets prefill and decode workers join."
-    ),
-]
-ApiKeysOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Clients must show a key of it: one a line, then a name. docs/routing.md."),
-]
-OperatorKeysOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="The same for who adds, drains and removes workers, and for workers themselves."),
-]
-WorkerKeysOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Keys of who may call this worker: its routers (--worker-key-file) and you."),
-]
 RouterKeyOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Its first key is shown to the router, where that has --operator-key-file."),
-]
-KernelsOption = Annotated[
-    str, typer.Option(help=f"{' or '.join(KERNELS)}: our own kernels where they are faster, or torch's everywhere.")
-]
-QuantizationOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"On load: {', '.join(QUANTIZATIONS)}; int8 of the weights only, w8a8 of activations too. On a CPU, in "
-        "bfloat16."
-    ),
-]
-CpuAffinityOption = Annotated[
-    str | None, typer.Option(metavar="CPUS", help="Cores the worker may use, e.g. 0-3,8. Default: all of this process.")
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option(help="CPU threads of each rank's model; default: the cores, divided among the ranks.")
@@ -86,67 +54,7 @@ DpSizeOption = Annotated[
 TpSizeOption = Annotated[
     int, typer.Option(help="Tensor parallel ranks: processes that each hold a part of every matrix of the model.")
 ]
-ExpertParallelOption = Annotated[
-    bool,
-    typer.Option(
-        "--enable-expert-parallel", help="Tensor parallel ranks each hold some experts whole, not a part of every one."
-    ),
-]
-DpAttentionOption = Annotated[
-    bool,
-    typer.Option(
-        "--enable-dp-attention", help="Data parallel ranks share the experts of a model, and compute together."
-    ),
-]
 PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers of the model.")]
-PpLayersOption = Annotated[
-    str | None, typer.Option(metavar="N,N,...", help="Layers of each pipeline stage; default: as even as can be.")
-]
-NnodesOption = Annotated[
-    int,
-    typer.Option(help="Hosts that the ranks are dealt out to: `serve` runs on each of them, with equal options."),
-]
-NodeRankOption = Annotated[int, typer.Option(help="Which of them this is; 0 answers requests.")]
-InitAddrOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where node 0 waits for the others: its address, a free port.")
-]
-ReservedTokensOption = Annotated[
-    int, typer.Option(help="Tokens left free for each admitted request to grow by, when another is let in.")
-]
-HostMemoryOption = Annotated[
-    str,
-    typer.Option(
-        metavar="BYTES", help="For the KV of requests that give way when the pool is full, e.g. 512M or 4G; 0: none."
-    ),
-]
-PrefixHostMemoryOption = Annotated[
-    str,
-    typer.Option(metavar="BYTES", help="Null, prefill: for prefixes that the pool has no room for, e.g. 4G; 0: none."),
-]
-PolicyOption = Annotated[
-    SchedulePolicy,
-    typer.Option(help="First come first served, longest prefix match, or shortest prompt first."),
-]
-PriorityOption = Annotated[bool, typer.Option("--enable-priority", help="Requests of larger `priority` go first.")]
-RequestTimeoutOption = Annotated[
-    float | None, typer.Option(help="Seconds a request may take that names no `timeout`; default: any.")
-]
-AlgorithmOption = Annotated[
-    SpeculativeAlgorithm | None,
-    typer.Option(help="Guess next tokens and verify several in a step: from the text, or by a draft model."),
-]
-NumDraftTokensOption = Annotated[int, typer.Option(help="Tokens guessed for a step of a request.")]
-MaxMatchOption = Annotated[int, typer.Option(help="ngram: last tokens that are looked up, at most.")]
-DraftModelOption = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="draft: a smaller model with the same vocabulary; also on prefill.")
-]
-KVEventsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help='Publish what is cached, e.g. {"publisher": "zmq", "endpoint": "tcp://*:5557"}: docs/events.md.',
-    ),
-]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
 AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
@@ -172,11 +80,15 @@ def typed_again(ctx: typer.Context) -> str:
         value, source = ctx.params.get(str(param.name)), ctx.get_parameter_source(str(param.name))
         if source is None or source.name != "COMMANDLINE":
             continue
-        if param.param_type_name == "argument":
-            words.append(str(value))
-        elif isinstance(value, bool):
-            words.append((param.opts if value else param.secondary_opts)[0])
-        else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [param.opts[0], str(one)]
+        words += words_of(param, value)
     return shlex.join(words)
+
+
+def words_of(param: Any, value: Any) -> list[str]:
+    """Return a parameter and its value as words of a command line."""
+    if param.param_type_name == "argument":
+        return [str(value)]
+    if isinstance(value, bool):
+        return [(param.opts if value else param.secondary_opts)[0]]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [word for one in values for word in (param.opts[0], str(one))]

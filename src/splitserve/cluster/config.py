@@ -25,7 +25,7 @@ MODES = {
 _NUMBERS_FOR_TEXT = tuple(f"Expected `str`, got `{kind}`" for kind in ("int", "float", "bool"))
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 # Options that follow from the rest of the file, by who they are options of; and where to say it instead.
-_OWN_WORKER_OPTIONS = {
+OWN_WORKER_OPTIONS = {
     "--disaggregation-mode": "pools.NAME",
     "--host": "nothing: it is the node's address",
     "--port": "nothing: workers take free ports",
@@ -49,7 +49,7 @@ _OWN_WORKER_OPTIONS = {
     "--ready-file": "nothing: the supervisor has its own",
     "--exit-with-parent": "nothing: it is so",
 }
-_OWN_ROUTER_OPTIONS = {
+OWN_ROUTER_OPTIONS = {
     "--host": "router.host",
     "--port": "router.port",
     "--api-key-file": "keys.clients",
@@ -201,8 +201,9 @@ def load_config(path: Path) -> ClusterConfig:
 def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
     """Paths stay as they stand there. Raises ConfigError."""
     try:
-        # An empty file is all defaults.
-        config = msgspec.yaml.decode(raw if raw.strip() else b"{}", type=ClusterConfig)
+        if msgspec.yaml.decode(raw) is None:
+            raise ConfigError(f"{source}: the file is empty: name at least the model, such as `model: smollm2`")
+        config = msgspec.yaml.decode(raw, type=ClusterConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_readable(str(error))}") from None
     except msgspec.DecodeError as error:
@@ -225,8 +226,8 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
         *_replica_rules({name: pool.replicas for name, pool in pools.items()}),
         ("router.port", 0 <= config.router.port < 65536, "must be in [0, 65535]"),
     ]
-    rules += _option_rules("router.args", config.router.args, _OWN_ROUTER_OPTIONS)
-    rules += _option_rules("worker_args", config.worker_args, _OWN_WORKER_OPTIONS)
+    rules += _option_rules("router.args", config.router.args, OWN_ROUTER_OPTIONS)
+    rules += _option_rules("worker_args", config.worker_args, OWN_WORKER_OPTIONS)
     for field in ("load_timeout", "drain_timeout", "backoff", "max_backoff", "forgive_after"):
         rules.append((f"supervision.{field}", getattr(supervision, field) > 0, "must be above 0 seconds"))
     limit = supervision.max_failed_starts
@@ -263,7 +264,7 @@ def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
     if min(pool.tp_size, pool.pp_size, pool.nodes) >= 1:
         problem = misfit(pool.tp_size, pool.pp_size, pool.nodes)
         rules.append((f"{where}.nodes", problem is None, str(problem)))
-    return rules + _option_rules(f"{where}.args", pool.args, _OWN_WORKER_OPTIONS)
+    return rules + _option_rules(f"{where}.args", pool.args, OWN_WORKER_OPTIONS)
 
 
 def _option_rules(where: str, args: tuple[str, ...], own: dict[str, str]) -> list[tuple[str, bool, str]]:

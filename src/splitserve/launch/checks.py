@@ -21,30 +21,6 @@ from splitserve.scheduler.ngram import MIN_MATCH
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 
 
-# Options of `splitserve serve` that a worker of `up` gets from it, and how to say the same to `up`.
-_SET_BY_UP = {
-    "--disaggregation-mode": "say how many of each kind: --prefill N --decode N, or --prefill 0 --decode 0 --null N",
-    "--port": "workers take free ports; the router's --port stands before MODEL",
-    "--router": "workers register with the router that is started here",
-    "--join": "workers register with the router that is started here",
-    **{
-        f"--{name}-size": f"give --prefill-{name}-size and --decode-{name}-size before MODEL"
-        for name in ("tp", "pp", "dp")
-    },
-    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "workers of `up` are on this machine"),
-    "--pp-layers": "stages of `up` are as even as can be: start such a worker by `splitserve serve`",
-}
-# Of these also workers that are no pair can be told.
-_SHAPES = ("--tp-size", "--pp-size", "--pp-layers", "--dp-size")
-
-
-def check_worker_options(options: Sequence[str], *, has_pairs: bool) -> None:
-    """Of all workers of one `splitserve up`."""
-    for name in (option.partition("=")[0] for option in options):
-        if name in _SET_BY_UP and (has_pairs or name not in _SHAPES):
-            raise ConfigError(f"{name} after --: {_SET_BY_UP[name]}")
-
-
 def check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = DTYPES) -> None:
     if dtype not in ("auto", *choices):
         raise ConfigError(f"{option} {dtype!r}: choose one of auto, {', '.join(choices)}")

@@ -7,15 +7,15 @@ import sys
 
 from splitserve.errors import ConfigError
 
-_LEVELS = ("debug", "info", "warning", "error", "critical")
+LEVELS = ("debug", "info", "warning", "error", "critical")
 # Libraries whose chatter below this level helps nobody.
 _QUIET = {"uvicorn.error": logging.WARNING, "uvicorn.access": logging.WARNING, "httpx": logging.WARNING}
 
 
 def setup_logger(level: str) -> None:
     """Raises ConfigError for an unknown level."""
-    if level.lower() not in _LEVELS:
-        raise ConfigError(f"--log-level {level!r}: choose one of {', '.join(_LEVELS)}")
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"--log-level {level!r}: choose one of {', '.join(LEVELS)}")
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,

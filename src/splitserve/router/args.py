@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from splitserve.config import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.router.policies import POLICIES
-from splitserve.router.worker_tls import CA_OPTION, CERT_OPTION, KEY_OPTION
 
 # As browsers send it: no path, no capitals.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
@@ -154,79 +156,44 @@ class LBArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Put the router's options on an argparse parser."""
-        defaults = cls()
-        parser.add_argument("--host", default=defaults.host)
-        parser.add_argument("--port", type=int, default=defaults.port)
-        parser.add_argument("--policy", choices=POLICIES, default=defaults.policy)
-        parser.add_argument("--prefill-policy", choices=POLICIES)
-        parser.add_argument("--decode-policy", choices=POLICIES)
-        parser.add_argument("--balance-abs-threshold", type=int, default=defaults.balance_abs_threshold)
-        parser.add_argument("--balance-rel-threshold", type=float, default=defaults.balance_rel_threshold)
-        parser.add_argument("--model")
-        parser.add_argument("--disaggregate-above", type=int, metavar="N")
-        parser.add_argument("--prefill", action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
-        parser.add_argument("--decode", action="append", default=[], metavar="URL")
-        parser.add_argument("--worker", action="append", default=[], metavar="URL")
-        parser.add_argument("--workers-file", type=Path, metavar="FILE")
-        parser.add_argument("--no-probe", action="store_true")
-        parser.add_argument("--timeout", type=float, default=defaults.timeout)
-        parser.add_argument("--health-interval", type=float, default=defaults.health_interval)
-        parser.add_argument("--hang-timeout", type=float, default=defaults.hang_timeout)
-        parser.add_argument("--max-retries", type=int, default=defaults.max_retries)
-        parser.add_argument("--log-level", default=defaults.log_level)
-        parser.add_argument("--max-running-requests", type=int)
-        parser.add_argument("--max-queued-requests", type=int, default=defaults.max_queued_requests)
-        parser.add_argument("--rate-limit", type=float)
-        parser.add_argument("--rate-limit-burst", type=int)
-        parser.add_argument("--disable-access-log", action="store_true")
-        parser.add_argument("--api-key-file", type=Path, metavar="FILE")
-        parser.add_argument("--operator-key-file", type=Path, metavar="FILE")
-        parser.add_argument("--worker-key-file", type=Path, metavar="FILE")
-        parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
-        parser.add_argument("--ssl-certfile", type=Path, metavar="FILE")
-        parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE")
-        for option in (CA_OPTION, CERT_OPTION, KEY_OPTION):
-            parser.add_argument(option, type=Path, metavar="FILE")
+        """Add the options of the router to an argparse parser."""
+        for name, option, kind in _options():
+            default = getattr(cls(), name)
+            if name == "prefill":
+                parser.add_argument(option, action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
+            elif kind is bool:
+                parser.add_argument(option, dest=name, action="store_false")
+            elif default == ():
+                parser.add_argument(option, dest=name, action="append", default=[])
+            else:
+                choices = POLICIES if name.endswith("policy") else None
+                parser.add_argument(option, dest=name, type=kind, default=default, choices=choices)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
         """Raises ConfigError for a malformed URL or port."""
-        return cls(
-            host=args.host,
-            port=args.port,
-            policy=args.policy,
-            prefill_policy=args.prefill_policy,
-            decode_policy=args.decode_policy,
-            balance_abs_threshold=args.balance_abs_threshold,
-            balance_rel_threshold=args.balance_rel_threshold,
-            model=args.model,
-            disaggregate_above=args.disaggregate_above,
-            prefill=tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill),
-            decode=tuple(parse_url(url) for url in args.decode),
-            workers=tuple(parse_url(url) for url in args.worker),
-            workers_file=args.workers_file,
-            probe=not args.no_probe,
-            timeout=args.timeout,
-            health_interval=args.health_interval,
-            hang_timeout=args.hang_timeout,
-            max_retries=args.max_retries,
-            max_running_requests=args.max_running_requests,
-            max_queued_requests=args.max_queued_requests,
-            rate_limit=args.rate_limit,
-            rate_limit_burst=args.rate_limit_burst,
-            log_level=args.log_level,
-            access_log=not args.disable_access_log,
-            api_key_file=args.api_key_file,
-            operator_key_file=args.operator_key_file,
-            worker_key_file=args.worker_key_file,
-            cors_origins=tuple(args.cors_origin),
-            ssl_certfile=args.ssl_certfile,
-            ssl_keyfile=args.ssl_keyfile,
-            worker_ssl_ca_certs=args.worker_ssl_ca_certs,
-            worker_ssl_certfile=args.worker_ssl_certfile,
-            worker_ssl_keyfile=args.worker_ssl_keyfile,
-        )
+        given = {name: getattr(args, name) for name, _, _ in _options()}
+        given["prefill"] = tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill)
+        for name in ("decode", "workers"):
+            given[name] = tuple(parse_url(url) for url in given[name])
+        return cls(**{**given, "cors_origins": tuple(args.cors_origins)})
+
+
+# Options whose names differ from those of their fields.
+_OPTION_NAMES = {
+    "workers": "--worker",
+    "cors_origins": "--cors-origin",
+    "probe": "--no-probe",
+    "access_log": "--disable-access-log",
+}
+
+
+def _options() -> Iterator[tuple[str, str, Any]]:
+    """Yield field, option and type of all that argparse reads."""
+    for name, hint in get_type_hints(LBArgs).items():
+        if name != "limits":
+            kind = next((k for k in (*get_args(hint), hint) if k is not NoneType), str)
+            yield name, _OPTION_NAMES.get(name, f"--{name.replace('_', '-')}"), kind
 
 
 def parse_url(text: str) -> str:

@@ -19,8 +19,14 @@ from splitserve.testing import ray_nodes
 CREDENTIALS = Credentials(b"t" * 32, clients=b"c", operators=b"o", workers=b"w", operator_key="op-key-0123456789")
 
 
-def test_an_empty_file_is_a_pair_of_the_default_model():
-    config = parse_config(b"")
+@pytest.mark.parametrize("text", [b"", b"\n", b"# only a comment\n", b"---\n", b"null"])
+def test_an_empty_file_is_refused(text: bytes) -> None:
+    with pytest.raises(ConfigError, match="the file is empty: name at least the model"):
+        parse_config(text)
+
+
+def test_a_file_with_a_model_alone_is_a_pair():
+    config = parse_config(b"model: smollm2")
     assert {name: pool.replicas for name, pool in config.pools.by_name().items()} == {"prefill": 1, "decode": 1}
     assert config.model == "smollm2"
 
@@ -111,7 +117,7 @@ def test_cores_of_one_machine_are_shared_and_those_set_aside_are_not(cores, thre
 
 
 def test_a_token_is_made_where_none_is_given_and_read_where_one_is(tmp_path):
-    assert len(Credentials.read(parse_config(b"")).token) == 64
+    assert len(Credentials.read(parse_config(b"model: smollm2")).token) == 64
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     token.chmod(0o600)
@@ -127,7 +133,7 @@ def test_ranks_on_several_nodes_are_for_kubernetes():
 
 
 def test_scaling_names_pools_that_are_there():
-    config = parse_config(b"")
+    config = parse_config(b"model: smollm2")
     now = {"prefill": 1, "decode": 1}
     assert check_replicas(config, {"decode": 3}, now) == {"decode": 3}
     for wrong in ({"encode": 1}, {"decode": -1}, {"decode": 5000}, {"colocated": 1}):
@@ -137,7 +143,7 @@ def test_scaling_names_pools_that_are_there():
 
 @pytest.mark.parametrize("wrong", [{"decode": 0}, {"prefill": 0}, {"prefill": 0, "decode": 0}])
 def test_scaling_to_what_serves_nothing_is_refused(wrong):
-    config = parse_config(b"")
+    config = parse_config(b"model: smollm2")
     with pytest.raises(ConfigError, match=r"nothing could be served with .*cluster down"):
         check_replicas(config, wrong, {"prefill": 1, "decode": 2})
 
@@ -162,7 +168,7 @@ def test_the_examples_are_good():
 def test_ray_that_is_not_installed_is_an_error_with_a_hint(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'splitserve\[ray\]'"):
-        run_cluster_up(parse_config(b""), "auto")
+        run_cluster_up(parse_config(b"model: smollm2"), "auto")
 
 
 @pytest.mark.skipif(ray_nodes.missing() is not None, reason=str(ray_nodes.missing()))
@@ -170,15 +176,15 @@ def test_ray_that_does_not_listen_is_an_error_at_once():
     with bind("127.0.0.1", 0) as sock:
         address = f"127.0.0.1:{port_of(sock)}"
     with pytest.raises(ConfigError, match=rf"--ray {address}: .*Connection refused.*ray start --head"):
-        run_cluster_up(parse_config(b""), address)
+        run_cluster_up(parse_config(b"model: smollm2"), address)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("worker_args: [--no-such-option]", "pools.prefill.args or worker_args: No such option: --no-such-option"),
-        ("pools: {colocated: {args: [--page-size, many]}}", "pools.colocated.args or worker_args: Invalid value"),
-        ("router: {args: [--polisy, cache_aware]}", "router.args: No such option: --polisy"),
+        ("worker_args: [--no-such-option]", "pools.prefill.args or worker_args: --no-such-option: no such option"),
+        ("pools: {colocated: {args: [--page-size, many]}}", "pools.colocated.args or worker_args: --page-size: "),
+        ("router: {args: [--polisy, cache_aware]}", "router.args: --polisy: no such option; did you mean --policy?"),
     ],
 )
 @pytest.mark.parametrize("command", [["up"], ["render", "k8s"]], ids=" ".join)

@@ -1,0 +1,73 @@
+"""`--config FILE`: options of a command in a YAML file, and `--print-config`, which writes such a file."""
+
+from __future__ import annotations
+
+import inspect
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import typer
+
+from splitserve.cli.familiar import POSITIONAL, renamed
+from splitserve.errors import ConfigError
+
+
+def read_config(ctx: typer.Context, file: str | None) -> str | None:
+    """Make the options in `file` defaults of the command. Raises ConfigError for one that it does not have."""
+    if file is None:
+        return None
+    try:
+        raw = Path(file).read_bytes()
+        found = msgspec.yaml.decode(raw, type=dict[Any, Any]) if raw.strip() else {}
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {file}: {reason}: write one option per line, such as page-size: 32") from None
+    params = {name: param for param in _params(ctx) for name in _names(param)}
+    defaults = {}
+    for word, value in found.items():
+        # To YAML, `null` is no text.
+        key = "null" if word is None else str(word).replace("_", "-")
+        name = renamed(ctx.command.name or "", f"--{key}").removeprefix("--").replace(POSITIONAL, "model")
+        if name not in params:
+            near = get_close_matches(name, params)
+            hint = f"did you mean {near[0]}?" if near else f"splitserve {ctx.command.name} --help lists the options"
+            raise ConfigError(f"--config {file}: no option {key!r}; {hint}")
+        if value not in (None, []):
+            defaults[str(params[name].name)] = _checked(ctx, params[name], value, f"--config {file}: {key}")
+    ctx.default_map = defaults
+    return file
+
+
+def print_config(ctx: typer.Context) -> None:
+    """Print the options of a command and their values. They name files with secrets, and hold none."""
+    values = {_names(param)[0]: ctx.params[str(param.name)] for param in _params(ctx)}
+    typer.echo(msgspec.yaml.encode(values, enc_hook=str).decode(), nl=False)
+
+
+def _params(ctx: typer.Context) -> list[Any]:
+    """Return the parameters that a file may set."""
+    hidden = (p for p in ctx.command.params if p.is_eager or getattr(p, "hidden", False) or p.name == "print_config")
+    skipped = {p.name for p in hidden}
+    return [param for param in ctx.command.params if param.name not in skipped]
+
+
+def _names(param: Any) -> list[str]:
+    """Return the names of a parameter in a file, the first of which is written."""
+    return [str(name).removeprefix("--").replace("_", "-") for name in param.opts]
+
+
+def _checked(ctx: typer.Context, param: Any, value: Any, where: str) -> Any:
+    annotation = inspect.signature(ctx.command.callback).parameters[param.name].annotation  # type: ignore[arg-type]
+    hint, *_ = get_args(annotation)
+    kinds = [kind for kind in (hint, *get_args(hint)) if kind in (int, float, bool, list[str])]
+    kind = kinds[0] if kinds else str
+    if annotation.__metadata__[0].metavar == "BYTES":
+        kind = int | str
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {str(error).lower().replace('`', '')}") from None

@@ -1,0 +1,159 @@
+"""Names that users of vLLM and SGLang type: another name of an option here, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import typer
+
+from splitserve.errors import ConfigError
+
+POSITIONAL = "MODEL"
+# For workers: name -> option. A value follows "=" if it has to stand before the user's own.
+_WORKER = {
+    "--model": POSITIONAL,
+    "--model-path": POSITIONAL,
+    "--max-model-len": "--context-length",
+    "--tp": "--tp-size",
+    "--tensor-parallel-size": "--tp-size",
+    "--pp": "--pp-size",
+    "--pipeline-parallel-size": "--pp-size",
+    "--dp": "--dp-size",
+    "--data-parallel-size": "--dp-size",
+    "--enable-ep": "--enable-expert-parallel",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--block-size": "--page-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--async-scheduling": "--no-disable-overlap-schedule",
+    "--no-async-scheduling": "--disable-overlap-schedule",
+    "--scheduling-policy": "--schedule-policy",
+    "--enable-priority-scheduling": "--enable-priority",
+    "--disaggregation-ib-device": "--transfer-option=device=",
+    "--pdlb-url": "--router",
+}
+_ROUTER = {
+    "--model-path": "--model",
+    "--tokenizer-path": "--model",
+    "--prefill-bootstrap-ports": "--prefill-bootstrap-ports",
+    "--worker-urls": "--worker",
+    "--max-concurrent-requests": "--max-running-requests",
+    "--queue-size": "--max-queued-requests",
+    "--rate-limit-tokens-per-second": "--rate-limit",
+    "--retry-max-retries": "--max-retries",
+    "--request-timeout-secs": "--timeout",
+    "--health-check-interval-secs": "--health-interval",
+    "--cors-allowed-origins": "--cors-origin",
+    "--tls-cert-path": "--ssl-certfile",
+    "--tls-key-path": "--ssl-keyfile",
+    "--disable-log-requests": "--disable-access-log",
+}
+_EVERYWHERE = {"--uvicorn-log-level": "--log-level"}
+# It is always so: these flags are accepted and change nothing.
+_ALWAYS = {"--enable-chunked-prefill", "--enable-metrics", "--pd-disaggregation", "--mini-lb"}
+_NO_MEANING = {
+    "--trust-remote-code": "code from a model's folder is never run; use an architecture that transformers has",
+    "--api-key": "other users can read keys on a command line; write it to a file and give --api-key-file FILE",
+    "--kv-transfer-config": "give --disaggregation-mode, --transfer-backend and --transfer-option instead",
+    "--speculative-config": "give --speculative-algorithm and the other --speculative options instead",
+    "--compilation-config": "kernels are compiled ahead; leave it out",
+    "--tokenizer": "the tokenizer is the one in the model's folder; leave it out",
+    "--tokenizer-path": "the tokenizer is the one in the model's folder; leave it out",
+    "--skip-tokenizer-init": "workers need the tokenizer; leave it out, requests may still have input_ids",
+    "--chat-template": "the chat template is the one in the model's folder; put chat_template.jinja there",
+    "--kv-cache-dtype": "the KV pool has the model's dtype; --transfer-dtype narrows what decode workers receive",
+    "--download-dir": "set the environment variable SPLITSERVE_CACHE to the folder",
+    "--load-format": "weights are safetensors or GGUF, found by their files; leave it out",
+    "--revision": "fetch that revision, and name its folder as MODEL",
+    "--seed": "give each request its own seed",
+    "--random-seed": "give each request its own seed",
+    "--cpu-offload-gb": "weights are not offloaded; choose a smaller model or --tp-size 2 or more",
+    "--swap-space": "--retraction-host-memory keeps the KV of retracted requests in host memory",
+    "--enable-hierarchical-cache": "--prefix-host-memory BYTES keeps prefixes in host memory",
+    "--enable-lora": "LoRA adapters are not supported; merge the adapter into the weights",
+    "--tool-call-parser": "tool calls are parsed by the model's chat template; leave it out",
+    "--reasoning-parser": "reasoning is not separated from the answer; leave it out",
+    "--prefill-bootstrap-ports": "it follows --prefill, with one port per URL",
+}
+_DIFFERENT = {
+    "--gpu-memory-utilization": "share of the memory that is free after the weights are loaded, not of all memory",
+}
+_TABLES: Mapping[str, Mapping[str, str]] = {
+    "serve": {**_WORKER, **_EVERYWHERE},
+    "up": {**_WORKER, **_EVERYWHERE},
+    "router": {**_ROUTER, **_EVERYWHERE},
+}
+
+
+def renamed(command: str, name: str) -> str:
+    """Return the option for a familiar name, and any other name as it is. Raises ConfigError if there is none."""
+    if name in (table := _TABLES.get(command, {})):
+        return table[name]
+    if name in _NO_MEANING and command in _TABLES:
+        raise ConfigError(f"{name}: {_NO_MEANING[name]}")
+    return name
+
+
+def familiar_names(command: str) -> list[str]:
+    return list(_TABLES.get(command, {}))
+
+
+def with_own_names(command: str, words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with the names of options here. Raises ConfigError for one without meaning."""
+    found: list[str] = []
+    models: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        target = renamed(command, name) if name.startswith("--") else name
+        if name in _ALWAYS and command in _TABLES:
+            continue
+        if name in _DIFFERENT and target != name:
+            typer.echo(f"note: {name} is {target} here: {_DIFFERENT[name]}", err=True)
+        if target == name:
+            found.append(word)
+        elif target == POSITIONAL:
+            models.append(value if equals or not rest else rest.pop(0))
+        elif target.endswith("="):
+            found.append(target + (value if equals or not rest else rest.pop(0)))
+        else:
+            found.append(target + equals + value)
+    return models + found
+
+
+def expand_lists(words: Sequence[str]) -> list[str]:
+    """Return a router's words with one value per option: `--prefill A B` is `--prefill A --prefill B`.
+
+    A port, or `none`, after the URL of a prefill worker is part of its value, and `--prefill-bootstrap-ports` gives
+    these ports in the order of the URLs.
+    """
+    found: list[list[str]] = []
+    ports: list[str] = []
+    option = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--prefill-bootstrap-ports":
+            option = name
+            ports += [value] if equals else []
+        elif word.startswith("-"):
+            option = name
+            found.append([name, value] if equals else [word])
+        elif option == "--prefill-bootstrap-ports":
+            ports.append(word)
+        elif option == "--prefill" and (word.isdecimal() or word.lower() == "none") and len(found[-1]) == 2:
+            found[-1][1] += f" {word}"
+        elif option in ("--prefill", "--decode", "--worker", "--cors-origin") and len(found[-1]) == 2:
+            found.append([option, word])
+        elif found and len(found[-1]) == 1 and option:
+            found[-1].append(word)
+        else:
+            found.append([word])
+    urls = [entry for entry in found if entry[0] == "--prefill" and len(entry) == 2]
+    if len(ports) > len(urls):
+        raise ConfigError(f"--prefill-bootstrap-ports {' '.join(ports)}: there are {len(urls)} --prefill URLs")
+    for entry, port in zip(urls, ports, strict=False):
+        entry[1] += f" {port}"
+    return [word for entry in found for word in entry]

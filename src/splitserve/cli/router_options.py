@@ -1,0 +1,147 @@
+"""`splitserve router`: its options, and the LBArgs that follow from their values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from splitserve.cli.derive import Option, fill, in_sections, limits, takes
+from splitserve.launch.logs import LEVELS
+from splitserve.router.args import LBArgs, PrefillConfig, parse_url
+from splitserve.router.policies import POLICIES
+
+_FILE = {"metavar": "FILE"}
+_WORKERS = (
+    Option(
+        "prefill",
+        "A prefill worker; repeatable.",
+        convert=lambda words: tuple(PrefillConfig.parse(text) for text in words),
+        settings={"metavar": "URL [BOOTSTRAP_PORT]"},
+    ),
+    Option(
+        "decode",
+        "A decode worker; repeatable.",
+        convert=lambda words: tuple(parse_url(url) for url in words),
+        settings={"metavar": "URL"},
+    ),
+    Option(
+        "workers",
+        "A colocated worker; repeatable.",
+        name="worker",
+        convert=lambda words: tuple(parse_url(url) for url in words),
+        settings={"metavar": "URL"},
+    ),
+    Option("workers_file", "Workers, one JSON object per line; read again when it changes.", settings=_FILE),
+    Option("probe", "Send requests to a worker that joins only after a probe through it."),
+)
+_ROUTING = (
+    Option("policy", "How a worker is chosen for a request.", choices=POLICIES),
+    Option("prefill_policy", "Policy for prefill workers. Default: --policy.", choices=POLICIES),
+    Option("decode_policy", "Policy for decode workers. Default: --policy.", choices=POLICIES),
+    Option(
+        "balance_abs_threshold",
+        "cache_aware: pass over a worker with this many requests more than the least loaded one,",
+    ),
+    Option("balance_rel_threshold", "and at the same time this many times as many."),
+    Option(
+        "model",
+        "cache_aware: model whose tokenizer reads prompts. Default: that of the workers.",
+        settings={"metavar": "MODEL"},
+    ),
+    Option(
+        "disaggregate_above",
+        "Send a request to a decode worker alone if at most N tokens of its prompt are not cached there.",
+        settings={"metavar": "N"},
+    ),
+)
+_TIMES = (
+    Option("timeout", "Seconds per request in total."),
+    Option("connect_timeout", "Seconds to connect to a worker."),
+    Option("idle_timeout", "Seconds a worker may send nothing while it answers."),
+    Option("health_interval", "Seconds between two health checks of a worker."),
+    Option("hang_timeout", "Seconds without an answer to health checks after which a worker counts as hung."),
+    Option("max_retries", "Other workers that a request is sent to without a new token."),
+    Option("drain_timeout", "Seconds that running requests have on shutdown."),
+)
+_ADMISSION = (
+    Option("max_running_requests", "Requests at the workers at the same time. Default: no limit."),
+    Option("max_queued_requests", "Requests waiting for that. Beyond that: 503."),
+    Option("rate_limit", "Requests per second and API key. Beyond that: 429.", settings={"metavar": "N"}),
+    Option(
+        "rate_limit_burst",
+        "Requests per API key at once. Default: those of one second.",
+        settings={"metavar": "N"},
+    ),
+)
+_KEYS = (
+    Option("api_key_file", "Clients must present one of its keys: one per line, then a name.", settings=_FILE),
+    Option(
+        "operator_key_file",
+        "The same for adding, draining and removing workers, and for workers that register.",
+        settings=_FILE,
+    ),
+    Option("worker_key_file", "Its first key is sent to workers with --api-key-file.", settings=_FILE),
+    Option(
+        "cors_origins",
+        "Web pages of this origin may send requests; *: any. Repeatable.",
+        name="cors_origin",
+        settings={"metavar": "ORIGIN"},
+    ),
+    Option("ssl_certfile", "PEM certificate: serve https.", settings=_FILE),
+    Option("ssl_keyfile", "PEM key of the certificate.", settings=_FILE),
+    Option("worker_ssl_ca_certs", "PEM authority of the certificates of workers at https URLs.", settings=_FILE),
+    Option(
+        "worker_ssl_certfile",
+        "PEM certificate for workers that require one (their --ssl-ca-certs).",
+        settings=_FILE,
+    ),
+    Option("worker_ssl_keyfile", "PEM key of --worker-ssl-certfile.", settings=_FILE),
+)
+_PROCESS = (
+    Option("host", "Address to listen on."),
+    Option("port", "Port to listen on. 0: any free one."),
+    Option("log_level", "Least severity that is logged.", choices=LEVELS),
+    Option(
+        "access_log",
+        "Log no line per request.",
+        name="disable_access_log",
+        kind=bool,
+        default=False,
+        convert=operator.not_,
+    ),
+    Option(
+        "", "Write a JSON file with URL and process id when ready.", name="ready_file", kind=Path | None, settings=_FILE
+    ),
+    Option("", "End when standard input ends.", name="exit_with_parent", kind=bool, default=False),
+    Option("", "", name="fd", kind=int | None, settings={"hidden": True}),
+)
+ROUTER_OPTIONS = in_sections(
+    {
+        "Workers": _WORKERS,
+        "Routing": _ROUTING,
+        "Times and retries": _TIMES,
+        "Admission": _ADMISSION,
+        "Keys and TLS": _KEYS,
+        "Limits": limits("limits"),
+        "Process": _PROCESS,
+    }
+)
+
+
+def router_config(values: Mapping[str, Any]) -> LBArgs:
+    """Return the config of a router from the values of its options. Raises ConfigError."""
+    config: LBArgs = fill(LBArgs(), ROUTER_OPTIONS, values)
+    return config
+
+
+@takes((LBArgs(), ROUTER_OPTIONS))
+def router(ctx: typer.Context, **values: Any) -> None:
+    """Run the router. Workers are named here, or register themselves (splitserve serve --router URL)."""
+    from splitserve.launch.router import run_router
+
+    process = {name: values[name] for name in ("ready_file", "fd", "exit_with_parent")}
+    raise typer.Exit(run_router(router_config(values), **process))

@@ -1,0 +1,163 @@
+"""`splitserve up`: a router and workers on this machine, with the options of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from splitserve.cli.cluster_checks import check_cluster
+from splitserve.cli.command import Command
+from splitserve.cli.derive import Option, in_sections, takes
+from splitserve.cli.options import (
+    DpSizeOption,
+    HandOverOption,
+    ModelArgument,
+    PpSizeOption,
+    ThreadsOption,
+    TpSizeOption,
+    words_of,
+)
+from splitserve.cli.router_options import ROUTER_OPTIONS
+from splitserve.cli.worker_options import WORKER_DEFAULTS, WORKER_OPTIONS
+from splitserve.cluster.config import OWN_WORKER_OPTIONS, SupervisionConfig
+from splitserve.errors import ConfigError
+from splitserve.router.args import LBArgs
+
+_SUPERVISION = SupervisionConfig(max_failed_starts=3)
+_SUPERVISION_OPTIONS = in_sections(
+    {
+        "Supervision": (
+            Option("max_failed_starts", "Starts of one process that may fail in a row; then all end with the reason."),
+            Option("load_timeout", "Seconds a process may take to start."),
+            Option("drain_timeout", "Seconds that running requests have on shutdown."),
+        )
+    }
+)
+_SIZES = ("tp_size", "pp_size", "dp_size")
+# Options that workers and router have. They hold for both if they stand here, else for the router alone.
+_FOR_BOTH = {option.key for option in ROUTER_OPTIONS if option.section == "Limits"}
+# TLS of `up` is that of its router: workers are on this machine.
+_NOT_OF_UP = {*_FOR_BOTH, "log_level", "pp_layers", "shared_pool", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
+_WORKER_OPTIONS = tuple(
+    option
+    for option in WORKER_OPTIONS
+    if option.key in _SIZES or (option.flag not in OWN_WORKER_OPTIONS and option.key not in _NOT_OF_UP)
+)
+_TAKEN = {option.key for option in _WORKER_OPTIONS}
+# Options of the router by their names here.
+_ROUTER_OPTIONS = {
+    f"router_{option.key}" if option.key in _TAKEN else option.key: option
+    for option in ROUTER_OPTIONS
+    if option.section != "Workers"
+    and option.key not in {"model", "fd", "ready_file", "exit_with_parent", "drain_timeout"}
+    and not option.key.startswith("worker_ssl")
+}
+# Options of `splitserve serve` that a worker of `up` gets from it, and how to give them to `up`.
+_SET_BY_UP = {
+    "--disaggregation-mode": "give numbers of workers: --prefill N --decode N, or --prefill 0 --decode 0 --null N",
+    "--router": "workers register with the router that is started here",
+    "--join": "workers register with the router that is started here",
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "workers of `up` are on this machine"),
+    "--pp-layers": "stages of `up` are as even as possible: start such a worker by `splitserve serve`",
+}
+_SET_BEHIND = {"--port": "workers take free ports; give the router's --port before --"}
+
+
+class UpCommand(Command):
+    """`--` may separate the options of the workers. Router options stand before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        cut = args.index("--") if "--" in args else len(args)
+        for i, name in enumerate(word.partition("=")[0] for word in args):
+            if reason := _SET_BY_UP.get(name) or (_SET_BEHIND.get(name) if i > cut else None):
+                raise ConfigError(f"{name}{' after --' if i > cut else ''}: {reason}")
+        return super().parse_args(ctx, args[:cut] + args[cut + 1 :])
+
+
+@takes(
+    (_SUPERVISION, _SUPERVISION_OPTIONS),
+    (LBArgs(), [replace(option, name=key) for key, option in _ROUTER_OPTIONS.items()]),
+    (WORKER_DEFAULTS, _WORKER_OPTIONS),
+)
+def up(
+    ctx: typer.Context,
+    model: ModelArgument = "smollm2",
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    null: Annotated[
+        int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
+    ] = 0,
+    prefill_tp_size: TpSizeOption = 1,
+    prefill_pp_size: PpSizeOption = 1,
+    prefill_dp_size: DpSizeOption = 1,
+    decode_tp_size: TpSizeOption = 1,
+    decode_pp_size: PpSizeOption = 1,
+    decode_dp_size: DpSizeOption = 1,
+    hand_over: HandOverOption = False,
+    threads: ThreadsOption = None,
+    cluster_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="SPLITSERVE_CLUSTER_TOKEN_FILE",
+            help="Token of a cluster that workers of other machines join. Default: a generated one.",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
+    """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains.
+
+    Options of `splitserve serve` hold for all workers, those of `splitserve router` for the router. --log-level and
+    limits hold for both. The router's --max-running-requests is --router-max-running-requests here.
+    """
+    from splitserve.cluster.deployment import LocalDeployment
+    from splitserve.cluster.up import run_up
+    from splitserve.launch.cluster_token import read_token_file
+    from splitserve.launch.shape import WorkerShape
+
+    if cluster_token_file is not None:
+        read_token_file(cluster_token_file)
+    worker_args = ["--served-model-name", model, *_given(ctx, {option.key: option for option in _WORKER_OPTIONS})]
+    worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
+    own = ("host", "port", "log_level")
+    router_args = _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key not in own})
+    if prefill and (sizes := [size for size in _SIZES if values[size] != 1]):
+        name = sizes[0].replace("_", "-")
+        raise ConfigError(f"--{name}: give --prefill-{name} and --decode-{name}")
+    deployment = LocalDeployment(
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        null=null,
+        prefill_shape=WorkerShape.of("prefill", prefill_tp_size, prefill_pp_size, prefill_dp_size),
+        decode_shape=WorkerShape.of("decode", decode_tp_size, decode_pp_size, decode_dp_size),
+        dtype=values["dtype"],
+        backend=values["disaggregation_transfer_backend"],
+        host=values["host"],
+        port=values["port"],
+        threads=threads,
+        worker_args=worker_args,
+        router_args=router_args,
+        cluster_token_file=cluster_token_file,
+        hand_over=hand_over,
+        supervision=SupervisionConfig(**{option.key: values[option.key] for option in _SUPERVISION_OPTIONS}),
+        log_level=values["log_level"],
+    )
+    check_cluster(deployment.config(), is_local=True)
+    raise typer.Exit(run_up(deployment))
+
+
+def _given(ctx: typer.Context, options: Mapping[str, Option]) -> list[str]:
+    """Return the words of those options that the user gave, for the process that has them."""
+    words = []
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(str(param.name))
+        if param.name in options and source is not None and source.name != "DEFAULT":
+            first, *rest = words_of(param, ctx.params[param.name])
+            is_renamed = options[param.name].key != param.name
+            words += [options[param.name].flag if is_renamed else first, *rest]
+    return words
