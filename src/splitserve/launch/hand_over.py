@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from splitserve.launch.rank_group import RankPlace
 
 # Seconds a prefill rank tries to reach the bootstrap server of its own worker.
 REGISTER_TIMEOUT = 30.0
+# Descriptors that a rank may use, if the system allows it. Pending connections of the control port have no limit of
+# their own but the second that each has.
+MAX_DESCRIPTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ def open_rank(
     `on_change` is called from the manager's thread when a room's state changed.
     """
     check_pool_device(config.transfer_backend, engine.pool.device.type)
+    raise_descriptor_limit()
     shareable = needs_shareable_memory(config.transfer_backend)
     metadata = MetadataBuffers(config.num_metadata_slots, shareable=shareable)
     waker = Waker()
@@ -95,6 +100,14 @@ def open_rank(
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url, token)
     return RankHandOver(thread, metadata)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of descriptors to the hard one, up to MAX_DESCRIPTORS."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_pool_device(backend: str, device_type: str) -> None:

@@ -1,5 +1,7 @@
 """The production wiring in one process: manager threads, ZeroMQ, the bootstrap server and TCP."""
 
+import contextlib
+import socket
 import threading
 import time
 
@@ -75,11 +77,16 @@ class Worker:
 
 
 @pytest.fixture
-def pair():
-    server = KVBootstrapServer("127.0.0.1", 0, TOKEN)
+def token():
+    return TOKEN
+
+
+@pytest.fixture
+def pair(token):
+    server = KVBootstrapServer("127.0.0.1", 0, token)
     server.run()
-    prefill, decode = Worker(DisaggregationMode.PREFILL), Worker(DisaggregationMode.DECODE)
-    register_rank("127.0.0.1", server.port, prefill.kv.prefill_info(), TOKEN, timeout=DEADLINE)
+    prefill, decode = Worker(DisaggregationMode.PREFILL, token), Worker(DisaggregationMode.DECODE, token)
+    register_rank("127.0.0.1", server.port, prefill.kv.prefill_info(), token, timeout=DEADLINE)
     yield prefill, decode, server.port
     for part in (prefill, decode, server):
         part.close()
@@ -208,3 +215,62 @@ class Told:
 
     def result(self, address):
         return self.info
+
+
+class Flood:
+    """Silent connections, `rate` per second, to each of some ports."""
+
+    def __init__(self, ports, rate):
+        self._ports, self._rate = ports, rate
+        self._sockets = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def _run(self):
+        while not self._is_over.wait(1 / self._rate):
+            for port in self._ports:
+                with contextlib.suppress(OSError):
+                    self._sockets.append(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE))
+
+    def wait(self, count):
+        end = time.monotonic() + DEADLINE
+        while len(self._sockets) < count:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join(DEADLINE)
+        for sock in self._sockets:
+            sock.close()
+
+
+@pytest.mark.parametrize("token", [TOKEN, b""], ids=["with a token", "without a token"])
+@pytest.mark.parametrize("rate", [60, 400])
+def test_a_restarted_prefill_pairs_at_once_among_silent_connections(pair, token, rate):
+    prefill, decode, port = pair
+    ports = [port, int(decode.transport._listener.endpoint.rpartition(":")[2])]
+    ports += [int(worker.channel.address.rpartition(":")[2]) for worker in (prefill, decode)]
+    restarted = Worker(DisaggregationMode.PREFILL, token)
+    try:
+        with Flood(ports, rate) as flood:
+            # More than may be pending at a time.
+            flood.wait(len(ports) * 200)
+            began = time.monotonic()
+            register_rank("127.0.0.1", port, restarted.kv.prefill_info(), token, timeout=DEADLINE)
+            info = BootstrapInfo("127.0.0.1", port, RoomKey(7))
+            sender, receiver = restarted.manager.sender("p", info), decode.manager.receiver("d", info)
+            decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+            receiver.init([3], 0, num_tokens=16)
+            restarted.wait(sender, KVPoll.WAITING_FOR_INPUT)
+            restarted.metadata.set_buf(0, MetadataRow(RoomKey(7), 1))
+            sender.send([5], is_last=True, metadata_index=0)
+            assert decode.wait(receiver, KVPoll.SUCCESS, KVPoll.FAILED) is KVPoll.SUCCESS
+            # Tens of milliseconds on an idle machine.
+            assert time.monotonic() - began < 5.0
+    finally:
+        restarted.close()

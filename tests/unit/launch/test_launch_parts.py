@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.errors import ConfigError, clause
 from splitserve.launch import rank_share
 from splitserve.launch.child import ChildProcess
-from splitserve.launch.hand_over import check_pool_device
+from splitserve.launch.hand_over import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
 from splitserve.launch.http_server import bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle
 from splitserve.launch.local import LocalCluster
@@ -211,3 +212,23 @@ def test_a_log_is_moved_aside_when_it_is_too_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["gone", "gone.", "gone. ", "gone: "])
 def test_an_error_inside_another_one_brings_no_punctuation(text: str) -> None:
     assert f"{clause(OSError(text))}; try again" == "gone; try again"
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((1024, 524288), (MAX_DESCRIPTORS, 524288)),
+        ((1024, 4096), (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), (MAX_DESCRIPTORS, resource.RLIM_INFINITY)),
+        ((100_000, 524288), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_a_rank_may_use_as_many_descriptors_as_the_system_allows(
+    limits: tuple[int, int], raised: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: done.append(new))
+    raise_descriptor_limit()
+    assert done == ([] if raised is None else [raised])
