@@ -15,6 +15,7 @@ import logging
 import time
 
 from splitserve.router.failure import UpstreamError
+from splitserve.router.http_answer import ConnectError
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
 from splitserve.router.watches import Watches
@@ -88,9 +89,17 @@ class HealthMonitor:
         seconds = min(CHECK_TIMEOUT, self._hang_timeout, max(left, self._hang_timeout / 8))
         try:
             status, _, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds)
-        except UpstreamError:
+        except UpstreamError as error:
+            self._report(worker, error.__cause__)
             return None
+        worker.connect_error = ""
         return status
+
+    def _report(self, worker: Worker, cause: BaseException | None) -> None:
+        """Log why there is no connection, such as a certificate that does not fit, once for each reason."""
+        if isinstance(cause, ConnectError) and worker.connect_error != str(cause):
+            worker.connect_error = str(cause)
+            logger.warning("worker cannot be reached url=%s reason=%r", worker.url, worker.connect_error)
 
     def _break_off(self, worker: Worker) -> None:
         if worker.broken_off is None:

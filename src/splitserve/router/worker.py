@@ -61,6 +61,8 @@ class Worker:
     proof: Proof = field(default_factory=Proof)
     # Partners with which it cannot serve a request: what differs, and the clock time until which that counts.
     misfits: dict[Worker, tuple[str, float]] = field(default_factory=dict, repr=False)
+    # Why the last attempt to connect failed, as logged. Empty: it succeeded.
+    connect_error: str = ""
     # Why its calls were broken off, while that is so.
     broken_off: str | None = None
     # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.

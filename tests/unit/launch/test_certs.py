@@ -15,12 +15,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
 from splitserve.launch.certs import init_certs
 from splitserve.launch.http_server import HttpServer, bind, port_of
 from splitserve.launch.tls import tls_files
+from splitserve.router.args import LBArgs
+from splitserve.router.health import HealthMonitor
 from splitserve.router.http_answer import BrokenConnectionError
 from splitserve.router.http_client import HttpClient
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.upstream import Upstream
 from splitserve.router.worker_tls import worker_tls
 
 NAMES = {f"{name}{end}" for name in ("ca", "router", "worker") for end in (".pem", "-key.pem")}
@@ -160,6 +165,25 @@ async def test_a_client_rejects_a_worker_with_another_host_name(certs: Path) -> 
         # Its certificate is for localhost, 127.0.0.1 and worker.example.
         with pytest.raises(BrokenConnectionError, match="mismatch"):
             await answer(f"https://127.0.0.2:{port}", router_of(certs, certs))
+
+
+async def test_the_router_logs_once_why_a_worker_is_not_reached(
+    certs: Path, other_certs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with worker(other_certs) as port:
+        registry = WorkerRegistry(LBArgs())
+        registry.add(f"https://127.0.0.1:{port}", DisaggregationMode.NULL)
+        upstream = Upstream(LBArgs(), registry, {}, router_of(certs, certs))
+        try:
+            asked = registry.all()[0]
+            for _ in range(2):
+                await HealthMonitor(registry, upstream, 1.0, 30.0)._check(asked)
+        finally:
+            await upstream.close()
+    lines = [message for message in caplog.messages if "cannot be reached" in message]
+    assert len(lines) == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in lines[0]
+    assert not asked.healthy
 
 
 @pytest.mark.parametrize(
