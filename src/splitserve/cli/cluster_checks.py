@@ -20,7 +20,7 @@ def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
     """Raise ConfigError for an option or a model that a process would reject. `is_local`: they are on this machine."""
     from splitserve.cluster.commands import router_args, worker_args
     from splitserve.engine.sources import resolve_model
-    from splitserve.launch.fit import check_worker_fit
+    from splitserve.launch.preflight import check_preflight
     from splitserve.launch.tls import tls_files
 
     args = router_config(_values(router, router_args(config), "router.args"))
@@ -33,7 +33,7 @@ def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
         values = _values(serve, worker_args(config, name, threads=1), f"pools.{name}.args or worker_args")
         worker = worker_config(config.model, values, settle_place(None, 0, 0, (), None))
         if folder is not None and pool.replicas:
-            check_worker_fit(worker, folder)
+            check_preflight(worker, folder)
 
 
 def _values(function: Any, words: list[str], where: str) -> dict[str, Any]:

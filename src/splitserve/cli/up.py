@@ -118,9 +118,13 @@ def up(
     from splitserve.cluster.up import run_up
     from splitserve.launch.cluster_token import read_token_file
     from splitserve.launch.shape import WorkerShape
+    from splitserve.router.api_keys import read_keys
 
     if cluster_token_file is not None:
         read_token_file(cluster_token_file)
+    for key in ("api_key_file", "operator_key_file", "worker_key_file"):
+        if values[key] is not None:
+            read_keys(values[key], f"--{key.replace('_', '-')}")
     worker_args = ["--served-model-name", model, *_given(ctx, {option.key: option for option in _WORKER_OPTIONS})]
     worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
     own = ("host", "port", "log_level")

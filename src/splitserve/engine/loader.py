@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
+from splitserve.core.cpus import parse_cpus
 from splitserve.engine.attention import bridge
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.mla import use_latents
@@ -147,18 +148,6 @@ def _set_affinity(cpus: str | None) -> None:
         raise ConfigError(
             f"--cpu-affinity {cpus!r}: {clause(error)}. Give core numbers of this machine, e.g. 0-3,8."
         ) from error
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Numbers and ranges, as taskset and Linux write them. Raises ValueError."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        named = range(int(first), int(last if dash else first) + 1)
-        if not named:
-            raise ValueError(f"{part!r} names no core")
-        cpus |= set(named)
-    return cpus
 
 
 def _set_threads(threads: int | None) -> None:

@@ -41,7 +41,7 @@ def check_fit(
     dp_attention: bool = False,
 ) -> None:
     """Raises ConfigError, with the sizes that would do. `folder`: of the model; `name`: as the user calls it."""
-    config = _text_config(folder)
+    config = text_config(folder)
     heads, layers = _heads(config), config.get("num_hidden_layers")
     if tp_size > 1 and heads is not None:
         heads.check(tp_size, name)
@@ -57,7 +57,7 @@ def check_fit(
         )
 
 
-def _text_config(folder: Path) -> Mapping[str, Any]:
+def text_config(folder: Path) -> Mapping[str, Any]:
     """Of the part that makes text, where a model has others; empty where it cannot be told."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

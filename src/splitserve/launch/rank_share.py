@@ -6,8 +6,8 @@ import msgspec
 import torch
 
 from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.cpus import parse_cpus
 from splitserve.core.nodes import place_on_node
-from splitserve.engine.loader import parse_cpus
 from splitserve.errors import ConfigError
 from splitserve.launch.local import num_cores
 from splitserve.launch.scheduler_link import SchedulerStart

@@ -35,7 +35,6 @@ from splitserve.engine.sources import resolve_model
 from splitserve.errors import SplitserveError, WorkerUnavailableError
 from splitserve.launch.checks import router_key, router_tls, server_tls
 from splitserve.launch.cluster_token import settle_host
-from splitserve.launch.fit import check_worker_fit
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.launch.lifecycle import Lifecycle, drain_line
 from splitserve.launch.logs import setup_logger
@@ -43,6 +42,7 @@ from splitserve.launch.node_gather import gather_nodes
 from splitserve.launch.node_head import NodeHead
 from splitserve.launch.node_place import bind_head
 from splitserve.launch.own_bootstrap import OwnBootstrap
+from splitserve.launch.preflight import check_preflight
 from splitserve.launch.ready_file import ReadyInfo, write_ready_file
 from splitserve.launch.registration import Membership, RouterRegistration
 from splitserve.launch.role_switch import RoleSwitch
@@ -88,7 +88,7 @@ def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: Pr
         if config.parallel.nnodes > 1:
             head_socket = bind_head(config)
         folder = resolve_model(config.model.model)
-        check_worker_fit(config, folder)
+        check_preflight(config, folder)
         tokenizer = Tokenizer.load(folder)
     except BaseException:
         sock.close()

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from splitserve.config import ModelConfig
+from splitserve.core.cpus import parse_cpus
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.loader import load_model, parse_cpus
+from splitserve.engine.loader import load_model
 from splitserve.engine.native.fused import FusedLayer
 from splitserve.engine.native.layers import use_kernels
 from splitserve.engine.native.library import Library, find_library

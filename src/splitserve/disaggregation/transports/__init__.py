@@ -40,17 +40,17 @@ def _nothing_missing() -> str | None:
 
 
 def _missing_for_nccl() -> str | None:
-    return _missing_of_cuda("CUDA and NCCL")
+    return missing_of_cuda("CUDA and NCCL")
 
 
 def _missing_for_cuda_ipc() -> str | None:
-    if lack := _missing_of_cuda("CUDA"):
+    if lack := missing_of_cuda("CUDA"):
         return lack
     has_triton = importlib.util.find_spec("triton") is not None
     return None if has_triton else "the Python package 'triton', which comes with torch's builds for CUDA"
 
 
-def _missing_of_cuda(built_with: str) -> str | None:
+def missing_of_cuda(built_with: str) -> str | None:
     """Seen without importing torch, which takes seconds; what cannot be seen so, the factory finds."""
     torch = importlib.util.find_spec("torch")
     folder = Path(torch.origin).parent / "lib" if torch and torch.origin else None
