@@ -187,6 +187,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_steps_total: int = 0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0
+    # Output tokens per second in the last second in which tokens were generated.
+    last_gen_throughput: float = 0.0
     # Speculation: steps of requests that verified proposals, the proposals in them, and those that were accepted.
     spec_decode_num_drafts_total: int = 0
     spec_decode_num_draft_tokens_total: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,8 @@ ANY_WORKER_ROUTES = (
 # Who may come without a key, and what a client's key opens; all else is for operators.
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 CLIENT_PATHS = (*GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
+# Order of their schedulers in the merged list: clients read the throughput of the first one.
+_GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
 
 
 def build_router_app(args: LBArgs) -> ASGIApp:
@@ -229,10 +231,11 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def server_info() -> Response:
         limits = effective_limits(balancer.args.limits, balancer.registry.context_length)
         info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy, "limits": limits}
+        answers = await balancer.ask_all(registry.all(), "GET", "/server_info")
         for mode in DisaggregationMode:
-            answers = await balancer.ask_all(registry.pool(mode), "GET", "/server_info")
-            info[mode.value] = [{"url": w.url, **_object(answer)} for w, status, answer in answers if status == 200]
-        return _json(info)
+            pool = [(w, answer) for w, status, answer in answers if status == 200 and w.mode is mode]
+            info[mode.value] = [{"url": w.url, **_object(answer)} for w, answer in pool]
+        return _json({**info, **_merged_states(info)})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -268,6 +271,14 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "num_running": worker.num_running,
         "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,
     }
+
+
+def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what SGLang's clients read of a single server. The schedulers that generate come first."""
+    workers = [w for mode in _GENERATING_FIRST for w in info[mode.value]]
+    paths = [w["tokenizer_path"] for w in workers if "tokenizer_path" in w]
+    states = [state for w in workers for state in w.get("internal_states", ())]
+    return {"internal_states": states} | ({"tokenizer_path": paths[0]} if paths else {})
 
 
 def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:

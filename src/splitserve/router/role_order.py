@@ -59,6 +59,8 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
     worker = registry.get(order.url)
     if worker.switching_to is not None:
         raise RoleSwitchRunningError(f"{worker.url} is changing its role to {worker.switching_to} already")
+    if worker.mode == order.role:
+        return worker, 0.0
     if worker.is_draining:
         raise RoleSwitchRunningError(f"{worker.url} is draining: POST /workers/resume first, a switch drains by itself")
     if not order.force and registry.needs(worker):

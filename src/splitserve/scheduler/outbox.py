@@ -20,6 +20,7 @@ class Outbox:
         # rid -> output tokens the front end has been told of; a request is open from `open` to its final message.
         self._told: dict[str, int] = {}
         self.num_finished = 0
+        self.num_output_tokens = 0
 
     def open(self, request: Request) -> None:
         self._told[request.rid] = request.num_given_tokens
@@ -31,6 +32,7 @@ class Outbox:
         """Send what is new of this request; its last message if it is finished."""
         told = self._told[request.rid]
         new = request.output_ids[told:]
+        self.num_output_tokens += len(new)
         finish = request.finish
         if finish is None:
             if not new:

@@ -47,6 +47,7 @@ from splitserve.messages import (
     ToScheduler,
 )
 from splitserve.scheduler.deadlines import Deadlines
+from splitserve.scheduler.generation_rate import GenerationRate
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.lockstep import Member
@@ -117,6 +118,7 @@ class Scheduler:
         self._num_computed_tokens = 0
         self._num_violations = 0
         self._has_worked = False
+        self._rate = GenerationRate()
 
     def receive(self) -> None:
         for message in self._inbox.drain():
@@ -148,11 +150,13 @@ class Scheduler:
         self._has_worked = True
         if self._set.speculation is not None:
             self._set.speculation.observe(batch.plan, result)
+        num_output_tokens = self._outbox.num_output_tokens
         for request, outcome in zip(batch.requests, result.requests, strict=True):
             if outcome.error and not request.is_finished:
                 logger.error("request %s failed in a step: %s", request.rid, outcome.error)
                 self.role.abort(request.rid, EngineError(outcome.error))
         self.role.finish_step(*still_open(batch, result))
+        self._rate.add(self._outbox.num_output_tokens - num_output_tokens, self._clock.now())
         self._outbox.flush()
 
     def fail_step(self, batch: Batch, error: EngineError) -> None:
@@ -169,6 +173,7 @@ class Scheduler:
     def rest(self, timeout: float) -> None:
         if self._has_worked and self.role.is_idle():
             self._has_worked = False
+            self._rate.stop(self._clock.now())
             self._check()
         # Nothing is computed here: what is idle now holds nothing at all.
         self._answer_role_orders(is_resting=self.role.is_idle() and not self.grammars)
@@ -199,6 +204,7 @@ class Scheduler:
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
+            last_gen_throughput=self._rate.last,
             spec_decode_num_drafts_total=speculation.num_drafts if speculation else 0,
             spec_decode_num_draft_tokens_total=speculation.num_draft_tokens if speculation else 0,
             spec_decode_num_accepted_tokens_total=speculation.num_accepted_tokens if speculation else 0,

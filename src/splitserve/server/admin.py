@@ -118,6 +118,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
     is_prefill = config.mode is DisaggregationMode.PREFILL
     return {
         "model_path": front.model_path,
+        "tokenizer_path": front.model_path,
         "served_model_name": front.served_model_name,
         "nnodes": front.config.parallel.nnodes,
         "tp_size": front.config.parallel.tp_size,
@@ -136,9 +137,22 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "status": _status(front),
         "pid": os.getpid(),
         "scheduler_pids": front.scheduler_pids,
-        "internal_states": msgspec.to_builtins(await front.states()),
+        "internal_states": [_internal_state(front, state) for state in await front.states()],
         "kv_events": _describe_kv_events(front),
         "limits": effective_limits(front.config.server.limits, front.context_length),
+    }
+
+
+def _internal_state(front: FrontEnd, state: SchedulerState) -> dict[str, Any]:
+    """One scheduler's snapshot, with the fields that SGLang's clients read."""
+    num_drafts = state.spec_decode_num_drafts_total
+    accepted = 1.0 + state.spec_decode_num_accepted_tokens_total / num_drafts if num_drafts else None
+    return {
+        **msgspec.to_builtins(state),
+        "avg_spec_accept_length": accepted,
+        "effective_max_running_requests_per_dp": front.config.scheduler.max_running_requests,
+        "dp_size": front.config.dp_size,
+        "memory_usage": {"token_capacity": state.pages_total * state.page_size},
     }
 
 

@@ -10,7 +10,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, WorkerUnavailableError
 from splitserve.server import validation
 from splitserve.server.error_response import json_response
-from splitserve.server.front_end import FrontEnd, RoleOrder
+from splitserve.server.front_end import FrontEnd, RoleOrder, RoleReport
 from splitserve.server.schemas import RoleBody
 
 # Seconds that a switch may be given at most.
@@ -27,12 +27,11 @@ def role_routes(front: FrontEnd) -> APIRouter:
     @router.post("/role")
     async def switch_role(request: Request) -> Response:
         order = _role_order(validation.parse(RoleBody, validation.parse_json(await request.body())))
+        if order.mode is front.mode and front.switching_to is None:
+            return json_response(_describe_switch(front, RoleReport(front.mode, front.mode, 0.0)))
         if front.role_switch is None:
             raise WorkerUnavailableError(front.unready_reason() or "this worker's role is fixed")
-        report = await front.role_switch.switch(order)
-        return json_response(
-            {**_describe_role(front), "old_role": str(report.old), "role": str(report.new), "seconds": report.seconds}
-        )
+        return json_response(_describe_switch(front, await front.role_switch.switch(order)))
 
     return router
 
@@ -43,6 +42,10 @@ def _describe_role(front: FrontEnd) -> dict[str, Any]:
         "switching_to": None if front.switching_to is None else str(front.switching_to),
         "bootstrap_port": front.bootstrap_port if front.mode is DisaggregationMode.PREFILL else None,
     }
+
+
+def _describe_switch(front: FrontEnd, report: RoleReport) -> dict[str, Any]:
+    return {**_describe_role(front), "old_role": str(report.old), "role": str(report.new), "seconds": report.seconds}
 
 
 def _role_order(body: RoleBody) -> RoleOrder:

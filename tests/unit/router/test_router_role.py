@@ -219,6 +219,16 @@ async def test_the_last_one_that_makes_a_path_stays_unless_it_is_forced(
         assert (await w.modes())[number] == goal
 
 
+async def test_an_order_for_the_current_role_changes_nothing_even_at_the_last_worker() -> None:
+    async with world(PREFILL, DECODE) as w:
+        for number, role in enumerate(("prefill", "decode")):
+            status, answer = await w.order(number, role)
+            assert (status, answer["mode"], answer["seconds"]) == (200, role, 0.0)
+            assert w.workers[number].paths == []
+        assert await w.modes() == ["prefill", "decode"]
+        assert [listed["draining"] for listed in await w.listed()] == [False, False]
+
+
 @pytest.mark.parametrize("wrong", [{"role": "both"}, {"drain": "now"}, {"timeout": 0}, {"bootstrap_port": 70000}])
 async def test_an_order_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     async with world(PREFILL, DECODE, DECODE) as w:

@@ -12,8 +12,9 @@ from aiohttp import web
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import WorkerUnavailableError
 from splitserve.router.app import GENERATE_ROUTES
+from splitserve.router.args import PrefillConfig
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
-from splitserve.testing.router_world import answers, journals, serve_pools, start_router, start_worker
+from splitserve.testing.router_world import Handler, answers, journals, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 
@@ -146,6 +147,22 @@ async def test_server_info_collects_what_the_workers_say(path: str) -> None:
         _, info = await get(router + path)
         assert info["decode"] == [{"url": worker.url, "tp_size": 1}]
         assert info["prefill"] == []
+        assert info["internal_states"] == []
+
+
+async def test_server_info_merges_the_schedulers_of_all_workers_those_that_generate_first() -> None:
+    def reports(*rates: float) -> Handler:
+        states = [{"last_gen_throughput": rate} for rate in rates]
+        return answers({"tokenizer_path": "/models/m", "internal_states": states})
+
+    async with (
+        start_worker(reports(0.0)) as prefill,
+        start_worker(reports(5.0, 6.0)) as decode,
+        start_router(prefill=(PrefillConfig(prefill.url, 1),), decode=(decode.url,)) as router,
+    ):
+        _, info = await get(router + "/get_server_info")
+        assert [state["last_gen_throughput"] for state in info["internal_states"]] == [5.0, 6.0, 0.0]
+        assert info["tokenizer_path"] == "/models/m"
 
 
 async def test_metrics_count_requests_errors_and_workers() -> None:

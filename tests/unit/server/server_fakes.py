@@ -251,6 +251,7 @@ class EchoScheduler:
             prefix_cache_hits=4,
             num_tokens_held=99,
             num_transfer_failed_reqs_total=2,
+            last_gen_throughput=12.5,
         )
 
     def _step(self, request: Request) -> TokenOutput:

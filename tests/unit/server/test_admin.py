@@ -78,7 +78,11 @@ async def test_server_info_says_what_this_worker_is(start_worker: StartWorker, p
         assert (info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == ("prefill", 4711)
         assert (info["max_total_num_tokens"], info["max_req_input_len"], info["context_length"]) == (1024, 255, 256)
         assert (info["pid"], info["status"], info["kv_events"]) == (os.getpid(), "ready", None)
-        assert info["internal_states"][0]["pages_free"] == 32
+        (state,) = info["internal_states"]
+        assert (state["pages_free"], state["dp_size"], state["memory_usage"]) == (32, 1, {"token_capacity": 1024})
+        assert (state["last_gen_throughput"], state["avg_spec_accept_length"]) == (12.5, None)
+        assert state["effective_max_running_requests_per_dp"] > 0
+        assert info["tokenizer_path"] == "/models/tiny"
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
@@ -235,6 +239,15 @@ async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Work
     worker.front.switching_to = DisaggregationMode.NULL
     assert (await worker.http.get("/server_info")).json()["status"] == "switching"
     assert "changing its role" in (await worker.http.get("/health")).json()["error"]["message"]
+
+
+async def test_an_order_for_the_current_role_is_no_switch_even_if_the_role_is_fixed(worker: Worker) -> None:
+    assert worker.front.role_switch is None
+    response = await worker.http.post("/role", json={"role": "null"})
+    assert (response.status_code, response.json()["old_role"], response.json()["seconds"]) == (200, "null", 0.0)
+    worker.front.role_switch = switch = FakeSwitch(worker.front)
+    assert (await worker.http.post("/role", json={"role": "null"})).status_code == 200
+    assert switch.orders == []
 
 
 @pytest.mark.parametrize(
