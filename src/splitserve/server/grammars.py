@@ -1,7 +1,7 @@
 """From what a client asks its output to look like to a GrammarSpec, or an InvalidRequestError that names the field.
 
-Only the outer form is looked at here: one constraint at a time, JSON where JSON is due, bounded size and depth. Whether
-the grammar itself makes sense the scheduler's compiler finds out, before the request is scheduled or paired.
+Only the outer form is checked here: one constraint at a time, valid JSON, size, depth and references. The compiler
+checks the grammar itself, before the request is scheduled or paired.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.errors import InvalidRequestError
+from splitserve.server.schema_refs import check_references, check_tag_references
 from splitserve.server.schemas import OpenAIBody, SamplingFields
 
 # Bounds on what a compiler has to chew on: its time grows with the square of the depth.
@@ -57,6 +58,10 @@ def json_grammar(kind: GrammarKind, value: object, param: str, *, strict: bool =
         raise InvalidRequestError(f"{param} is a JSON {type(value).__name__}: send an object", param=param)
     if not _is_within(value, MAX_GRAMMAR_DEPTH):
         raise InvalidRequestError(f"{param} is nested deeper than {MAX_GRAMMAR_DEPTH} levels: flatten it", param=param)
+    if kind is GrammarKind.JSON_SCHEMA:
+        check_references(value, param)
+    else:
+        check_tag_references(value, param)
     text = msgspec.json.encode(value).decode()
     return _checked(kind, text, param, strict=strict)
 
