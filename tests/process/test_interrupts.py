@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.process
 
 SERVE = ["--port", "0", "--dtype", "float32", "--threads", "1", "--max-total-tokens", "4096"]
 # Seconds of CPU time after which these have started, and wait for requests. The others need more.
-START_SECONDS = {"router --port 0": 1.0, "chat --model m": 1.0}
+START_SECONDS = {"router --port 0": 1.0, "chat --url URL": 1.0}
 # Commands by the text that they have printed when the signal hits. "": it hits as soon as they handle signals.
 COMMANDS = {
     "serve MODEL": "",
@@ -26,7 +29,7 @@ COMMANDS = {
     "demo MODEL --dtype float32": "prefill-1 loading",
     "verify MODEL": "prefill-1 loading",
     "chaos MODEL": "starting 2 prefill and 2 decode workers",
-    "chat --model m": "/new starts afresh",
+    "chat --url URL": "/new starts afresh",
 }
 
 
@@ -35,12 +38,39 @@ def model(tmp_path_factory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
-def words(text: str, model: Path, folder: Path) -> list[str]:
+class ModelList(BaseHTTPRequestHandler):
+    """`/v1/models` of a server, for `chat`."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ModelList) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def words(text: str, model: Path, folder: Path, url: str) -> list[str]:
     """The command line of a key of COMMANDS."""
     path = folder / "cluster.yaml"
     # JSON is YAML, too.
     path.write_text(json.dumps({"model": str(model), "router": {"port": 0}}))
-    found = [{"MODEL": str(model), "FILE": str(path)}.get(word, word) for word in text.split()]
+    found = [{"MODEL": str(model), "FILE": str(path), "URL": url}.get(word, word) for word in text.split()]
     return found + (SERVE if found[0] in ("serve", "up") else [])
 
 
@@ -55,16 +85,16 @@ def check_end(command: RunningCommand, number: signal.Signals, code: int, line: 
 
 
 @pytest.mark.parametrize("text", COMMANDS)
-def test_an_interrupt_before_it_serves_ends_a_command_with_one_line(model, tmp_path, text):
-    with running_command(*words(text, model, tmp_path), folder=tmp_path) as command:
+def test_an_interrupt_before_it_serves_ends_a_command_with_one_line(model, url, tmp_path, text):
+    with running_command(*words(text, model, tmp_path, url), folder=tmp_path) as command:
         command.wait_for_handlers()
         command.wait_for(COMMANDS[text])
         check_end(command, signal.SIGINT, 130, "interrupted")
 
 
 @pytest.mark.parametrize("text", ["serve MODEL", "verify MODEL"])
-def test_sigterm_before_it_serves_does_the_same(model, tmp_path, text):
-    with running_command(*words(text, model, tmp_path), folder=tmp_path) as command:
+def test_sigterm_before_it_serves_does_the_same(model, url, tmp_path, text):
+    with running_command(*words(text, model, tmp_path, url), folder=tmp_path) as command:
         command.wait_for_handlers()
         command.wait_for(COMMANDS[text])
         check_end(command, signal.SIGTERM, 143, "terminated")
@@ -86,10 +116,10 @@ def test_a_router_that_serves_drains_first(tmp_path, number, code):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("text", COMMANDS)
-def test_an_interrupt_at_a_random_moment_leaves_nothing(model, tmp_path, text, seed):
+def test_an_interrupt_at_a_random_moment_leaves_nothing(model, url, tmp_path, text, seed):
     """The moment is when it has used a random amount of CPU time."""
     rng = random.Random(f"{text} {seed}")
-    with running_command(*words(text, model, tmp_path), folder=tmp_path) as command:
+    with running_command(*words(text, model, tmp_path, url), folder=tmp_path) as command:
         command.wait_for_handlers()
         command.wait_for_cpu_seconds(rng.uniform(0.0, START_SECONDS.get(text, 8.0)))
         command.children()

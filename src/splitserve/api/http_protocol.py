@@ -81,7 +81,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._start_header_timer()
             self._num_header_bytes += len(data)
             self._check_header_bytes()
-        elif before is self._reading is _Reading.NOTHING:
+        elif before is self._reading is _Reading.NOTHING and not self._is_responding:
             # Empty lines before a request, which the parser skips.
             self._start_header_timer()
 
@@ -113,15 +113,19 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Called when the server stops: close the connection, or let the response in progress be its last."""
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_responding:
+            self.cycle.keep_alive = False
+        else:
             # It flushes what is written, and does not linger.
             self._raw_transport.close()
-        else:
-            self.cycle.keep_alive = False
 
     def close_pending(self) -> None:
         """Close the connection at once: its address has too many that wait."""
         self.transport.abort()
+
+    @property
+    def _is_responding(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def is_lingering(self) -> bool:
@@ -170,7 +174,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def _reject(self, status: int, message: str) -> None:
         if not self.transport.is_closing():
             # A response to an earlier request of this connection would be cut in two.
-            if self.cycle is None or self.cycle.response_complete:
+            if not self._is_responding:
                 body = error_bytes(status, message)
                 head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
                 self.transport.write(STATUS_LINE[status] + head + body)

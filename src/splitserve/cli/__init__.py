@@ -6,6 +6,7 @@ the options are wrong (supervisors do not retry that), 1 if something failed.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ from splitserve.cli.router_options import router
 from splitserve.cli.serve import serve
 from splitserve.cli.up import UpCommand, up
 from splitserve.config import DTYPES
-from splitserve.core.process_end import unwinding
+from splitserve.core.process_end import exit_code_of, unwinding
 from splitserve.errors import SplitserveError
 from splitserve.launch.checks import check_dtype
 from splitserve.launch.shape import WorkerShape
@@ -174,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Benchmarks start processes of their own and of others.
         with unwinding() if words[:1] == ["bench"] else nullcontext():
             code = run(app, words)
+            if code == exit_code_of(signal.SIGINT):
+                # The command line's library has turned KeyboardInterrupt into this code.
+                sys.exit(code)
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
         code = error.exit_code

@@ -17,6 +17,8 @@ from splitserve.launch.http_server import HttpServer, bind, port_of
 Talk = Callable[[int], Awaitable[None]]
 # Seconds in which everything here happens, but for hangs.
 DEADLINE = 30.0
+# Seconds of the response to a body "slow", longer than the header timeout of its test.
+SLOW = 0.5
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,6 +31,8 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     message = await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"got ", "more_body": True})
+    if message["body"] == b"slow":
+        await asyncio.sleep(SLOW)
     await send({"type": "http.response.body", "body": b"%d" % len(message["body"])})
 
 
@@ -130,7 +134,17 @@ def test_incomplete_requests_end_after_their_time() -> None:
         assert all(answer.startswith(b"HTTP/1.1 408") and b"body" in answer for answer in answers[40:60])
         assert answers[60].startswith(b"HTTP/1.1 200")
 
-    serve(talk, header_timeout=0.2, body_timeout=0.2)
+    serve(talk, header_timeout=0.2, body_timeout=0.2, keep_alive_timeout=0.2)
+
+
+def test_a_response_may_take_longer_than_the_headers_of_its_request() -> None:
+    async def talk(port: int) -> None:
+        for body in (request(b"slow", CLOSE), request(b"slow", CLOSE) + b"\r\n"):
+            answer = await send(port, body, more=b"\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b"0\r\n\r\n")
+
+    serve(talk, header_timeout=0.2)
 
 
 def test_an_idle_connection_ends_after_its_time_and_serves_before() -> None:

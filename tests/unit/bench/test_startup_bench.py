@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from splitserve.bench.startup import Start, StartupOptions, StartupReport, measure_startup, run_startup_bench
-from splitserve.bench.stream import LoadError
-from splitserve.errors import ConfigError
+from splitserve.errors import ClusterError, ConfigError
 from splitserve.testing.tiny_models import make_tiny_model
 
 
@@ -61,5 +60,5 @@ def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path,
 
 @pytest.mark.process
 def test_a_worker_that_cannot_start_is_an_error_with_the_end_of_its_log():
-    with pytest.raises(LoadError, match="no folder"):
+    with pytest.raises(ClusterError, match="There is no folder"):
         measure_startup(options("/no/such/model"), Console(file=io.StringIO()))

@@ -115,6 +115,9 @@ class FakeChild:
     def let_go(self) -> None:
         """It does not run."""
 
+    def bound_log(self) -> None:
+        """It has no log."""
+
     def close(self) -> None:
         """It does not run."""
 
