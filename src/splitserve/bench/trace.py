@@ -15,7 +15,7 @@ import msgspec
 
 from splitserve.bench.prompts import PromptMaker
 from splitserve.bench.workload import LoadRequest
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 
 # Prompt tokens that one of `hash_ids` stands for.
 BLOCK_TOKENS = 512
@@ -78,4 +78,6 @@ def _row(decoder: msgspec.json.Decoder[TraceRow], line: bytes, where: str) -> Tr
     try:
         return decoder.decode(line)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{where}: {error}. Give JSON Lines of timestamp, input_length, output_length") from error
+        raise ConfigError(
+            f"{where}: {clause(error)}. Give JSON Lines of timestamp, input_length, output_length"
+        ) from error

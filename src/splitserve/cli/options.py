@@ -11,7 +11,7 @@ import typer
 
 from splitserve.config import ATTENTION_BACKENDS, DTYPES
 from splitserve.disaggregation.transports import USER_BACKENDS
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 
 QUANTIZATION_HELP = "Quantize on load: int8 the weights, w8a8 activations, too. On a CPU, in bfloat16."
 ModelArgument = Annotated[
@@ -67,7 +67,7 @@ def named_json(text: str, option: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{option}: {error}: give a JSON object") from error
+        raise ConfigError(f"{option}: {clause(error)}; give a JSON object") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{option} {text}: give a JSON object")
     return value

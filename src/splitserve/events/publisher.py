@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import zmq
 
 from splitserve.config import KVEventsConfig
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 from splitserve.events.schema import EventBatch, KVEvent, encode
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,9 @@ class ZmqEventPublisher:
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
-            raise ConfigError(f"KV events: cannot connect to {address}: {error}. Choose another endpoint") from error
+            raise ConfigError(
+                f"KV events: cannot connect to {address}: {clause(error)}. Choose another endpoint"
+            ) from error
         return ""
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
@@ -153,7 +155,7 @@ class ZmqEventPublisher:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"KV events: cannot listen at {address}: {error}. Choose another endpoint, or port 0"
+                f"KV events: cannot listen at {address}: {clause(error)}. Choose another endpoint, or port 0"
             ) from error
         # ZMQ writes out the wildcard that it was given.
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").replace("//0.0.0.0:", "//*:")

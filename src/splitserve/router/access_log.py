@@ -53,7 +53,8 @@ class Visit:
         tries = self.tries
         prompt_tokens, output_tokens = (None, None) if tries is None else _count_tokens(client, tries.journal)
         words = [
-            f"rid={_word(None if tries is None else tries.rid)} route={_word(self.route)} key={_word(self.caller)}",
+            f"rid={one_word(None if tries is None else tries.rid)}",
+            f"route={one_word(self.route)} key={one_word(self.caller)}",
             f"status={_number(client.status if self.status is None else self.status)} side={self.side or '-'}",
             f"prompt_tokens={_number(prompt_tokens)}",
             f"uncached_tokens={_number(None if tries is None else tries.num_uncached)}",
@@ -65,7 +66,7 @@ class Visit:
             f"tries={0 if tries is None else tries.num_tries}",
         ]
         if tries is not None:
-            words += [f"{worker.mode.value}={_word(worker.url)}" for worker in tries.workers]
+            words += [f"{worker.mode.value}={one_word(worker.url)}" for worker in tries.workers]
         logger.info("request %s", " ".join(words))
 
     def _since_arrival(self, then: float | None) -> str:
@@ -80,7 +81,7 @@ def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _word(value: object) -> str:
+def one_word(value: object) -> str:
     """One word, whatever a client wrote: nobody else begins a line or a field of the log."""
     if value is None:
         return "-"

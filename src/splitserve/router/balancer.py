@@ -10,20 +10,21 @@ from collections.abc import Sequence
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
-from splitserve.router.access_log import Visit
+from splitserve.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError, clause
+from splitserve.router.access_log import Visit, one_word
 from splitserve.router.admission import Admission
 from splitserve.router.api_keys import first_key, key_header
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import Headers, UpstreamError, body_of, error_frames, headers_of, in_log
+from splitserve.router.failure import Cause, Headers, UpstreamError, body_of, error_frames, headers_of, in_log
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
 from splitserve.router.prober import Prober, generate, hand_over
 from splitserve.router.prompts import PromptReader
 from splitserve.router.rate_limit import RateLimit
+from splitserve.router.redaction import redacted, without_addresses
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
@@ -108,8 +109,9 @@ class MiniLoadBalancer:
             body = parse_body(raw)
             await self._dispatch(visit, body, headers, client)
         except UpstreamError as error:
-            await self._fail(visit, client, error.side, error.status, error.body, error.headers)
+            await self._fail_upstream(visit, client, error)
         except SplitserveError as error:
+            self._log_failure(visit, "router", error.http_status, body_of(error))
             await self._fail(visit, client, "router", error.http_status, body_of(error), headers_of(error))
         except asyncio.CancelledError:
             visit.fail("client", 499)
@@ -139,11 +141,29 @@ class MiniLoadBalancer:
             finally:
                 self.metrics.running.dec()
 
+    async def _fail_upstream(self, visit: Visit, client: ClientStream, error: UpstreamError) -> None:
+        self._log_failure(visit, error.side, error.status, error.body, error.url)
+        body = error.body
+        if error.cause is not Cause.REQUEST:
+            body = redacted(body, (worker.host for worker in self.registry.all()))
+        await self._fail(visit, client, error.side, error.status, body, error.headers)
+
+    def _log_failure(self, visit: Visit, side: str, status: int, body: bytes, url: str = "-") -> None:
+        rid = "-" if visit.tries is None else one_word(visit.tries.rid)
+        logger.warning(
+            "request failed rid=%s route=%s side=%s worker=%s status=%d error=%s",
+            rid,
+            visit.route,
+            side,
+            url,
+            status,
+            in_log(body),
+        )
+
     async def _fail(
         self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
     ) -> None:
         visit.fail(side, status)
-        logger.warning("request failed route=%s side=%s status=%d error=%s", visit.route, side, status, in_log(body))
         self.metrics.errors.labels(visit.route, side, str(status)).inc()
         if not client.started:
             await client.respond(status, body, extra)
@@ -163,7 +183,9 @@ class MiniLoadBalancer:
         else:
             problem = await generate(self.upstream, target)
         if problem is not None:
-            raise WorkerUnavailableError(f"{problem} (stage: health generation)")
+            logger.warning("health generation failed reason=%r", problem)
+            problem = without_addresses(problem, (worker.host for worker in self.registry.all()))
+            raise WorkerUnavailableError(f"{clause(problem)} (stage: health generation)")
 
     async def ask_all(
         self, workers: Sequence[Worker], method: str, path: str, body: bytes | None = None

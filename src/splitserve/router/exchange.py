@@ -267,5 +267,5 @@ def _decode_json(body: bytes, worker: Worker) -> Any:
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError:
-        message = f"the prefill worker {worker.url} answered with something that is not JSON: is it a worker?"
+        message = "the prefill worker answered with something that is not JSON: is it a worker?"
         raise UpstreamError.lost("prefill", worker.url, 502, message) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError
+from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError, clause
 
 Headers = dict[str, str]
 # Of an answer, in a line of the log.
@@ -61,7 +61,7 @@ class UpstreamError(Exception):
         """The same failure, told in full: which request, at what stage, and what became of it. `code`: another one."""
         try:
             body = msgspec.json.decode(self.body)
-            body["error"]["message"] = f"{context}: {body['error']['message']}; {outcome}"
+            body["error"]["message"] = f"{context}: {clause(body['error']['message'])}; {outcome}"
             body["error"]["code"] = code or body["error"]["code"]
         except (msgspec.DecodeError, KeyError, TypeError):
             return self

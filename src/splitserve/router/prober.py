@@ -18,6 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
+from splitserve.errors import clause
 from splitserve.router.failure import UpstreamError
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.misfit import Misfit, misfit_in
@@ -170,7 +171,9 @@ async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return next((problem for problem in problems if isinstance(problem, Misfit)), "; ".join(problems) or None)
+    return next(
+        (problem for problem in problems if isinstance(problem, Misfit)), "; ".join(map(clause, problems)) or None
+    )
 
 
 async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:

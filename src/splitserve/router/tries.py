@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Codes of errors that are the reporting side's own. Others may quote the partner, or are nobody's fault (503).
 _OWN_FAULTS = ("engine_error", "internal_error")
+# Of an id in messages.
+_SHOWN_CHARACTERS = 128
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
@@ -97,6 +99,11 @@ class Tries:
         return self._body["rid"]
 
     @property
+    def _name(self) -> str:
+        """For messages."""
+        return f"request {str(self.rid)[:_SHOWN_CHARACTERS]}"
+
+    @property
     def seconds_left(self) -> float:
         return self._limit - self._elapsed()
 
@@ -107,7 +114,10 @@ class Tries:
     async def run(self) -> None:
         """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
         await self._read_prompt()
-        target = self._registry.select(self._wish)
+        try:
+            target = self._registry.select(self._wish)
+        except WorkerUnavailableError as nobody:
+            raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from nobody
         while True:
             try:
                 await self._serve(target)
@@ -191,7 +201,7 @@ class Tries:
         except WorkerUnavailableError as nobody:
             if misfit_in(error.body):
                 # What differs is for operators.
-                raise nobody from None
+                raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from None
             raise self._explained(error, f"it cannot go on elsewhere, for {nobody.message}") from None
         if self._avoid.suspects.issuperset(_workers(target)):
             # Nothing would be different, and a full worker is not to be asked again and again.
@@ -232,11 +242,13 @@ class Tries:
             self._registry.add_fault(at_fault)
 
     def _explained(self, error: UpstreamError, outcome: str, code: str | None = None) -> UpstreamError:
-        # A worker's own report names request and stage.
+        # A scheduler's report names request and stage.
         if error.cause is not Cause.LOST:
-            return error
+            code = None
+            if str(self.rid).encode() in error.body:
+                return error
         stage = "streaming" if self._client.started else "dispatch"
-        return error.explained(f"request {self._body['rid']} (stage: {stage}, try {self.num_tries})", outcome, code)
+        return error.explained(f"{self._name} (stage: {stage}, try {self.num_tries})", outcome, code)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._arrived

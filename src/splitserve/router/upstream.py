@@ -89,10 +89,11 @@ class Upstream:
             answer.close()
 
     def lost(self, worker: Worker, side: str, error: Exception) -> UpstreamError:
-        name = f"the {side} worker {worker.url}"
+        # Clients read this: the address is in the error's `url`, for the log.
+        name = f"the {side} worker"
         if isinstance(error, ConnectError):
             self._registry.mark_unhealthy(worker)
-            message = f"{name} cannot be reached: try again in a moment, or look whether it runs"
+            message = f"{name} cannot be reached: try again in a moment, or check that it runs"
             return UpstreamError.lost(side, worker.url, 503, message)
         if isinstance(error, TimeoutError) and worker.broken_off is not None:
             return UpstreamError.lost(side, worker.url, 504, f"{name} {worker.broken_off}")

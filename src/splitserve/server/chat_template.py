@@ -19,7 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from splitserve.errors import InvalidRequestError
+from splitserve.errors import InvalidRequestError, clause
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -60,7 +60,8 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}; check roles, their order and the contents",
+                f"the model's chat template refuses these messages: {clause(error)}; check roles, their order and the "
+                "contents",
                 param="messages",
             ) from error
         if not continue_final_message:

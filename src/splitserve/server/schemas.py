@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
+from splitserve.errors import clause
 from splitserve.server.dispatch import Dispatch
 
 
@@ -74,7 +75,7 @@ def _dispatch(value: object) -> Dispatch | None:
     try:
         return msgspec.convert(value, Dispatch | None)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}: it is for routers, leave it out") from None
+        raise ValueError(f"{clause(error)}: it is for routers, leave it out") from None
 
 
 class DispatchFields(Body):

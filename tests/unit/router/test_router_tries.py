@@ -218,9 +218,36 @@ async def test_with_nobody_left_a_stream_ends_with_an_error_that_says_so() -> No
         status, body = await pools.post("/generate", STREAM | {"rid": "mine"})
         assert status == 200
         message = last_error(body)["message"]
-        for part in ("request mine", "stage: streaming", "decode worker http", "no", "start one"):
+        for part in ("request mine", "stage: streaming", "decode worker went away", "no", "start one"):
             assert part in message
+        assert "http" not in message
         assert body.count(b'{"i"') == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_reads_no_workers_address_and_the_log_has_it(stream: bool, caplog: Any) -> None:
+    caplog.set_level("WARNING")
+    text = "KV transfer of room 7 failed: prefill at bootstrap address {}:4711: {}. http://w.internal:1/x is gone."
+
+    async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        message = text.format(body["bootstrap_host"], f"lost 10.1.2.3:99, {pools.prefill[0].url}")
+        failure = event(error("kv_transfer_failed", message))
+        return await (
+            journals(COUNT, until=1, then=failure + DONE, die=False)
+            if stream
+            else answers(error("kv_transfer_failed", message), 500)
+        )(request, body)
+
+    async with serve_pools([answers({})], [fails]) as pools:
+        _, body = await pools.post("/generate", {"text": "a", "stream": stream, "rid": "mine"})
+        message = (last_error(body) if stream else json.loads(body)["error"])["message"]
+        assert "request mine (stage: " in message
+        assert "KV transfer of room 7 failed" in message
+        for address in ("127.0.0.1", "10.1.2.3", "internal", "4711", "http"):
+            assert address not in message
+        assert ".;" not in message
+        assert f"worker={pools.decode[0].url}" in caplog.text
+        assert "10.1.2.3:99" in caplog.text
 
 
 async def test_a_stream_without_a_journal_is_never_begun_again() -> None:

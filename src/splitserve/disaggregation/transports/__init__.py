@@ -15,7 +15,7 @@ from pathlib import Path
 
 from splitserve.disaggregation.transports.base import Transport, TransportOptions
 from splitserve.disaggregation.transports.sharing import thread_count
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 
 
 class TransferBackend(enum.StrEnum):
@@ -191,5 +191,7 @@ def create_transport(backend: str, options: TransportOptions) -> Transport:
         factory: Callable[[TransportOptions], Transport] = getattr(importlib.import_module(entry.module), entry.factory)
     except ImportError as error:
         # Installed, but a system library it links to is not.
-        raise ConfigError(f"the transfer backend {backend!r} cannot be loaded: {error}. {entry.hint}") from error
+        raise ConfigError(
+            f"the transfer backend {backend!r} cannot be loaded: {clause(error)}. {entry.hint}"
+        ) from error
     return factory(options)

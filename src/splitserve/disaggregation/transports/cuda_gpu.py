@@ -14,7 +14,7 @@ from splitserve.disaggregation.transports.cuda_driver import CudaDriver, CudaErr
 from splitserve.disaggregation.transports.cuda_ipc import NAME, NEEDS_GPU, DeviceRegion
 from splitserve.disaggregation.transports.cuda_parts import rows_of
 from splitserve.disaggregation.transports.device import device_of
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, clause
 
 # Parts of it have no types.
 _cuda: Any = torch.cuda
@@ -43,7 +43,7 @@ class CudaGpu:
             return DeviceRegion(driver.export(base), size, region.address - base, region.length, region.address)
         except CudaError as error:
             raise ConfigError(
-                f"the transfer backend {NAME!r} cannot share the KV pool: {error.message}. Leave "
+                f"the transfer backend {NAME!r} cannot share the KV pool: {clause(error.message)}. Leave "
                 "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or choose 'tcp'"
             ) from error
 

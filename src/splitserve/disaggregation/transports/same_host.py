@@ -18,6 +18,7 @@ from splitserve.disaggregation.transports import sockets
 from splitserve.disaggregation.transports.handshake import ProtocolError
 from splitserve.disaggregation.transports.local_files import FileRef, OtherFileError, boot_id, open_file
 from splitserve.disaggregation.transports.write_gate import GateKey, WriteGate
+from splitserve.errors import clause
 
 Key = TypeVar("Key", bound=GateKey)
 
@@ -50,7 +51,7 @@ def open_memory(pid: int, file: FileRef, backend: str) -> int:
     try:
         return open_file(pid, file)
     except OtherFileError as error:
-        raise ProtocolError(f"{error}. {remedy}") from error
+        raise ProtocolError(f"{clause(error)}. {remedy}") from error
     except OSError as error:
         raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
 
