@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import msgspec
@@ -230,6 +231,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rid_chars: int = 256
     # Characters of a JSON schema, regex, EBNF or structural tag.
     max_grammar_chars: int = 256 << 10
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 and finite, not {value:g}")
 
     def request_bytes(self, context_length: int) -> int:
         """Return the bytes a body may have if the model's context is `context_length` tokens long."""

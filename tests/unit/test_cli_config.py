@@ -207,6 +207,9 @@ def test_a_config_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixtur
         (["--enable-chunked-prefill"], []),
         (["--disaggregation-ib-device", "mlx5_0"], ["--transfer-option", "device=mlx5_0"]),
         (["--pdlb-url", "http://r:1"], ["--router", "http://r:1"]),
+        (["--speculative-algo", "draft"], ["--speculative-algorithm", "draft"]),
+        (["--speculative-draft-model-path", "m"], ["--speculative-draft-model", "m"]),
+        (["--disable-log-requests", "--disable-log-stats"], []),
         (["--uvicorn-log-level", "debug"], ["--log-level", "debug"]),
     ],
 )
@@ -219,6 +222,8 @@ def test_familiar_names_are_options_here(words: list[str], same: list[str]) -> N
     [
         (["--worker-urls", "http://a:1", "http://b:1"], ["--worker", "http://a:1", "--worker", "http://b:1"]),
         (["--pd-disaggregation", "--queue-size", "3"], ["--max-queued-requests", "3"]),
+        (["--disable-retries", "--disable-log-requests"], ["--max-retries", "0", "--disable-access-log"]),
+        (["--max-payload-size", "2M"], ["--max-request-bytes", "2M"]),
         (
             ["--prefill", "http://a:1", "http://b:1", "--prefill-bootstrap-ports", "5", "6"],
             ["--prefill", "http://a:1", "5", "--prefill", "http://b:1", "6"],
@@ -240,6 +245,10 @@ def test_a_name_with_another_meaning_is_noted(capsys: pytest.CaptureFixture[str]
         (["serve", "--trust-remote-code"], "--trust-remote-code: code from a model's folder is never run"),
         (["up", "--api-key", "sk-1"], "write it to a file and give --api-key-file FILE"),
         (["serve", "--kv-transfer-config", "{}"], "give --disaggregation-mode"),
+        (["serve", "--ep-size", "2"], "--ep-size: give --enable-expert-parallel"),
+        (["router", "--service-discovery"], "workers register themselves"),
+        (["serve", "--tensor-paralel-size", "2"], "no such option; did you mean --tensor-parallel-size?"),
+        (["up", "--polcy", "random"], "no such option; did you mean --policy?"),
         (["serve", "--page-sise", "8"], "--page-sise: no such option; did you mean --page-size?"),
         (["serve", "--max-model-length", "8"], "did you mean --max-model-len?"),
         (["serve", "--zzz"], "--zzz: no such option; splitserve serve --help lists them"),

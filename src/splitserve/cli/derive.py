@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import math
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,8 @@ def _parameter(option: Option, config: Any) -> inspect.Parameter:
         kind, default = int | None, default if default is None else _short_bytes(default)
     elif choices:
         settings |= {"parser": _chooser(option.flag, choices, enum_type or str), "metavar": "|".join(choices)}
+    elif float in (kind, *typing.get_args(kind)):
+        settings["callback"] = _number_check(option.flag, is_zero_allowed=settings.pop("min", None) == 0)
     if typing.get_origin(kind) is tuple:
         kind, default = list[str] | None, None
     decls = option.decls or ((f"{option.flag}/--no-{option.flag[2:]}",) if kind is bool else (option.flag,))
@@ -203,6 +206,15 @@ def _bytes_parser(flag: str) -> Callable[[str | int], int]:
         return num_bytes(str(text), flag)
 
     return number_of_bytes
+
+
+def _number_check(flag: str, *, is_zero_allowed: bool) -> Callable[[float | None], float | None]:
+    def check(value: float | None) -> float | None:
+        if value is None or 0 < value < math.inf or (is_zero_allowed and value == 0):
+            return value
+        raise ConfigError(f"{flag} must be {'0 or more' if is_zero_allowed else 'above 0'} and finite, not {value:g}")
+
+    return check
 
 
 def _short_bytes(count: int) -> str:

@@ -31,6 +31,9 @@ _WORKER = {
     "--no-async-scheduling": "--disable-overlap-schedule",
     "--scheduling-policy": "--schedule-policy",
     "--enable-priority-scheduling": "--enable-priority",
+    "--nccl-init-addr": "--dist-init-addr",
+    "--speculative-algo": "--speculative-algorithm",
+    "--speculative-draft-model-path": "--speculative-draft-model",
     "--disaggregation-ib-device": "--transfer-option=device=",
     "--pdlb-url": "--router",
 }
@@ -43,6 +46,8 @@ _ROUTER = {
     "--queue-size": "--max-queued-requests",
     "--rate-limit-tokens-per-second": "--rate-limit",
     "--retry-max-retries": "--max-retries",
+    "--disable-retries": "--max-retries=0",
+    "--max-payload-size": "--max-request-bytes",
     "--request-timeout-secs": "--timeout",
     "--health-check-interval-secs": "--health-interval",
     "--cors-allowed-origins": "--cors-origin",
@@ -52,7 +57,15 @@ _ROUTER = {
 }
 _EVERYWHERE = {"--uvicorn-log-level": "--log-level"}
 # It is always so: these flags are accepted and change nothing.
-_ALWAYS = {"--enable-chunked-prefill", "--enable-metrics", "--pd-disaggregation", "--mini-lb"}
+_ALWAYS = {
+    "--enable-chunked-prefill",
+    "--enable-metrics",
+    "--disable-log-stats",
+    "--disable-log-requests",
+    "--no-enable-log-requests",
+    "--pd-disaggregation",
+    "--mini-lb",
+}
 _NO_MEANING = {
     "--trust-remote-code": "code from a model's folder is never run; use an architecture that transformers has",
     "--api-key": "other users can read keys on a command line; write it to a file and give --api-key-file FILE",
@@ -76,13 +89,23 @@ _NO_MEANING = {
     "--tool-call-parser": "tool calls are parsed by the model's chat template; leave it out",
     "--reasoning-parser": "reasoning is not separated from the answer; leave it out",
     "--prefill-bootstrap-ports": "it follows --prefill, with one port per URL",
+    "--base-gpu-id": "give --device cuda:N",
+    "--ep-size": "give --enable-expert-parallel: each tensor parallel rank then has its own experts",
+    "--max-prefill-tokens": "--chunked-prefill-size bounds the tokens computed per step",
+    "--stream-interval": "every token is streamed; leave it out",
+    "--grammar-backend": "grammars are compiled by xgrammar; leave it out",
+    "--guided-decoding-backend": "grammars are compiled by xgrammar; leave it out",
+    "--watchdog-timeout": "the router's --hang-timeout ends what waits for a worker that hangs",
+    "--service-discovery": "workers register themselves: splitserve serve --router URL",
+    "--prometheus-port": "GET /metrics has the metrics, at --port",
+    "--log-dir": "logs go to standard error; redirect it to a file",
 }
 _DIFFERENT = {
     "--gpu-memory-utilization": "share of the memory that is free after the weights are loaded, not of all memory",
 }
 _TABLES: Mapping[str, Mapping[str, str]] = {
     "serve": {**_WORKER, **_EVERYWHERE},
-    "up": {**_WORKER, **_EVERYWHERE},
+    "up": {**_WORKER, **_EVERYWHERE, "--disable-log-requests": "--disable-access-log"},
     "router": {**_ROUTER, **_EVERYWHERE},
 }
 
@@ -109,7 +132,7 @@ def with_own_names(command: str, words: Sequence[str]) -> list[str]:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         target = renamed(command, name) if name.startswith("--") else name
-        if name in _ALWAYS and command in _TABLES:
+        if name in _ALWAYS and target == name and command in _TABLES:
             continue
         if name in _DIFFERENT and target != name:
             typer.echo(f"note: {name} is {target} here: {_DIFFERENT[name]}", err=True)

@@ -65,11 +65,11 @@ _TIMES = (
     Option("health_interval", "Seconds between two health checks of a worker."),
     Option("hang_timeout", "Seconds without an answer to health checks after which a worker counts as hung."),
     Option("max_retries", "Other workers that a request is sent to without a new token."),
-    Option("drain_timeout", "Seconds that running requests have on shutdown."),
+    Option("drain_timeout", "Seconds that running requests have on shutdown.", settings={"min": 0}),
 )
 _ADMISSION = (
-    Option("max_running_requests", "Requests at the workers at the same time. Default: no limit."),
-    Option("max_queued_requests", "Requests waiting for that. Beyond that: 503."),
+    Option("max_running_requests", "Requests at the workers at the same time. Default: no limit.", settings={"min": 1}),
+    Option("max_queued_requests", "Requests waiting for that. Beyond that: 503.", settings={"min": 0}),
     Option("rate_limit", "Requests per second and API key. Beyond that: 429.", settings={"metavar": "N"}),
     Option(
         "rate_limit_burst",
@@ -103,7 +103,7 @@ _KEYS = (
 )
 _PROCESS = (
     Option("host", "Address to listen on."),
-    Option("port", "Port to listen on. 0: any free one."),
+    Option("port", "Port to listen on. 0: any free one.", settings={"min": 0, "max": 65535}),
     Option("log_level", "Least severity that is logged.", choices=LEVELS),
     Option(
         "access_log",

@@ -31,7 +31,11 @@ _SUPERVISION = SupervisionConfig(max_failed_starts=3)
 _SUPERVISION_OPTIONS = in_sections(
     {
         "Supervision": (
-            Option("max_failed_starts", "Starts of one process that may fail in a row; then all end with the reason."),
+            Option(
+                "max_failed_starts",
+                "Starts of one process that may fail in a row; then all end with the reason.",
+                settings={"min": 1},
+            ),
             Option("load_timeout", "Seconds a process may take to start."),
             Option("drain_timeout", "Seconds that running requests have on shutdown."),
         )

@@ -290,7 +290,14 @@ _SERVER = (
 )
 _PROCESS = (
     Option("model.load_timeout", "Seconds for loading the model."),
-    Option("", "Seconds that running requests have on shutdown.", name="drain_timeout", kind=float, default=30.0),
+    Option(
+        "",
+        "Seconds that running requests have on shutdown.",
+        name="drain_timeout",
+        kind=float,
+        default=30.0,
+        settings={"min": 0},
+    ),
     Option("server.log_level", "Least severity that is logged.", choices=LEVELS),
     Option(
         "",

@@ -201,7 +201,7 @@ def load_config(path: Path) -> ClusterConfig:
 def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
     """Paths stay as they stand there. Raises ConfigError."""
     try:
-        if msgspec.yaml.decode(raw) is None:
+        if not msgspec.yaml.decode(raw):
             raise ConfigError(f"{source}: the file is empty: name at least the model, such as `model: smollm2`")
         config = msgspec.yaml.decode(raw, type=ClusterConfig)
     except msgspec.ValidationError as error:

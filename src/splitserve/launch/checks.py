@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ServerConfig, WorkerConfig
+from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ModelConfig, ServerConfig, WorkerConfig
 from splitserve.core.nodes import misfit
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
@@ -80,6 +80,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--cuda-graph-max-bs", config.model.cuda_graph_max_batch >= 0, "must be at least 1"),
         ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
         *_shape_checks(config),
+        *_quantization_checks(config.model),
         *(_dp_attention_checks(config) if config.model.dp_attention else ()),
         *(_node_checks(config) if config.parallel.nnodes > 1 else ()),
         ("--threads", _is_positive(config.model.threads), "must be at least 1"),
@@ -113,6 +114,18 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone
     yield "--quantization", is_whole or config.model.quantization is None, alone
     yield "--prefix-host-memory", is_whole or config.cache.prefix_host_memory == 0, alone
+
+
+def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
+    """What our kernels need, which alone compute quantized weights."""
+    if model.quantization is not None:
+        for option, value, choices in (
+            ("--dtype", model.dtype, ("auto", "bfloat16")),
+            ("--kernels", model.kernels, ("auto",)),
+            ("--device", model.device, ("auto", "cpu")),
+        ):
+            rule = f"{value} does not go together with --quantization {model.quantization}: give {' or '.join(choices)}"
+            yield option, value in choices, rule
 
 
 def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None:

@@ -185,6 +185,11 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
         raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
 
 
+_CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Characters of a wrong value that an error repeats.
+_MAX_ECHO = 32
+
+
 def chat_messages(
     messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False
 ) -> list[dict[str, Any]]:
@@ -195,6 +200,11 @@ def chat_messages(
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"messages[{i}].role is missing or no string", param="messages")
+        if message["role"] not in _CHAT_ROLES:
+            raise InvalidRequestError(
+                f"messages[{i}].role is {message['role'][:_MAX_ECHO]!r}: give one of {', '.join(_CHAT_ROLES)}",
+                param="messages",
+            )
         chat.append({**message, "content": _content_text(message.get("content"), i)})
     if continue_final_message and chat[-1]["role"] != "assistant":
         raise InvalidRequestError(

@@ -19,7 +19,7 @@ from splitserve.testing import ray_nodes
 CREDENTIALS = Credentials(b"t" * 32, clients=b"c", operators=b"o", workers=b"w", operator_key="op-key-0123456789")
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"# only a comment\n", b"---\n", b"null"])
+@pytest.mark.parametrize("text", [b"", b"\n", b"# only a comment\n", b"---\n", b"null", b"{}"])
 def test_an_empty_file_is_refused(text: bytes) -> None:
     with pytest.raises(ConfigError, match="the file is empty: name at least the model"):
         parse_config(text)

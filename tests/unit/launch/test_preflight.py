@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import socket
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from splitserve import cli
 from splitserve.config import ModelConfig, SpeculativeConfig, WorkerConfig
@@ -63,6 +66,13 @@ def as_cluster(folder: Path, words: list[str]) -> list[str]:
 
 LATE = [
     (["--quantization", "fp8"], "--quantization fp8: choose one of int8, w8a8"),
+    (["--quantization", "int8", "--dtype", "float32"], "--dtype float32 does not go together with --quantization int8"),
+    (["--quantization", "int8", "--kernels", "torch"], "--kernels torch does not go together with --quantization int8"),
+    (["--quantization", "int8", "--device", "cuda"], "--device cuda does not go together with --quantization int8"),
+    (["--header-timeout", "0"], "--header-timeout must be above 0 and finite, not 0"),
+    (["--max-request-bytes", "0"], "--max-request-bytes must be above 0 and finite, not 0"),
+    (["--max-messages", "-1"], "--max-messages must be above 0 and finite, not -1"),
+    (["--transfer-timeout", "nan"], "--transfer-timeout must be above 0 and finite, not nan"),
     (["--device", "tpu"], "--device tpu: choose auto, cpu, cuda or cuda:N"),
     (["--context-length", "100000"], "has positions for 512 tokens; give 512 or less"),
     (["--max-total-tokens", "5"], "--max-total-tokens 5: too small for one request; give 128 or more"),
@@ -117,6 +127,30 @@ def test_up_checks_the_options_of_its_router_and_of_itself(
         cli.main(["up", str(folder), *words])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("value", ["-1", "nan", "-inf"])
+@pytest.mark.parametrize("name", ["serve", "router", "up"])
+def test_no_option_takes_a_number_without_meaning(
+    name: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    annotations = inspect.signature(command.callback).parameters
+    flags = [p.opts[0] for p in command.params if {int, float} & _types(annotations[p.name].annotation)]
+    assert len(flags) > 20
+    for flag in set(flags) - {"--fd"}:
+        words = [name, *([str(folder)] if name != "router" else []), f"{flag}={value}"]
+        with pytest.raises(SystemExit) as end:
+            cli.main(words)
+        error = capsys.readouterr().err
+        assert (end.value.code, error.count("\n")) == (2, 1), (words, error)
+        assert error.startswith(f"error: {flag}"), (words, error)
+
+
+def _types(annotation: object) -> set[object]:
+    kind = typing.get_args(annotation)[0]
+    return {kind, *typing.get_args(kind)}
 
 
 def test_up_needs_no_model_before_the_options_of_workers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -73,6 +73,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is empty"),
     ({"messages": "Hi"}, "messages"),
     ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role is 'wizard': give one of system"),
+    ({"messages": [*HI, {"role": "w" * 1000, "content": ""}]}, f"messages[1].role is '{'w' * 32}': give one of system"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, "of type 'image_url'"),
     ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),

@@ -35,17 +35,22 @@ class TransferBackend(enum.StrEnum):
     NIXL = "nixl"
 
 
+# Backends that any machine has.
+_FOR_CPUS = "tcp, shm or gloo"
+
+
 def _nothing_missing() -> str | None:
     return None
 
 
 def _missing_for_nccl() -> str | None:
-    return missing_of_cuda("CUDA and NCCL")
+    lack = missing_of_cuda("CUDA and NCCL")
+    return lack and f"{lack}; or use {_FOR_CPUS}"
 
 
 def _missing_for_cuda_ipc() -> str | None:
     if lack := missing_of_cuda("CUDA"):
-        return lack
+        return f"{lack}; or use {_FOR_CPUS}"
     has_triton = importlib.util.find_spec("triton") is not None
     return None if has_triton else "the Python package 'triton', which comes with torch's builds for CUDA"
 
@@ -59,7 +64,7 @@ def missing_of_cuda(built_with: str) -> str | None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "a CUDA device, and this machine has no driver for one: use tcp, shm or gloo"
+        return "a CUDA device, and this machine has no driver for one"
     return None
 
 
