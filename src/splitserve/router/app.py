@@ -19,6 +19,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.api.intake import Intake
 from splitserve.api.limits import effective_limits
+from splitserve.api.openapi import (
+    BOOLEAN,
+    DOCS_PATHS,
+    INDEX,
+    OBJECT,
+    TEXT,
+    UPSTREAM_ERRORS,
+    describe,
+    fields,
+    index,
+    list_of,
+    new_app,
+    operation,
+    or_null,
+)
 from splitserve.api.request_memory import RequestMemory
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
@@ -31,9 +46,12 @@ from splitserve.router.key_guard import KeyGuard
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
 from splitserve.router.role_order import RoleOrder, switch_role
 from splitserve.router.worker import Worker
+from splitserve.server.operations import shared_operations
+from splitserve.server.schemas import AbortBody
 
 Body = TypeVar("Body", bound=BaseModel)
 
+_OPERATIONS = shared_operations(UPSTREAM_ERRORS)
 GENERATE_ROUTES = ("/generate", "/v1/chat/completions", "/v1/completions")
 # Questions that any worker answers alike: our route, method, the worker's route.
 ANY_WORKER_ROUTES = (
@@ -44,10 +62,22 @@ ANY_WORKER_ROUTES = (
     ("/detokenize", "POST", "/detokenize"),
 )
 # Who may come without a key, and what a client's key opens; all else is for operators.
-OPEN_PATHS = ("/health", "/ready", "/metrics")
-CLIENT_PATHS = (*GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
+OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
+CLIENT_PATHS = ("/", *GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
 # Order of their schedulers in the merged list: clients read the throughput of the first one.
 _GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
+
+_LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
+_MESSAGE = fields(message=TEXT)
+_SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
+_WORKER = fields(url=TEXT, mode=TEXT, healthy=BOOLEAN, ready=BOOLEAN, reason=or_null(TEXT), draining=BOOLEAN)
+_ROLE = operation("Change the role of a worker", body=RoleOrder, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS))
+_PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
+_FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
+_ABORT = operation(
+    "Abort a request on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
+)
+_INFO = operation("Describe the router and all workers", answer=OBJECT)
 
 
 def build_router_app(args: LBArgs) -> ASGIApp:
@@ -62,7 +92,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         finally:
             await balancer.close()
 
-    app = FastAPI(title="splitserve router", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = new_app("Splitserve router", __version__, lifespan=lifespan)
     app.add_exception_handler(SplitserveError, _answer_error)
     app.add_exception_handler(UpstreamError, _answer_upstream_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -70,9 +100,10 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     for path in GENERATE_ROUTES:
         app.router.routes.append(Route(path, generate, methods=["POST"]))
     for path, method, target in ANY_WORKER_ROUTES:
-        app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method])
+        app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method], **_OPERATIONS[target])
     _add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
+    describe(app, {path: _OPERATIONS[path] for path in GENERATE_ROUTES})
     memory = RequestMemory(args.limits.max_request_memory)
     memory.export(balancer.metrics.registry, "splitserve_router:")
     limited = Intake(
@@ -133,31 +164,31 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     """Who comes and goes."""
     registry = balancer.registry
 
-    @app.post("/register")
+    @app.post("/register", **operation("Register a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
     async def register(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
         if registry.add(worker.registry_url, worker.role, worker.bootstrap_port):
             logger.info("worker registered url=%s mode=%s", worker.registry_url, worker.mode)
         return _json({"message": "Registered successfully"})
 
-    @app.post("/deregister")
+    @app.post("/deregister", **operation("Deregister a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
     async def deregister(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
         if registry.deregister(worker.registry_url):
             logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
         return _json({"message": "Deregistered"})
 
-    @app.get("/workers")
+    @app.get("/workers", **operation("List the workers", answer=fields(workers=list_of(_WORKER))))
     async def workers() -> Response:
         return _json({"workers": [_describe(w) for w in registry.all()]})
 
-    @app.post("/workers")
+    @app.post("/workers", **operation("Add a worker", body=PDRegistryRequest, answer=_WORKER, errors=(400,)))
     async def add_worker(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
         registry.add(worker.registry_url, worker.role, worker.bootstrap_port, is_static=True)
         return _json(_describe(registry.get(worker.registry_url)))
 
-    @app.delete("/workers")
+    @app.delete("/workers", **operation("Remove a worker", answer=_WORKER, errors=(400, 404)))
     async def remove_worker(url: str = "") -> Response:
         if not url:
             raise InvalidRequestError("url is missing: DELETE /workers?url=URL, as GET /workers has it", param="url")
@@ -165,7 +196,7 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         registry.remove(worker.url)
         return _json(_describe(worker))
 
-    @app.post("/workers/drain")
+    @app.post("/workers/drain", **operation("Drain a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404, 409)))
     async def drain_worker(request: Request) -> Response:
         order = _parse(WorkerOrder, await request.body(), "find")
         worker = registry.get(order.url)
@@ -181,7 +212,7 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             worker.break_off("was drained by an operator")
         return _json(_describe(worker))
 
-    @app.post("/workers/resume")
+    @app.post("/workers/resume", **operation("Resume a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404)))
     async def resume_worker(request: Request) -> Response:
         worker = registry.get(_parse(WorkerOrder, await request.body(), "find").url)
         worker.is_draining = False
@@ -189,7 +220,7 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         worker.forgive()
         return _json(_describe(worker))
 
-    @app.post("/role")
+    @app.post("/role", **_ROLE)
     async def role(request: Request) -> Response:
         order = _parse(RoleOrder, await request.body(), "change the role of")
         worker, seconds = await switch_role(registry, balancer.upstream, order)
@@ -200,34 +231,39 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     """How things are, and what an operator may order."""
     registry = balancer.registry
 
-    @app.get("/health")
+    @app.get("/", **operation("Name the router, its workers and its main routes", answer=INDEX))
+    async def root() -> Response:
+        workers = {mode.value: len(registry.pool(mode)) for mode in DisaggregationMode}
+        return _json(index("Splitserve router", __version__, _LINKS, workers=workers))
+
+    @app.get("/health", **operation("Return 200 while the router runs"))
     async def health() -> Response:
         return Response(status_code=200)
 
-    @app.get("/ready")
+    @app.get("/ready", **operation("Return 200 if requests can be served", answer=fields(ready=BOOLEAN)))
     async def ready() -> Response:
         if reason := registry.unready_reason():
             raise WorkerUnavailableError(f"{reason}: GET /workers says more")
         return _json({"ready": True})
 
-    @app.get("/health_generate")
+    @app.get("/health_generate", **_PROOF)
     async def health_generate() -> Response:
         await balancer.prove_path()
         return _json({"success": True})
 
-    @app.post("/flush_cache")
+    @app.post("/flush_cache", **_FLUSH)
     async def flush_cache() -> Response:
         return _summary(await balancer.ask_all(registry.all(), "POST", "/flush_cache", b"{}"))
 
-    @app.post("/abort_request")
+    @app.post("/abort_request", **_ABORT)
     async def abort_request(request: Request) -> Response:
         body = parse_body(await request.body())
         if not isinstance(body.get("rid"), str) and body.get("abort_all") is not True:
             raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
         return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
 
-    @app.get("/server_info")
-    @app.get("/get_server_info")
+    @app.get("/server_info", **_INFO)
+    @app.get("/get_server_info", **_INFO)
     async def server_info() -> Response:
         limits = effective_limits(balancer.args.limits, balancer.registry.context_length)
         info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy, "limits": limits}
@@ -237,7 +273,7 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             info[mode.value] = [{"url": w.url, **_object(answer)} for w, answer in pool]
         return _json({**info, **_merged_states(info)})
 
-    @app.get("/metrics")
+    @app.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
     async def metrics() -> Response:
         for mode in DisaggregationMode:
             for healthy in (True, False):

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
 from splitserve.api.limits import effective_limits
+from splitserve.api.openapi import BOOLEAN, INDEX, INTEGER, OBJECT, TEXT, fields, index, list_of, operation
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import SamplingParams
 from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
@@ -28,6 +29,7 @@ from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, fan_out
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
+from splitserve.server.operations import OPERATIONS
 from splitserve.server.schemas import AbortBody
 
 logger = logging.getLogger(__name__)
@@ -35,28 +37,41 @@ logger = logging.getLogger(__name__)
 # Seconds /health_generate gives one token.
 HEALTH_DEADLINE = 20.0
 
+_LINKS = ("/health", "/server_info", "/v1/models", "/metrics")
+_READY = fields(status=TEXT)
+_INFO = operation("Describe the worker: settings, limits, load", answer=OBJECT)
+_FLUSH = operation("Drop cached prefixes that are not in use", answer=fields(success=BOOLEAN, num_pages_freed=INTEGER))
+_ABORT = operation(
+    "Abort a request", body=AbortBody, answer=fields(success=BOOLEAN, num_aborted=INTEGER), errors=(400,)
+)
+
 
 def admin_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/", **operation("Name the worker, its model and its main routes", answer=INDEX))
+    async def root() -> Response:
+        details = {"model": front.served_model_name, "role": str(front.mode)}
+        return json_response(index("Splitserve worker", __version__, _LINKS, **details))
+
+    @router.get("/health", **operation("Return 200 if the worker takes requests", answer=_READY))
     async def health() -> Response:
         _check_ready(front)
         return json_response({"status": "ready"})
 
-    @router.get("/health_generate")
+    @router.get("/health_generate", **operation("Generate one token", answer=_READY, errors=(500,)))
     async def health_generate() -> Response:
         _check_ready(front)
         await _generate_one_token(front)
         return json_response({"status": "ready"})
 
-    @router.get("/server_info")
-    @router.get("/get_server_info")
+    @router.get("/server_info", **_INFO)
+    @router.get("/get_server_info", **_INFO)
     async def server_info() -> Response:
         return json_response(await describe(front))
 
-    @router.get("/model_info")
-    @router.get("/get_model_info")
+    @router.get("/model_info", **OPERATIONS["/model_info"])
+    @router.get("/get_model_info", **OPERATIONS["/model_info"])
     async def model_info() -> Response:
         return json_response(
             {
@@ -68,21 +83,22 @@ def admin_routes(front: FrontEnd) -> APIRouter:
             }
         )
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache", **_FLUSH)
+    @router.post("/flush_cache", **_FLUSH)
     async def flush_cache() -> Response:
         return json_response({"success": True, "num_pages_freed": await front.scheduler.flush_cache()})
 
-    @router.get("/kv_index")
+    @router.get("/kv_index", **operation("List the cached blocks of a rank", answer=OBJECT, errors=(400,)))
     async def kv_index(dp_rank: str = "0") -> Response:
         rank = _kv_rank(front, dp_rank)
         return Response(await front.scheduler.kv_index(rank), media_type="application/json")
 
-    @router.post("/abort_request")
+    @router.post("/abort_request", **_ABORT)
     async def abort_request(request: Request) -> Response:
         body = validation.parse(AbortBody, validation.parse_json(await request.body()))
         return json_response({"success": True, "num_aborted": _abort(front, body)})
 
-    @router.get("/get_load")
+    @router.get("/get_load", **operation("Return the load of each rank", answer=list_of(OBJECT)))
     async def get_load() -> Response:
         loads = [
             {
@@ -95,12 +111,12 @@ def admin_routes(front: FrontEnd) -> APIRouter:
         ]
         return json_response(loads)
 
-    @router.get("/v1/loads")
+    @router.get("/v1/loads", **operation("Return the load of each rank", answer=fields(loads=list_of(OBJECT))))
     async def loads() -> Response:
         loads = [_load(rank, state) for rank, state in enumerate(await front.states())]
         return json_response({"version": __version__, "dp_rank_count": len(loads), "loads": loads})
 
-    @router.get("/metrics")
+    @router.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
     async def metrics() -> Response:
         try:
             await front.states(timeout=2.0)

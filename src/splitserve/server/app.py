@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from splitserve import __version__
 from splitserve.api.intake import Intake
+from splitserve.api.openapi import DOCS_PATHS, describe, new_app
 from splitserve.api.request_memory import RequestMemory
 from splitserve.config import WorkerConfig
 from splitserve.metrics.worker import PREFIX, WorkerMetrics
@@ -24,8 +25,8 @@ from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenize import tokenize_routes
 from splitserve.server.tokenizer import Tokenizer
 
-# Who watches the worker needs no key.
-_OPEN_PATHS = ("/health", "/metrics")
+# Monitoring and the documentation need no key.
+_OPEN_PATHS = ("/health", "/metrics", *DOCS_PATHS)
 
 
 def build_app(
@@ -53,7 +54,7 @@ def build_app(
         request_memory=RequestMemory(config.server.limits.max_request_memory),
     )
     front.request_memory.export(front.metrics.registry, PREFIX)
-    app = FastAPI(title="Splitserve worker", version=__version__)
+    app = new_app("Splitserve worker", __version__)
     app.state.front = front
     install_error_handlers(app)
     app.add_middleware(
@@ -68,4 +69,5 @@ def build_app(
         app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())
     for routes in (native_routes, openai_routes, admin_routes, role_routes, tokenize_routes):
         app.include_router(routes(front))
+    describe(app)
     return app

@@ -27,6 +27,7 @@ from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fa
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.grammars import grammar_of
+from splitserve.server.operations import OPERATIONS
 from splitserve.server.patience import with_patience
 from splitserve.server.prompt_tokens import tokenize
 from splitserve.server.prompts import bootstraps_of, prompt_spec
@@ -39,7 +40,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 def native_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route("/generate", methods=["POST", "PUT"])
+    @router.post("/generate", **OPERATIONS["/generate"])
+    @router.put("/generate", **OPERATIONS["/generate"])
     async def generate(request: Request) -> Response:
         received_at = front.clock.now()
         body = validation.parse(GenerateBody, validation.parse_json(await request.body()))

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from openai.types import Model
 
+from splitserve.api.openapi import operation
 from splitserve.core.grammar import GrammarSpec
 from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
@@ -20,6 +21,7 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.grammars import openai_grammar
 from splitserve.server.openai_reply import Form, Reply, dump, frames
+from splitserve.server.operations import MODEL, OPERATIONS
 from splitserve.server.patience import with_patience
 from splitserve.server.prompt_tokens import chat_tokens, tokenize
 from splitserve.server.prompts import bootstraps_of, prompt_spec
@@ -33,7 +35,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", **OPERATIONS["/v1/completions"])
     async def completions(request: Request) -> Response:
         received_at = front.clock.now()
         body = validation.parse(CompletionBody, validation.parse_json(await request.body()))
@@ -45,7 +47,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
             fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
         return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", **OPERATIONS["/v1/chat/completions"])
     async def chat_completions(request: Request) -> Response:
         received_at = front.clock.now()
         body = validation.parse(ChatBody, validation.parse_json(await request.body()))
@@ -57,11 +59,11 @@ def openai_routes(front: FrontEnd) -> APIRouter:
             fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
         return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", **OPERATIONS["/v1/models"])
     async def models() -> Response:
         return json_response({"object": "list", "data": [_model(front, started)]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", **operation("Describe one model (OpenAI)", answer=MODEL, errors=(404,)))
     async def model(name: str) -> Response:
         front.check_model(name)
         return json_response(_model(front, started))

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from splitserve.api.openapi import INTEGER, TEXT, fields, operation, or_null
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, WorkerUnavailableError
 from splitserve.server import validation
@@ -16,15 +17,18 @@ from splitserve.server.schemas import RoleBody
 # Seconds that a switch may be given at most.
 MAX_SWITCH_SECONDS = 86400.0
 
+_ROLE = fields(role=TEXT, switching_to=or_null(TEXT), bootstrap_port=or_null(INTEGER))
+_SWITCH = operation("Change the role", body=RoleBody, answer=_ROLE, errors=(400, 409, 500, 504))
+
 
 def role_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/role")
+    @router.get("/role", **operation("Return the role", answer=_ROLE))
     async def get_role() -> Response:
         return json_response(_describe_role(front))
 
-    @router.post("/role")
+    @router.post("/role", **_SWITCH)
     async def switch_role(request: Request) -> Response:
         order = _role_order(validation.parse(RoleBody, validation.parse_json(await request.body())))
         if order.mode is front.mode and front.switching_to is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, PlainValidator
+from pydantic import BaseModel, ConfigDict, PlainValidator, SkipValidation, WithJsonSchema
 
 from splitserve.errors import clause
 from splitserve.server.dispatch import Dispatch
@@ -79,7 +79,7 @@ def _dispatch(value: object) -> Dispatch | None:
 
 
 class DispatchFields(Body):
-    dispatch: Annotated[Dispatch | None, PlainValidator(_dispatch)] = None
+    dispatch: Annotated[Dispatch | None, PlainValidator(_dispatch), WithJsonSchema({"type": ["object", "null"]})] = None
 
 
 class PatienceFields(Body):
@@ -108,7 +108,7 @@ class GenerateBody(BootstrapFields, PatienceFields, DispatchFields):
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     # One NativeSampling for all prompts, or a list with one a prompt.
-    sampling_params: Any = None
+    sampling_params: SkipValidation[NativeSampling | list[NativeSampling | None] | None] = None
     rid: str | list[str] | None = None
     stream: bool | None = None
     return_logprob: bool | list[bool] | None = None

@@ -10,20 +10,21 @@ from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
 from splitserve.server.error_response import json_response
 from splitserve.server.front_end import FrontEnd
+from splitserve.server.operations import OPERATIONS
 from splitserve.server.schemas import DetokenizeBody, TokenizeBody
 
 
 def tokenize_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize")
-    @router.post("/v1/tokenize")
+    @router.post("/tokenize", **OPERATIONS["/tokenize"])
+    @router.post("/v1/tokenize", **OPERATIONS["/tokenize"])
     async def tokenize(request: Request) -> Response:
         body = validation.parse(TokenizeBody, validation.parse_json(await request.body()))
         return json_response(_tokenize(front, body))
 
-    @router.post("/detokenize")
-    @router.post("/v1/detokenize")
+    @router.post("/detokenize", **OPERATIONS["/detokenize"])
+    @router.post("/v1/detokenize", **OPERATIONS["/detokenize"])
     async def detokenize(request: Request) -> Response:
         body = validation.parse(DetokenizeBody, validation.parse_json(await request.body()))
         return json_response({"text": _detokenize(front, body)})

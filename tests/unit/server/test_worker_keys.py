@@ -31,7 +31,6 @@ def app(tmp_path: Path, client: SchedulerClient, tokenizer: Tokenizer) -> FastAP
     return build_app(config=with_keys(keys), scheduler=SchedulerGroup([client]), tokenizer=tokenizer, model_path="/m")
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
 async def test_every_route_but_health_and_metrics_needs_a_key(app: FastAPI) -> None:
     routes = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
     assert ("POST", "/role") in routes

@@ -1,0 +1,177 @@
+"""The OpenAPI description of an app, built from what each route declares about itself.
+
+A route passes `operation(...)` to its FastAPI decorator, which has the path and the method. `describe` adds what
+FastAPI does not know: the schemas of bodies that the routes parse themselves, the shape of errors, and API keys.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi_offline import FastAPIOffline
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+Schema = dict[str, Any]
+# Keyword arguments of a FastAPI route.
+Operation = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "number"}
+INTEGER: Schema = {"type": "integer"}
+BOOLEAN: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+
+_ASSETS = "/docs/assets"
+# The same for every installation, so they need no key: browsers send none.
+DOCS_PATHS = (
+    *("/docs", "/openapi.json"),
+    *(f"{_ASSETS}/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")),
+)
+
+_REFERENCE = "#/components/schemas/{model}"
+_STATUSES = {
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or unknown.",
+    403: "The API key is not for this route.",
+    404: "The model, worker or route does not exist.",
+    408: "The body was not complete in time.",
+    409: "The request conflicts with one that is served.",
+    413: "The body is larger than --max-request-bytes.",
+    422: "The grammar of the request exceeded its budget.",
+    429: "The caller exceeded its rate; retry after `Retry-After` seconds.",
+    499: "The request was aborted.",
+    500: "The worker failed; `code` is the reason.",
+    502: "A worker was lost while it served the request.",
+    503: "Not ready or at capacity; retry after `Retry-After` seconds.",
+    504: "A deadline passed.",
+}
+# Before a route gets the request: the key, the size of the body, the time it took, the memory for it.
+_EDGE = (401, 403, 408, 413, 503)
+# Of a request that is generated.
+GENERATE_ERRORS = (400, 404, 409, 422, 499, 500, 504)
+# Of a router that sends the request on to a worker.
+UPSTREAM_ERRORS = (400, 404, 429, 500, 502, 504)
+
+
+def new_app(title: str, version: str, **options: Any) -> FastAPI:
+    """Return an app whose /docs loads nothing from elsewhere."""
+    parameters = {"validatorUrl": None}
+    return FastAPIOffline(
+        "/docs", None, title=title, version=version, static_url=_ASSETS, swagger_ui_parameters=parameters, **options
+    )
+
+
+def index(name: str, version: str, links: Collection[str], **details: Any) -> dict[str, Any]:
+    """Return the body of GET /: what answers here, and where to read on."""
+    return {"name": name, "version": version, **details, "links": ["/docs", "/openapi.json", *links]}
+
+
+def fields(**properties: Schema) -> Schema:
+    """Return the schema of an object with at least these fields."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+INDEX = fields(name=TEXT, version=TEXT, links=list_of(TEXT))
+_ERROR = {"error": fields(message=TEXT, type=TEXT, param=or_null(TEXT), code={"type": ["string", "integer"]})}
+
+
+def operation(
+    summary: str,
+    *,
+    body: type[BaseModel] | None = None,
+    answer: Schema | None = None,
+    media_type: str = "application/json",
+    streams: bool = False,
+    errors: Collection[int] = (),
+    unavailable: Schema | None = None,
+) -> Operation:
+    """Return the keyword arguments that describe a route.
+
+    `answer`: schema of a 200. None: it has no body. `streams`: `stream: true` in the body selects Server-Sent Events.
+    `unavailable`: schema of a 503 that is no error object.
+    """
+    content: Schema = {} if answer is None else {media_type: {"schema": answer}}
+    if streams:
+        content["text/event-stream"] = {"schema": TEXT, "example": 'data: {"...": "..."}\n\ndata: [DONE]\n\n'}
+    done = {"description": "Done."} | ({"content": content} if content else {})
+    extra: Schema = {}
+    if body is not None:
+        schema = {"$ref": _REFERENCE.format(model=body.__name__)}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        # Its schema is built with the first description, not at startup.
+        extra["x-body"] = f"{body.__module__}:{body.__qualname__}"
+    responses: dict[int, Any] = {200: done} | {status: _error(status) for status in sorted({*_EDGE, *errors})}
+    if unavailable is not None:
+        known = responses[503]["content"]["application/json"]
+        known["schema"] = {"anyOf": [unavailable, known["schema"]]}
+    return {
+        "summary": summary,
+        "response_class": Response,
+        "responses": responses,
+        "openapi_extra": extra,
+    }
+
+
+def describe(app: FastAPI, also: Mapping[str, Operation] | None = None) -> None:
+    """Complete `app.openapi`. `also`: operations of POST routes that FastAPI does not have, by path."""
+
+    def openapi() -> Schema:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schema["paths"] |= {path: {"post": _raw_operation(path, details)} for path, details in (also or {}).items()}
+            app.openapi_schema = _complete(schema)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _error(status: int) -> Schema:
+    schema = {"$ref": _REFERENCE.format(model="Error")}
+    return {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
+
+
+def _raw_operation(path: str, details: Operation) -> Schema:
+    """Return the operation as FastAPI writes it."""
+    responses = {str(status): response for status, response in details["responses"].items()}
+    name = path.strip("/").replace("/", "_") + "_post"
+    return {
+        "summary": details["summary"],
+        "operationId": name,
+        "responses": responses,
+        **details["openapi_extra"],
+    }
+
+
+def _complete(schema: Schema) -> Schema:
+    for operation in _operations(schema):
+        # FastAPI assumes that it validates parameters itself.
+        if "HTTPValidationError" in str(operation["responses"].get("422")):
+            del operation["responses"]["422"]
+    names = {operation.pop("x-body") for operation in _operations(schema) if "x-body" in operation}
+    models: list[type[BaseModel]] = [pkgutil.resolve_name(name) for name in sorted(names)]
+    _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+    schema["components"] = {
+        "schemas": {**found.get("$defs", {}), "Error": fields(**_ERROR)},
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    # Needed only where the operator configured keys.
+    schema["security"] = [{}, {"key": []}]
+    return schema
+
+
+def _operations(schema: Schema) -> Iterator[Schema]:
+    for item in schema["paths"].values():
+        yield from item.values()
