@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from splitserve import cli
 from splitserve.cli.command import Command
 from splitserve.cli.derive import fill
+from splitserve.cli.familiar import familiar_names
 from splitserve.cli.router_options import ROUTER_OPTIONS, router, router_config
 from splitserve.cli.serve import serve
 from splitserve.cli.up import UpCommand, up
@@ -232,6 +233,12 @@ def test_familiar_names_are_options_here(words: list[str], same: list[str]) -> N
 )
 def test_familiar_names_of_routers_are_options_here(words: list[str], same: list[str]) -> None:
     assert values_of("router", *words) == values_of("router", *same)
+
+
+def test_the_docs_list_every_familiar_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    names = [name for command in COMMANDS for name in familiar_names(command)]
+    assert [name for name in names if f"{name}`" not in page and f"`{name} " not in page] == []
 
 
 def test_a_name_with_another_meaning_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

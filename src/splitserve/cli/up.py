@@ -12,6 +12,7 @@ import typer
 from splitserve.cli.cluster_checks import check_cluster
 from splitserve.cli.command import Command
 from splitserve.cli.derive import Option, in_sections, takes
+from splitserve.cli.familiar import renamed
 from splitserve.cli.options import (
     DpSizeOption,
     HandOverOption,
@@ -77,7 +78,7 @@ class UpCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
         for i, name in enumerate(word.partition("=")[0] for word in args):
-            if reason := _SET_BY_UP.get(name) or (_SET_BEHIND.get(name) if i > cut else None):
+            if reason := _SET_BY_UP.get(renamed("up", name)) or (_SET_BEHIND.get(name) if i > cut else None):
                 raise ConfigError(f"{name}{' after --' if i > cut else ''}: {reason}")
         return super().parse_args(ctx, args[:cut] + args[cut + 1 :])
 
