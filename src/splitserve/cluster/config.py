@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.nodes import misfit
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import ConfigError
@@ -256,7 +257,7 @@ def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
     where = f"pools.{name}"
     rules = [
         (f"{where}.replicas", 0 <= pool.replicas <= MAX_REPLICAS, f"must be in [0, {MAX_REPLICAS}]"),
-        (f"{where}.cpus", pool.cpus is None or pool.cpus >= 1, "must be at least 1"),
+        (f"{where}.cpus", pool.cpus is None or 1 <= pool.cpus <= MAX_THREADS, f"must be in [1, {MAX_THREADS}]"),
         (f"{where}.gpus", pool.gpus >= 0, "must be 0 or more"),
     ]
     for field in ("tp_size", "pp_size", "dp_size", "nodes"):

@@ -19,6 +19,7 @@ from splitserve.cluster.config import (
     RouterConfig,
     SupervisionConfig,
 )
+from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.request import DisaggregationMode
 from splitserve.disaggregation.transports import moves_pools_on
 from splitserve.errors import ConfigError
@@ -71,8 +72,8 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
                 "--prefill-*-size and --decode-*-size are for pairs, and there are none: give colocated workers "
                 f"their shape after --: {self.model} -- --tp-size N"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--threads {self.threads}: it must be at least 1")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"--threads {self.threads}: it must be in [1, {MAX_THREADS}]")
         if self.hand_over and self.backend != "shm":
             raise ConfigError(
                 f"--hand-over needs --transfer-backend shm, not {self.backend}: pages change owner in memory"

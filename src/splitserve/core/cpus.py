@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# CPU threads of a rank, at most: more than a host has cores.
+MAX_THREADS = 1024
+
 
 def parse_cpus(text: str) -> set[int]:
     """Return the cores in numbers and ranges as taskset and Linux write them, such as `0-3,8`. Raises ValueError."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ModelConfig, ServerConfig, WorkerConfig
+from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.nodes import misfit
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.disaggregation.transports import USER_BACKENDS, check_options, missing
@@ -44,7 +45,7 @@ def check_worker(config: WorkerConfig) -> None:
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
     check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
     narrows, is_decode = config.disaggregation.transfer_dtype != "auto", config.disaggregation.mode == "decode"
-    timeout = config.scheduler.request_timeout
+    timeout, threads = config.scheduler.request_timeout, config.model.threads
     shares_pool = config.cache.shared_pool is not None
     can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
     speculative = config.speculative
@@ -83,7 +84,7 @@ def check_worker(config: WorkerConfig) -> None:
         *_quantization_checks(config.model),
         *(_dp_attention_checks(config) if config.model.dp_attention else ()),
         *(_node_checks(config) if config.parallel.nnodes > 1 else ()),
-        ("--threads", _is_positive(config.model.threads), "must be at least 1"),
+        ("--threads", threads is None or 1 <= threads <= MAX_THREADS, f"must be in [1, {MAX_THREADS}]"),
         ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
         ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
     )

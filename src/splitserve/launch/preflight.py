@@ -17,8 +17,8 @@ from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.fit import check_worker_fit, text_config
 
-# Least tokens of a KV pool: a short chat request with its template, and an answer.
-MIN_POOL_TOKENS = 128
+# Least tokens of a context and of a KV pool: a short chat request with its template, and an answer.
+MIN_TOKENS = 128
 # Files from which a tokenizer can be loaded.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 _DEVICE = re.compile(r"auto|cpu|cuda(?::(\d+))?")
@@ -33,15 +33,19 @@ def check_preflight(config: WorkerConfig, folder: Path) -> None:
             f"MODEL {model.model}: {folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
             "model there"
         )
+    if model.context_length is not None and model.context_length < MIN_TOKENS:
+        raise ConfigError(
+            f"--context-length {model.context_length}: too small for a chat request; give {MIN_TOKENS} or more"
+        )
     positions = text_config(folder).get("max_position_embeddings")
     if model.context_length is not None and isinstance(positions, int) and model.context_length > positions:
         raise ConfigError(
             f"--context-length {model.context_length}: {model.model} has positions for {positions} tokens; give "
             f"{positions} or less"
         )
-    if cache.max_total_tokens is not None and cache.max_total_tokens < MIN_POOL_TOKENS:
+    if cache.max_total_tokens is not None and cache.max_total_tokens < MIN_TOKENS:
         raise ConfigError(
-            f"--max-total-tokens {cache.max_total_tokens}: too small for one request; give {MIN_POOL_TOKENS} or more"
+            f"--max-total-tokens {cache.max_total_tokens}: too small for one request; give {MIN_TOKENS} or more"
         )
     if config.speculative.draft_model is not None:
         resolve_model(config.speculative.draft_model)

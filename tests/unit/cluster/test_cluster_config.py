@@ -47,7 +47,7 @@ def test_a_file_with_a_model_alone_is_a_pair():
         ("pools: {colocated: {replicas: 0}}", "pools: one worker at least"),
         ("pools: {colocated: {replicas: -1}}", "pools.colocated.replicas: must be in"),
         ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: a node has whole pipeline stages"),
-        ("pools: {colocated: {cpus: 0}}", "pools.colocated.cpus: must be at least 1"),
+        ("pools: {colocated: {cpus: 0}}", "pools.colocated.cpus: must be in [1, 1024]"),
         ("pools: {colocated: {args: [--port=1]}}", "pools.colocated.args: --port is not for here"),
         ("pools: {colocated: {args: [--tp-size, '2']}}", "say pools.NAME.tp_size"),
         ("worker_args: [--join, x]", "worker_args: --join is not for here"),

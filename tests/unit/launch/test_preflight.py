@@ -75,6 +75,7 @@ LATE = [
     (["--transfer-timeout", "nan"], "--transfer-timeout must be above 0 and finite, not nan"),
     (["--device", "tpu"], "--device tpu: choose auto, cpu, cuda or cuda:N"),
     (["--context-length", "100000"], "has positions for 512 tokens; give 512 or less"),
+    (["--context-length", "3"], "--context-length 3: too small for a chat request; give 128 or more"),
     (["--max-total-tokens", "5"], "--max-total-tokens 5: too small for one request; give 128 or more"),
     (["--kv-events-config", '{"publisher": "pigeon"}'], "there is no publisher 'pigeon'"),
     (["--kv-events-config", '{"topics": ""}'], "--kv-events-config"),
@@ -117,6 +118,7 @@ def test_no_process_starts_with_a_wrong_option(
         (["--cluster-token-file", "/nowhere"], "--cluster-token-file /nowhere: No such file"),
         (["--max-messages", "many"], "--max-messages: "),
         (["--rate-limit", "5"], "give --api-key-file, too"),
+        (["--threads", "100000"], "--threads 100000: it must be in [1, 1024]"),
         (["--decode-tp-size", "2"], "sizes that would do: 1, 3, 9"),
     ],
 )
