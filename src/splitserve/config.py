@@ -265,6 +265,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: str | None = None
     log_level: str = "warning"
     limits: LimitsConfig = LimitsConfig()
+    # Reject requests with unknown fields instead of warning about them.
+    strict_fields: bool = False
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.api.intake import Intake
+from splitserve.api.json_body import parse_object
 from splitserve.api.limits import effective_limits
 from splitserve.api.openapi import (
     BOOLEAN,
@@ -39,7 +40,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
 from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.args import LBArgs
-from splitserve.router.balancer import MiniLoadBalancer, logger, parse_body
+from splitserve.router.balancer import MiniLoadBalancer, logger
 from splitserve.router.failure import UpstreamError, body_of, error_body, headers_of
 from splitserve.router.generate_app import GenerateApp
 from splitserve.router.key_guard import KeyGuard
@@ -257,7 +258,7 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
 
     @app.post("/abort_request", **_ABORT)
     async def abort_request(request: Request) -> Response:
-        body = parse_body(await request.body())
+        body = parse_object(await request.body(), balancer.args.limits)
         if not isinstance(body.get("rid"), str) and body.get("abort_all") is not True:
             raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
         return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))

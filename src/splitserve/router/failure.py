@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from splitserve.api.error_text import shortened
 from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError, clause
 
 Headers = dict[str, str]
@@ -93,7 +94,8 @@ class UpstreamError(Exception):
 
 def error_body(message: str, error_type: str, code: str | int, param: str | None = None) -> bytes:
     """An error in OpenAI's shape."""
-    error = {"message": message, "type": error_type, "param": param, "code": code}
+    param = None if param is None else shortened(param)
+    error = {"message": shortened(message), "type": error_type, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ssl
 
+from splitserve.api.unknown_fields import WARNING_HEADER
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import Headers, UpstreamError
 from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
@@ -17,7 +18,7 @@ from splitserve.router.worker import Worker
 from splitserve.server.dispatch import ROLE_HEADER
 
 # Of a worker's answer, these reach the client; of the client's request, these reach the workers.
-_ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control")
+_ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control", WARNING_HEADER)
 REQUEST_HEADERS = (
     "authorization",
     "x-request-id",

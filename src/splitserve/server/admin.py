@@ -24,12 +24,12 @@ from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.messages import SchedulerState
 from splitserve.metrics.worker import kv_cache_usage
-from splitserve.server import validation
 from splitserve.server.error_response import json_response
 from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, fan_out
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.operations import OPERATIONS
+from splitserve.server.read_body import read_body
 from splitserve.server.schemas import AbortBody
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def admin_routes(front: FrontEnd) -> APIRouter:
 
     @router.post("/abort_request", **_ABORT)
     async def abort_request(request: Request) -> Response:
-        body = validation.parse(AbortBody, validation.parse_json(await request.body()))
+        body = await read_body(front, request, AbortBody)
         return json_response({"success": True, "num_aborted": _abort(front, body)})
 
     @router.get("/get_load", **operation("Return the load of each rank", answer=list_of(OBJECT)))

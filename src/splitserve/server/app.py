@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -54,7 +56,15 @@ def build_app(
         request_memory=RequestMemory(config.server.limits.max_request_memory),
     )
     front.request_memory.export(front.metrics.registry, PREFIX)
-    app = new_app("Splitserve worker", __version__)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            front.prompt_pool.close()
+
+    app = new_app("Splitserve worker", __version__, lifespan=lifespan)
     app.state.front = front
     install_error_handlers(app)
     app.add_middleware(

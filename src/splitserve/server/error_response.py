@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from splitserve.api.error_text import shortened
 from splitserve.errors import SplitserveError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 def error_body(error: Exception) -> dict[str, Any]:
     """`code` is the stable reason code."""
     if isinstance(error, SplitserveError):
-        fields = (error.message, error.openai_type, error.param, error.reason)
+        param = None if error.param is None else shortened(error.param)
+        fields = (shortened(error.message), error.openai_type, param, error.reason)
     else:
         fields = ("an internal error; the worker's log has the details", "server_error", None, SplitserveError.reason)
     return {"error": dict(zip(("message", "type", "param", "code"), fields, strict=True))}
@@ -41,7 +43,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         body = {
-            "message": f"{request.method} {request.url.path}: {error.detail}",
+            "message": shortened(f"{request.method} {request.url.path}: {error.detail}"),
             "type": "invalid_request_error",
             "param": None,
             "code": "not_found" if error.status_code == 404 else "invalid_request",

@@ -18,6 +18,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import UnknownModelError, WorkerUnavailableError
 from splitserve.messages import SchedulerReady, SchedulerState
 from splitserve.metrics.worker import WorkerMetrics
+from splitserve.server.prompt_pool import PromptPool
 from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ class FrontEnd:
     clock: Clock = field(default_factory=SystemClock)
     # Memory that requests take in this process.
     request_memory: RequestMemory = field(default_factory=RequestMemory)
+    prompt_pool: PromptPool = field(default_factory=PromptPool)
 
     @property
     def mode(self) -> DisaggregationMode:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.datastructures import Headers
 
+from splitserve.api.field_limits import check_fields
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.errors import InvalidRequestError
@@ -31,6 +34,7 @@ from splitserve.server.operations import OPERATIONS
 from splitserve.server.patience import with_patience
 from splitserve.server.prompt_tokens import tokenize
 from splitserve.server.prompts import bootstraps_of, prompt_spec
+from splitserve.server.read_body import check_unknown, read_object, with_warning
 from splitserve.server.schemas import GenerateBody, NativeSampling
 from splitserve.server.stream import Frames, event, stream_response, unless_disconnected
 
@@ -44,23 +48,35 @@ def native_routes(front: FrontEnd) -> APIRouter:
     @router.put("/generate", **OPERATIONS["/generate"])
     async def generate(request: Request) -> Response:
         received_at = front.clock.now()
-        body = validation.parse(GenerateBody, validation.parse_json(await request.body()))
-        rid = body.rid or draw_rid()
-        with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
-            front.check_role(request.headers.get(ROLE_HEADER))
-            fanout, is_list = prepare(front, body, rid)
-            fanout = with_patience(fanout, body, request.headers)
-            fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
+        work = partial(_prepare_request, front, request.headers)
+        body, fanout, is_list, warning = await read_object(front, request, work)
         generation = Generation(front, fanout, received_at)
         with_text = bool(body.return_text_in_logprobs)
         if body.stream:
             frames = _frames(front, generation, is_list, with_text)
-            return await stream_response(request, frames, has_journal=generation.has_journal)
-        answers = await unless_disconnected(request, generation.complete())
-        items = [answer_object(front, a, with_text) for a in answers]
-        return json_response(items if is_list else items[0])
+            response = await stream_response(request, frames, has_journal=generation.has_journal)
+        else:
+            answers = await unless_disconnected(request, generation.complete())
+            items = [answer_object(front, a, with_text) for a in answers]
+            response = json_response(items if is_list else items[0])
+        return with_warning(response, warning)
 
     return router
+
+
+def _prepare_request(
+    front: FrontEnd, headers: Headers, found: dict[str, Any]
+) -> tuple[GenerateBody, FanOut, bool, str]:
+    """Return the body, its samples, whether the answer is a list, and a warning. Raises SplitserveError."""
+    check_fields(found, front.config.server.limits)
+    body = validation.parse(GenerateBody, found)
+    rid = body.rid or draw_rid()
+    with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
+        warning = check_unknown(front, found, GenerateBody, NativeSampling)
+        front.check_role(headers.get(ROLE_HEADER))
+        fanout, is_list = prepare(front, body, rid)
+        fanout = with_patience(fanout, body, headers)
+        return body, with_dispatch(fanout, body.dispatch, front.info.vocab_size), is_list, warning
 
 
 def prepare(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> tuple[FanOut, bool]:
@@ -76,7 +92,7 @@ def prepare(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> tuple[
         for s in validation.per_prompt(body.sampling_params, count, "sampling_params")
     ]
     n = _common_n(sampling)
-    validation.check_sample_counts(count, n)
+    validation.check_sample_counts(count, n, front.config.server.limits)
     if isinstance(rid, list):
         validation.per_prompt(rid, count, "rid")
     bootstraps = bootstraps_of(front, body, count, n)
@@ -84,7 +100,13 @@ def prepare(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> tuple[
     starts = validation.per_prompt(body.logprob_start_len, count, "logprob_start_len")
     tops = validation.per_prompt(body.top_logprobs_num, count, "top_logprobs_num")
     specs = [
-        _spec(front, tokenize(front.tokenizer, prompt), name, sampling[i], (bool(returns[i]), starts[i], tops[i]))
+        _spec(
+            front,
+            tokenize(front.tokenizer, prompt, front.context_length),
+            name,
+            sampling[i],
+            (bool(returns[i]), starts[i], tops[i]),
+        )
         for i, prompt in enumerate(prompts)
     ]
     return fan_out(specs, n, rid, bootstraps), is_batch or n > 1

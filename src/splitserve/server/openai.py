@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from openai.types import Model
+from starlette.datastructures import Headers
 
+from splitserve.api.field_limits import check_fields
 from splitserve.api.openapi import operation
 from splitserve.core.grammar import GrammarSpec
 from splitserve.errors import InvalidRequestError
@@ -25,10 +29,15 @@ from splitserve.server.operations import MODEL, OPERATIONS
 from splitserve.server.patience import with_patience
 from splitserve.server.prompt_tokens import chat_tokens, tokenize
 from splitserve.server.prompts import bootstraps_of, prompt_spec
+from splitserve.server.read_body import check_unknown, read_object, with_warning
 from splitserve.server.schemas import ChatBody, CompletionBody, OpenAIBody
 from splitserve.server.stream import stream_response, unless_disconnected
 
 DEFAULT_COMPLETION_TOKENS = 16
+
+B = TypeVar("B", bound=OpenAIBody)
+# Returns the form of the response and its samples, from the body, its ids, and one name for messages.
+Prepare = Callable[[FrontEnd, B, str | list[str], str], tuple[Form, FanOut]]
 
 
 def openai_routes(front: FrontEnd) -> APIRouter:
@@ -37,27 +46,11 @@ def openai_routes(front: FrontEnd) -> APIRouter:
 
     @router.post("/v1/completions", **OPERATIONS["/v1/completions"])
     async def completions(request: Request) -> Response:
-        received_at = front.clock.now()
-        body = validation.parse(CompletionBody, validation.parse_json(await request.body()))
-        rid, name = _rid(body)
-        with validation.stage(name, "validation"):
-            front.check_role(request.headers.get(ROLE_HEADER))
-            form, fanout = prepare_completion(front, body, rid, name)
-            fanout = with_patience(fanout, body, request.headers)
-            fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
-        return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
+        return await _serve(front, request, CompletionBody, prepare_completion)
 
     @router.post("/v1/chat/completions", **OPERATIONS["/v1/chat/completions"])
     async def chat_completions(request: Request) -> Response:
-        received_at = front.clock.now()
-        body = validation.parse(ChatBody, validation.parse_json(await request.body()))
-        rid, name = _rid(body)
-        with validation.stage(name, "validation"):
-            front.check_role(request.headers.get(ROLE_HEADER))
-            form, fanout = prepare_chat(front, body, rid, name)
-            fanout = with_patience(fanout, body, request.headers)
-            fanout = with_dispatch(fanout, body.dispatch, front.info.vocab_size)
-        return await _respond(request, form, Generation(front, fanout, received_at), bool(body.stream))
+        return await _serve(front, request, ChatBody, prepare_chat)
 
     @router.get("/v1/models", **OPERATIONS["/v1/models"])
     async def models() -> Response:
@@ -69,6 +62,29 @@ def openai_routes(front: FrontEnd) -> APIRouter:
         return json_response(_model(front, started))
 
     return router
+
+
+async def _serve(front: FrontEnd, request: Request, model: type[B], prepare: Prepare[B]) -> Response:
+    received_at = front.clock.now()
+    work = partial(_prepare_request, front, request.headers, model, prepare)
+    is_stream, form, fanout, warning = await read_object(front, request, work)
+    response = await _respond(request, form, Generation(front, fanout, received_at), is_stream)
+    return with_warning(response, warning)
+
+
+def _prepare_request(
+    front: FrontEnd, headers: Headers, model: type[B], prepare: Prepare[B], found: dict[str, Any]
+) -> tuple[bool, Form, FanOut, str]:
+    """Return whether to stream, the form of the response, its samples, and a warning. Raises SplitserveError."""
+    check_fields(found, front.config.server.limits)
+    body = validation.parse(model, found)
+    rid, name = _rid(body)
+    with validation.stage(name, "validation"):
+        warning = check_unknown(front, found, model)
+        front.check_role(headers.get(ROLE_HEADER))
+        form, fanout = prepare(front, body, rid, name)
+        fanout = with_patience(fanout, body, headers)
+        return bool(body.stream), form, with_dispatch(fanout, body.dispatch, front.info.vocab_size), warning
 
 
 async def _respond(request: Request, form: Form, generation: Generation, is_stream: bool) -> Response:
@@ -89,7 +105,7 @@ def prepare_completion(
         _spec(
             front,
             body,
-            tokenize(front.tokenizer, prompt),
+            tokenize(front.tokenizer, prompt, front.context_length),
             name="prompt",
             max_new=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             num_logprobs=body.logprobs,
@@ -109,7 +125,7 @@ def prepare_completion(
 def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: str) -> tuple[ChatForm, FanOut]:
     """Raises InvalidRequestError, UnknownModelError."""
     front.check_model(body.model)
-    token_ids, use = chat_tokens(front.tokenizer, body)
+    token_ids, use = chat_tokens(front.tokenizer, body, front.context_length)
     grammar = openai_grammar(body)
     with_logprobs = bool(body.logprobs)
     if body.top_logprobs and not with_logprobs:
@@ -160,7 +176,7 @@ def _spec(
 
 def _fan_out(front: FrontEnd, body: OpenAIBody, specs: list[PromptSpec], rid: str | list[str]) -> FanOut:
     n = 1 if body.n is None else body.n
-    validation.check_sample_counts(len(specs), n)
+    validation.check_sample_counts(len(specs), n, front.config.server.limits)
     if isinstance(rid, list):
         validation.per_prompt(rid, len(specs), "rid")
     return fan_out(specs, n, rid, bootstraps_of(front, body, len(specs), n))

@@ -14,12 +14,15 @@ from splitserve.server.tokenizer import Tokenizer
 from splitserve.server.tools import ToolUse, readable_calls
 
 
-def tokenize(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+def tokenize(tokenizer: Tokenizer, prompt: str | list[int], max_tokens: int | None = None) -> list[int]:
+    """Raises PromptTooLongError for a text that certainly has more than `max_tokens` tokens, before it is tokenized."""
+    return tokenizer.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else prompt
 
 
-def chat_tokens(tokenizer: Tokenizer, body: ChatBody) -> tuple[list[int], ToolUse | None]:
-    """The conversation as its model reads it, and what may be called. Raises InvalidRequestError."""
+def chat_tokens(
+    tokenizer: Tokenizer, body: ChatBody, max_tokens: int | None = None
+) -> tuple[list[int], ToolUse | None]:
+    """The conversation as its model reads it, and what may be called. Raises InvalidRequestError as `tokenize`."""
     continues = bool(body.continue_final_message)
     template = tokenizer.chat_template
     chat = validation.chat_messages(body.messages, continue_final_message=continues)
@@ -30,6 +33,7 @@ def chat_tokens(tokenizer: Tokenizer, body: ChatBody) -> tuple[list[int], ToolUs
         chat, variables = use.prompt(chat, template)
     token_ids = tokenizer.encode_chat(
         chat,
+        max_tokens=max_tokens,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continues,
         template_variables=variables | (body.chat_template_kwargs or {}),

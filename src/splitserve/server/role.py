@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 from splitserve.api.openapi import INTEGER, TEXT, fields, operation, or_null
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import InvalidRequestError, WorkerUnavailableError
-from splitserve.server import validation
 from splitserve.server.error_response import json_response
 from splitserve.server.front_end import FrontEnd, RoleOrder, RoleReport
+from splitserve.server.read_body import read_body
 from splitserve.server.schemas import RoleBody
 
 # Seconds that a switch may be given at most.
@@ -30,7 +30,7 @@ def role_routes(front: FrontEnd) -> APIRouter:
 
     @router.post("/role", **_SWITCH)
     async def switch_role(request: Request) -> Response:
-        order = _role_order(validation.parse(RoleBody, validation.parse_json(await request.body())))
+        order = _role_order(await read_body(front, request, RoleBody))
         if order.mode is front.mode and front.switching_to is None:
             return json_response(_describe_switch(front, RoleReport(front.mode, front.mode, 0.0)))
         if front.role_switch is None:

@@ -6,11 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from splitserve.api.field_limits import check_fields
 from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
 from splitserve.server.error_response import json_response
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.operations import OPERATIONS
+from splitserve.server.read_body import read_object
 from splitserve.server.schemas import DetokenizeBody, TokenizeBody
 
 
@@ -20,20 +22,20 @@ def tokenize_routes(front: FrontEnd) -> APIRouter:
     @router.post("/tokenize", **OPERATIONS["/tokenize"])
     @router.post("/v1/tokenize", **OPERATIONS["/tokenize"])
     async def tokenize(request: Request) -> Response:
-        body = validation.parse(TokenizeBody, validation.parse_json(await request.body()))
-        return json_response(_tokenize(front, body))
+        return json_response(await read_object(front, request, lambda found: _tokenize(front, found)))
 
     @router.post("/detokenize", **OPERATIONS["/detokenize"])
     @router.post("/v1/detokenize", **OPERATIONS["/detokenize"])
     async def detokenize(request: Request) -> Response:
-        body = validation.parse(DetokenizeBody, validation.parse_json(await request.body()))
-        return json_response({"text": _detokenize(front, body)})
+        return json_response({"text": await read_object(front, request, lambda found: _detokenize(front, found))})
 
     return router
 
 
-def _tokenize(front: FrontEnd, body: TokenizeBody) -> dict[str, Any]:
+def _tokenize(front: FrontEnd, found: dict[str, Any]) -> dict[str, Any]:
     """A list of texts gives a list of token lists, and of counts."""
+    check_fields(found, front.config.server.limits)
+    body = validation.parse(TokenizeBody, found)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send either prompt or messages, and not both", param="prompt")
     limit = None if front.scheduler.info is None else front.scheduler.info.max_total_tokens_per_request
@@ -50,7 +52,8 @@ def _tokenize(front: FrontEnd, body: TokenizeBody) -> dict[str, Any]:
     return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
 
 
-def _detokenize(front: FrontEnd, body: DetokenizeBody) -> str | list[str]:
+def _detokenize(front: FrontEnd, found: dict[str, Any]) -> str | list[str]:
+    body = validation.parse(DetokenizeBody, found)
     vocab_size = front.tokenizer.vocab_size if front.scheduler.info is None else front.scheduler.info.vocab_size
     lists, is_batch = validation.prompt_list(body.tokens, "tokens") if body.tokens else ([[]], False)
     texts = []

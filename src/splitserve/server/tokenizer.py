@@ -14,12 +14,18 @@ from typing import Any
 
 import tokenizers
 
-from splitserve.errors import InvalidRequestError, ModelLoadError
+from splitserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
 from splitserve.server.chat_template import ChatTemplate, Messages
 
 # Tokenizer classes that take tokenizer.json as it stands.
 _PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast", "TokenizersBackendFast"})
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Characters of a token of usual text, at most: shorter prompts are tokenized without a check of their length.
+_USUAL_CHARS_PER_TOKEN = 8
+# Characters that the check tokenizes at once, and tokens that a cut between two pieces adds at most.
+_PIECE_CHARS = 32_768
+_TOKENS_PER_CUT = 64
 
 
 class Tokenizer:
@@ -52,21 +58,42 @@ class Tokenizer:
         """Token ids with a text; the model's own vocabulary may be padded beyond that."""
         return self.backend.get_vocab_size()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Raises PromptTooLongError before it tokenizes a text that has far more than `max_tokens` tokens."""
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Count the tokens of one piece after the other until they are too many.
+
+        A cut between two pieces may split a token, or a word in another way: those few tokens are allowed for.
+        """
+        if len(text) <= _USUAL_CHARS_PER_TOKEN * max_tokens:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += max(0, len(self.backend.encode(piece, add_special_tokens=False).ids) - _TOKENS_PER_CUT)
+            if num_tokens > max_tokens:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text)} characters, its first {start + len(piece)} more than {max_tokens} "
+                    "tokens, which is all that a request has room for: shorten it",
+                )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def encode_chat(self, messages: Messages, **options: Any) -> list[int]:
-        """Prompt tokens of a conversation; `options` as for ChatTemplate.render."""
+    def encode_chat(self, messages: Messages, *, max_tokens: int | None = None, **options: Any) -> list[int]:
+        """Prompt tokens of a conversation; `options` as for ChatTemplate.render, `max_tokens` as for `encode`."""
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions or /generate with a plain prompt",
                 param="messages",
             )
-        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
+        prompt = self.chat_template.render(messages, **options)
+        return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; special tokens by their names."""

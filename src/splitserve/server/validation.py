@@ -10,17 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-import msgspec
 import pydantic
 
+from splitserve.config import LimitsConfig
 from splitserve.core.grammar import GrammarSpec
 from splitserve.core.sampling import SamplingParams
 from splitserve.errors import InvalidRequestError, PromptTooLongError, SplitserveError
 from splitserve.server.schemas import Body, SamplingFields
 
-# Samples of one prompt, and of one request over all its prompts, at most.
-MAX_N = 128
-MAX_SAMPLES = 4096
 MAX_TOP_LOGPROBS = 20
 
 B = TypeVar("B", bound=Body)
@@ -34,16 +31,6 @@ def stage(rid: str, name: str) -> Iterator[None]:
     except SplitserveError as error:
         error.message = f"request {rid} (stage: {name}): {error.message}"
         raise
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidRequestError(f"the body is a JSON {type(body).__name__}: send an object")
-    return body
 
 
 def parse(model: type[B], data: object) -> B:
@@ -83,13 +70,12 @@ def prompt_list(value: str | list[str] | list[int] | list[list[int]], name: str)
     return list(cast(list[str | list[int]], value)), True
 
 
-def check_sample_counts(num_prompts: int, n: int) -> None:
-    if not 1 <= n <= MAX_N:
-        raise InvalidRequestError(f"n is {n}: it must be in [1, {MAX_N}]", param="n")
-    if num_prompts * n > MAX_SAMPLES:
-        raise InvalidRequestError(
-            f"{num_prompts} prompts with n = {n} are {num_prompts * n} samples: send {MAX_SAMPLES} at most"
-        )
+def check_sample_counts(num_prompts: int, n: int, limits: LimitsConfig) -> None:
+    if not 1 <= n <= limits.max_n:
+        raise InvalidRequestError(f"n is {n}: it must be in [1, {limits.max_n}]", param="n")
+    if num_prompts * n > limits.max_samples:
+        problem = f"{num_prompts} prompts with n = {n} are {num_prompts * n} samples"
+        raise InvalidRequestError(f"{problem}: send {limits.max_samples} at most")
 
 
 def check_prompt(token_ids: Sequence[int], *, name: str, vocab_size: int, limit: int) -> None:

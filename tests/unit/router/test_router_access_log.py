@@ -133,7 +133,7 @@ async def test_a_body_that_is_not_understood_has_no_id_and_no_tries(lines: Lines
         )
 
 
-@pytest.mark.parametrize("rid", ["a b\nrequest rid=x", "é" * 300, ["a", "b"], "", {"a": " "}])
+@pytest.mark.parametrize("rid", ["a b\nrequest rid=x", "é" * 200, ["a", "b"], "", {"a": " "}])
 async def test_whatever_a_client_calls_its_request_stays_one_word(lines: Lines, rid: Any) -> None:
     async with serve_pair(answers({}), answers({})) as pair:
         await pair.post("/generate", {"text": "a", "rid": rid})

@@ -75,13 +75,14 @@ async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokeni
         live: bool = False,
         bootstrap_port: int | None = None,
         kv_events: KVEventsConfig | None = None,
+        strict_fields: bool = False,
     ) -> AsyncIterator[Worker]:
         await scheduler.start()
         await client.ready(DEADLINE)
         config = WorkerConfig(
             scheduler=SchedulerConfig(max_running_requests=1, max_queued_requests=max_open - 1),
             disaggregation=DisaggregationConfig(mode=DisaggregationMode(mode)),
-            server=ServerConfig(served_model_name="tiny"),
+            server=ServerConfig(served_model_name="tiny", strict_fields=strict_fields),
             kv_events=kv_events or KVEventsConfig(),
         )
         app = build_app(

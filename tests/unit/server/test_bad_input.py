@@ -119,13 +119,14 @@ async def test_a_request_that_makes_no_sense_is_a_400(
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
+        (b'{"text": "\xff"}', "not valid UTF-8"),
         (b'{"text": "a", "x": NaN}', "not valid JSON"),
         (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "not valid JSON"),
         (b'{"text": "\\ud800"}', "not valid JSON"),
         (b"[1]", "JSON list"),
         (b'"text"', "JSON str"),
         (b"null", "send an object"),
-        (b"[" * 100000, "not valid JSON"),
+        (b"[" * 100000, "deeper than 64 levels"),
     ],
 )
 async def test_a_body_that_is_no_json_object_is_a_400(worker: Worker, path: str, raw: bytes, message: str) -> None:
@@ -158,6 +159,66 @@ async def test_unknown_keys_and_nulls_are_ignored(worker: Worker) -> None:
     params = {"max_new_tokens": 1, "nope": 1, "stop": None, "temperature": None}
     response = await worker.http.post("/generate", json=body | {"sampling_params": params})
     assert response.status_code == 200
+
+
+TYPOS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/generate",
+        {"text": "a", "sampling_params": {"max_tokens": 1}},
+        "sampling_params.max_tokens (did you mean max_new_tokens?)",
+    ),
+    ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature (did you mean temperature?)"),
+    ("/v1/chat/completions", {"messages": HI, "temprature": 1, "user": "me"}, "temprature (did you mean temperature?)"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "named"), TYPOS)
+async def test_unknown_fields_give_a_warning(
+    worker: Worker, path: str, body: dict[str, Any], named: str, stream: bool
+) -> None:
+    response = await worker.http.post(path, json=body | {"stream": stream})
+    assert response.status_code == 200
+    assert response.headers["x-splitserve-warning"] == f"unknown field {named} ignored"
+
+
+@pytest.mark.parametrize(("path", "body", "named"), TYPOS)
+async def test_unknown_fields_are_rejected_where_they_are_to_be(
+    start_worker: StartWorker, path: str, body: dict[str, Any], named: str
+) -> None:
+    async with start_worker(strict_fields=True) as worker:
+        response = await worker.http.post(path, json=body)
+        assert response.status_code == 400
+        assert f"unknown field {named}" in response.json()["error"]["message"]
+        known = {"text": "a", "prompt": "a", "messages": HI}
+        fine = {name: value for name, value in body.items() if name in known}
+        response = await worker.http.post(path, json=fine)
+        assert response.status_code == 200
+        assert "x-splitserve-warning" not in response.headers
+
+
+LARGE: list[tuple[str, dict[str, Any], str]] = [
+    ("/generate", {"input_ids": [1] * 100_000}, "prompt has 100000 tokens"),
+    ("/generate", {"text": "hello " * 100_000}, "its first 32768"),
+    ("/v1/completions", {"prompt": "hello " * 100_000}, "its first 32768"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 100_000}]}, "its first 32768"),
+    ("/v1/chat/completions", {"messages": HI * 5_000}, "messages has 5000 entries"),
+    ("/generate", {"text": "a", "sampling_params": {"stop_token_ids": ["x" * 100] * 5_000}}, "5000 entries"),
+    ("/generate", {"text": "a", "sampling_params": {"logit_bias": {str(i): 0 for i in range(5_000)}}}, "5000 entries"),
+    ("/generate", {"text": "a", "sampling_params": {"stop": [str(i) for i in range(5_000)]}}, "5000 entries"),
+    ("/generate", {"text": "a", "rid": "r" * 100_000}, "rid has 100000 characters"),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "x" * 100_000}}, "response_format.type"),
+    ("/generate", {"text": "a", "input_ids": ["x" * 100_000]}, "input_ids"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "named"), LARGE)
+async def test_a_large_field_is_rejected_by_a_short_error(
+    worker: Worker, path: str, body: dict[str, Any], named: str
+) -> None:
+    error = await refused(worker, path, body)
+    assert named in error["message"]
+    assert len(error["message"]) <= 1_500
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -1,0 +1,119 @@
+"""Bodies: whatever bytes a client sends, it gets an object or an error of a bounded length that names the problem."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.api.error_text import shortened
+from splitserve.api.field_limits import check_fields
+from splitserve.api.json_body import parse_object
+from splitserve.api.unknown_fields import unknown_fields
+from splitserve.config import LimitsConfig
+from splitserve.errors import InvalidRequestError
+
+LIMITS = LimitsConfig()
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"", "JSON"),
+        (b'{"text": ', "JSON"),
+        (b"[1]", "JSON list"),
+        (b'"text"', "JSON str"),
+        (b'{"a": "\xff"}', "UTF-8|JSON"),
+        (b'{"a": "\\ud800"}', "JSON"),
+        (b'{"a":' + b"[" * 100_000, "deep|JSON"),
+        (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "deeper than 64 levels"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_rejected(raw: bytes, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        parse_object(raw, LIMITS)
+
+
+def test_a_body_may_have_as_many_levels_as_allowed() -> None:
+    assert parse_object(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}", LIMITS)
+
+
+@given(st.binary())
+def test_any_bytes_give_an_object_or_an_error(raw: bytes) -> None:
+    try:
+        body = parse_object(raw, LIMITS)
+    except InvalidRequestError:
+        return
+    assert msgspec.json.decode(raw) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"rid": "x" * 257}, "rid"),
+        ({"rid": ["a", "x" * 257]}, "rid"),
+        ({"messages": [{}] * 4097}, "messages"),
+        ({"text": ["a"] * 4097}, "text"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"logit_bias": {str(i): 1.0 for i in range(1025)}}, "logit_bias"),
+        ({"n": 129}, "n"),
+        ({"regex": "a" * (1 << 18 | 1)}, "regex"),
+        ({"sampling_params": {"stop": ["a"] * 65}}, "stop"),
+        ({"sampling_params": [{}, {"logit_bias": {str(i): 1.0 for i in range(1025)}}]}, "logit_bias"),
+    ],
+)
+def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_fields(body, LIMITS)
+    assert caught.value.param == param
+    assert "at most" in caught.value.message
+    assert len(caught.value.message) < 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["stop", "rid", "n"]), inner),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["rid", "stop", "text", "n", "sampling_params", "messages", "regex"]), JSON))
+def test_values_of_a_wrong_type_pass_for_the_validation_to_reject(body: dict[str, object]) -> None:
+    n_is_large = any(isinstance(n, int) and n > LIMITS.max_n for n in _values_of_n(body))
+    with pytest.raises(InvalidRequestError) if n_is_large else nullcontext():
+        check_fields(body, LIMITS)
+
+
+def _values_of_n(body: dict[str, object]) -> list[object]:
+    sampling = body.get("sampling_params")
+    parts = sampling if isinstance(sampling, list) else [sampling]
+    return [part.get("n") for part in (body, *parts) if isinstance(part, dict)]
+
+
+def test_unknown_fields_are_named_with_what_was_probably_meant() -> None:
+    body = {"temprature": 1, "user": "me", "max_tokens": 3, "absent": None, "ä\r\n": 1}
+    known = ["temperature", "max_new_tokens"]
+    assert unknown_fields(body, known, "p.") == [
+        "p.temprature (did you mean temperature?)",
+        "p.max_tokens (did you mean max_new_tokens?)",
+        "p.\\xe4\\r\\n",
+    ]
+
+
+@given(st.dictionaries(st.text(), st.integers()))
+def test_a_warning_fits_into_a_header(body: dict[str, int]) -> None:
+    text = ", ".join(unknown_fields(body, ["temperature"]))
+    assert text.isascii()
+    assert text.isprintable()
+    assert len(text) < 8 * 400
+
+
+@given(st.text(max_size=50), st.integers(10, 40))
+def test_a_long_text_keeps_its_beginning_and_its_end(text: str, limit: int) -> None:
+    short = shortened(text, limit)
+    assert len(short) <= max(limit, 0)
+    assert short == text or (len(text) > limit and text.startswith(short.split(" ... ")[0]))
