@@ -23,6 +23,7 @@ from splitserve.config import LimitsConfig, WorkerConfig
 from splitserve.launch.join import settle_place
 from splitserve.router.args import LBArgs, PrefillConfig
 
+DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = {"serve": (serve, Command), "router": (router, Command), "up": (up, UpCommand)}
 
 
@@ -235,8 +236,23 @@ def test_familiar_names_of_routers_are_options_here(words: list[str], same: list
     assert values_of("router", *words) == values_of("router", *same)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_limit_is_an_option_and_in_the_docs(command: str) -> None:
+    page = (DOCS / "limits.md").read_text()
+    values = values_of(command)
+    for name in LimitsConfig.__struct_fields__:
+        assert name in values
+        assert f"`--{name.replace('_', '-')}`" in page
+
+
+def test_strict_fields_are_an_option_of_workers() -> None:
+    assert not worker().server.strict_fields
+    assert worker("--strict-fields").server.strict_fields
+    assert values_of("up", "--strict-fields")["strict_fields"]
+
+
 def test_the_docs_list_every_familiar_name() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    page = (DOCS / "options.md").read_text()
     names = [name for command in COMMANDS for name in familiar_names(command)]
     assert [name for name in names if f"{name}`" not in page and f"`{name} " not in page] == []
 

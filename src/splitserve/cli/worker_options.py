@@ -279,6 +279,7 @@ _SERVER = (
         "Keys that open this worker, one per line: for its routers (--worker-key-file) and operators.",
         settings=_FILE,
     ),
+    Option("server.strict_fields", "Reject requests with unknown fields. Default: accept them and warn in a header."),
     Option(
         "kv_events",
         'Publish changes of the prefix cache: {"publisher": "zmq", "endpoint": "tcp://*:5557"}. See docs/events.md.',
