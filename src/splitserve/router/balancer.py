@@ -61,7 +61,7 @@ class MiniLoadBalancer:
         path = args.worker_key_file
         self._key_header = key_header(None if path is None else first_key(path, "--worker-key-file"))
         self._worker_tls = worker_tls(args.worker_ssl_ca_certs, args.worker_ssl_certfile, args.worker_ssl_keyfile)
-        self._prompts = PromptReader()
+        self._prompts = PromptReader(lambda: self.registry.context_length)
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
 

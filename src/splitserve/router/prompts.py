@@ -39,9 +39,10 @@ BlockHashes = Mapping[int, Sequence[int]]
 
 
 class PromptReader:
-    """`close` it."""
+    """`max_tokens`: returns the longest context served; longer prompts are not tokenized. `close` it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: Callable[[], int | None] = lambda: None) -> None:
+        self._max_tokens = max_tokens
         self._tokenizer: Tokenizer | None = None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._has_warned = False
@@ -62,13 +63,15 @@ class PromptReader:
         """The blocks of the body's prompt, of a batch's first; nothing where they cannot be known."""
         if not block_sizes:
             return {}
-        return await self._read(lambda: hash_prompt(path, body, self._tokenizer, block_sizes)) or {}
+        max_tokens = self._max_tokens()
+        return await self._read(lambda: hash_prompt(path, body, self._tokenizer, block_sizes, max_tokens)) or {}
 
     async def read_all(
         self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]
     ) -> Sequence[PromptBlocks]:
         """All prompts of the body; nothing where they cannot be known."""
-        return await self._read(lambda: hash_prompts(path, body, self._tokenizer, block_sizes)) or ()
+        max_tokens = self._max_tokens()
+        return await self._read(lambda: hash_prompts(path, body, self._tokenizer, block_sizes, max_tokens)) or ()
 
     def close(self) -> None:
         """Idempotent. Does not wait for what is being read."""
@@ -114,20 +117,28 @@ def _existing(folder: str) -> Path:
 
 
 def hash_prompt(
-    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, block_sizes: Collection[int]
+    path: str,
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    block_sizes: Collection[int],
+    max_tokens: int | None = None,
 ) -> BlockHashes | None:
     """None: it takes a tokenizer to tell. Raises InvalidRequestError."""
-    tokens = first_prompt(path, body, tokenizer)
+    tokens = first_prompt(path, body, tokenizer, max_tokens)
     if tokens is None:
         return None
     return _hashes(tokens, block_sizes)
 
 
 def hash_prompts(
-    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, block_sizes: Collection[int]
+    path: str,
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    block_sizes: Collection[int],
+    max_tokens: int | None = None,
 ) -> list[PromptBlocks] | None:
     """As `hash_prompt`, of all prompts."""
-    prompts = all_prompts(path, body, tokenizer)
+    prompts = all_prompts(path, body, tokenizer, max_tokens)
     if prompts is None:
         return None
     return [PromptBlocks(len(tokens), _hashes(tokens, block_sizes)) for tokens in prompts]

@@ -41,23 +41,31 @@ def chat_tokens(
     return token_ids, use
 
 
-def first_prompt(path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int] | None:
+def first_prompt(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, max_tokens: int | None = None
+) -> list[int] | None:
     """Of a body for this route, a batch by its first. None: only a tokenizer could tell. Raises InvalidRequestError."""
-    prompts = _read(path, body, tokenizer, at_most=1)
+    prompts = _read(path, body, tokenizer, max_tokens, at_most=1)
     return None if prompts is None else prompts[0]
 
 
-def all_prompts(path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[list[int]] | None:
+def all_prompts(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, max_tokens: int | None = None
+) -> list[list[int]] | None:
     """As `first_prompt`, of all prompts."""
-    return _read(path, body, tokenizer)
+    return _read(path, body, tokenizer, max_tokens)
 
 
 def _read(
-    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, at_most: int | None = None
+    path: str,
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    max_tokens: int | None,
+    at_most: int | None = None,
 ) -> list[list[int]] | None:
     if path == "/v1/chat/completions":
         chat = validation.parse(ChatBody, body)
-        return None if tokenizer is None else [chat_tokens(tokenizer, chat)[0]]
+        return None if tokenizer is None else [chat_tokens(tokenizer, chat, max_tokens)[0]]
     if path == "/v1/completions":
         prompts, _ = validation.prompt_list(validation.parse(CompletionBody, body).prompt, "prompt")
     else:
@@ -71,5 +79,5 @@ def _read(
         elif tokenizer is None:
             return None
         else:
-            token_ids.append(tokenize(tokenizer, prompt))
+            token_ids.append(tokenize(tokenizer, prompt, max_tokens))
     return token_ids

@@ -13,7 +13,7 @@ from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.config import WorkerConfig
-from splitserve.errors import InvalidRequestError
+from splitserve.errors import InvalidRequestError, PromptTooLongError
 from splitserve.events.schema import BlockStored
 from splitserve.router.prompts import hash_prompt, hash_prompts
 from splitserve.server.app import build_app
@@ -117,6 +117,22 @@ def test_all_prompts_of_a_batch_are_read_one_by_one(tokenizer) -> None:
     assert blocks is not None
     assert [(b.num_tokens, len(b.hashes[SIZE])) for b in blocks] == [(SIZE, 1), (1, 0)]
     assert hash_prompts(NATIVE, {"text": texts}, None, {SIZE}) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (NATIVE, {"text": "hello " * 20_000}),
+        (COMPLETION, {"prompt": "hello " * 20_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "hello " * 20_000}]}),
+    ],
+)
+def test_a_prompt_longer_than_any_context_is_not_hashed(path, body, tokenizer) -> None:
+    assert hash_prompt(path, body, tokenizer, {SIZE}, 10**6)
+    with pytest.raises(PromptTooLongError, match="more than 100 tokens"):
+        hash_prompt(path, body, tokenizer, {SIZE}, 100)
+    with pytest.raises(PromptTooLongError, match="more than 100 tokens"):
+        hash_prompts(path, body, tokenizer, {SIZE}, 100)
 
 
 def test_without_a_tokenizer_only_ids_are_read() -> None:
