@@ -85,6 +85,8 @@ def or_null(schema: Schema) -> Schema:
 
 
 INDEX = fields(name=TEXT, version=TEXT, links=list_of(TEXT))
+# An event of a stream. OpenAPI 3.2 defines itemSchema; readers of 3.1 ignore it.
+_EVENT = fields(data={**TEXT, "description": "JSON of a part of the answer, or of an error; at last [DONE]"})
 _ERROR = {"error": fields(message=TEXT, type=TEXT, param=or_null(TEXT), code={"type": ["string", "integer"]})}
 
 
@@ -105,7 +107,7 @@ def operation(
     """
     content: Schema = {} if answer is None else {media_type: {"schema": answer}}
     if streams:
-        content["text/event-stream"] = {"schema": TEXT, "example": 'data: {"...": "..."}\n\ndata: [DONE]\n\n'}
+        content["text/event-stream"] = {"itemSchema": _EVENT}
     done = {"description": "Done."} | ({"content": content} if content else {})
     extra: Schema = {}
     if body is not None:

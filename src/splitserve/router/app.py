@@ -47,6 +47,7 @@ from splitserve.router.key_guard import KeyGuard
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
 from splitserve.router.role_order import RoleOrder, switch_role
 from splitserve.router.worker import Worker
+from splitserve.server import validation
 from splitserve.server.operations import shared_operations
 from splitserve.server.schemas import AbortBody
 
@@ -259,7 +260,8 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.post("/abort_request", **_ABORT)
     async def abort_request(request: Request) -> Response:
         body = parse_object(await request.body(), balancer.args.limits)
-        if not isinstance(body.get("rid"), str) and body.get("abort_all") is not True:
+        order = validation.parse(AbortBody, body)
+        if not order.rid and not order.abort_all:
             raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
         return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
 

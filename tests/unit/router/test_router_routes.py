@@ -127,6 +127,14 @@ async def test_orders_go_to_every_worker(path: str) -> None:
             assert one.bodies == two.bodies == [{"rid": "r"}]
 
 
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": 1}, {"rid": "r", "abort_all": 0}, {"rid": ["r"]}])
+async def test_an_abort_that_workers_would_reject_is_a_400_and_not_sent(body: Any) -> None:
+    async with start_worker(answers({})) as worker, start_router(workers=(worker.url,)) as router:
+        status, answer = await post(router + "/abort_request", body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert worker.paths == []
+
+
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info", "/v1/models"])
 async def test_questions_about_the_model_are_answered_by_a_worker(path: str) -> None:
     async with start_worker(answers({"model_path": "m"})) as worker, start_router(decode=(worker.url,)) as router:
