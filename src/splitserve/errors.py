@@ -14,6 +14,8 @@ SplitserveError
 ├── RequestAbortedError          499  the client left, or somebody asked for the abort
 ├── CapacityError                503  a bounded queue or table is full: retry later
 ├── WorkerUnavailableError       503  no worker, or not ready yet
+│   └── SchedulerLostError       503  the scheduler of a worker died; its worker ends
+├── PoisonRequestError           500  several workers failed while they processed the prompt of this request
 ├── DeadlineExceededError        504  a wait ran out of time; the stage is named
 ├── KVTransferError              500  the KV cache of one room could not be handed over
 │   ├── IncompatiblePeerError    503  versions, layouts or models of the two sides differ
@@ -129,6 +131,14 @@ class CapacityError(SplitserveError):
 class WorkerUnavailableError(SplitserveError):
     http_status = 503
     reason = "worker_unavailable"
+
+
+class SchedulerLostError(WorkerUnavailableError):
+    reason = "scheduler_lost"
+
+
+class PoisonRequestError(SplitserveError):
+    reason = "poison_request"
 
 
 class DeadlineExceededError(SplitserveError):

@@ -121,7 +121,10 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
             # Long prompts take several chunks.
             worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
             # A request meets more faults in a minute than others in a year, so three retries do not suffice.
-            router_args=["--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5", "--max-retries", "8"],
+            router_args=[
+                *("--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"),
+                *("--max-retries", "8", "--max-prefill-retries", "8"),
+            ],
         ),
         worker_program=PROGRAM,
     )

@@ -65,6 +65,11 @@ _TIMES = (
     Option("health_interval", "Seconds between two health checks of a worker."),
     Option("hang_timeout", "Seconds without an answer to health checks after which a worker counts as hung."),
     Option("max_retries", "Other workers that a request is sent to without a new token."),
+    Option(
+        "max_prefill_retries",
+        "Of these, retries after a worker hung or died while it tokenized or prefilled the request. "
+        "Raise it only if workers die for other reasons: a request that kills workers kills one more per retry.",
+    ),
     Option("drain_timeout", "Seconds that running requests have on shutdown.", settings={"min": 0}),
 )
 _ADMISSION = (

@@ -32,7 +32,7 @@ import uvloop
 from splitserve.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import SplitserveError, WorkerUnavailableError
+from splitserve.errors import SchedulerLostError, SplitserveError, WorkerUnavailableError
 from splitserve.launch.checks import router_key, router_tls, server_tls
 from splitserve.launch.cluster_token import settle_host
 from splitserve.launch.http_server import HttpServer, bind, port_of, reachable_host
@@ -300,7 +300,5 @@ def _broke(what: str) -> WorkerUnavailableError:
     return WorkerUnavailableError(f"{what}; this worker ends, see its log; send the request again")
 
 
-def _died(what: str) -> WorkerUnavailableError:
-    return WorkerUnavailableError(
-        f"the {what} while it was needed: this worker ends, see its log; send the request again"
-    )
+def _died(what: str) -> SchedulerLostError:
+    return SchedulerLostError(f"the {what} while it was needed: this worker ends, see its log; send the request again")

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,13 @@ import msgspec
 
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.journal import Journal
+from splitserve.router.log_words import one_word
 from splitserve.router.tries import Tries
 
 logger = logging.getLogger(__name__)
 
 # An answer larger than this is not read a second time for its count of tokens.
 _MAX_READ = 1 << 20
-_WORD = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -79,14 +78,6 @@ def _seconds(value: float | None) -> str:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-def one_word(value: object) -> str:
-    """One word, whatever a client wrote: nobody else begins a line or a field of the log."""
-    if value is None:
-        return "-"
-    text = str(value)
-    return text if _WORD.fullmatch(text) else msgspec.json.encode(text[:128]).decode().replace(" ", "\\u0020")
 
 
 class _Counts(msgspec.Struct):

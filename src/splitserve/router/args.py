@@ -84,6 +84,8 @@ class LBArgs:
     # Other workers that a request may be given to, one after the other, where those it has fail; in a stream anew after
     # each token.
     max_retries: int = 3
+    # Retries of a request whose worker hung or died while it tokenized or prefilled that request.
+    max_prefill_retries: int = 1
     # Requests at the workers at once, None: as many as come; and beyond them, waiting.
     max_running_requests: int | None = None
     max_queued_requests: int = 1024
@@ -116,8 +118,9 @@ class LBArgs:
         for name in ("policy", "prefill_policy", "decode_policy"):
             if (value := getattr(self, name)) is not None and value not in POLICIES:
                 raise ConfigError(f"--{name.replace('_', '-')} {value!r}: choose one of {', '.join(POLICIES)}")
-        if self.max_retries < 0:
-            raise ConfigError("--max-retries must be 0 or more")
+        for name in ("max_retries", "max_prefill_retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more")
         if self.max_running_requests is not None and self.max_running_requests < 1:
             raise ConfigError("--max-running-requests must be at least 1")
         if self.max_queued_requests < 0:

@@ -12,7 +12,7 @@ from splitserve.api.json_body import parse_object
 from splitserve.config import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.errors import SplitserveError, WorkerUnavailableError, clause
-from splitserve.router.access_log import Visit, one_word
+from splitserve.router.access_log import Visit
 from splitserve.router.admission import Admission
 from splitserve.router.api_keys import first_key, key_header
 from splitserve.router.args import LBArgs, PrefillConfig
@@ -20,6 +20,7 @@ from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import Cause, Headers, UpstreamError, body_of, error_frames, headers_of, in_log
 from splitserve.router.health import HealthMonitor
+from splitserve.router.log_words import one_word
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body
 from splitserve.router.prober import Prober, generate, hand_over
@@ -144,6 +145,8 @@ class MiniLoadBalancer:
             prompts=self._prompts,
             timeout=self.args.timeout,
             max_retries=self.args.max_retries,
+            max_prefill_retries=self.args.max_prefill_retries,
+            hang_timeout=self.args.hang_timeout,
         )
         async with self._admission.place(tries.rid, tries.seconds_left) as tries.queued:
             self.metrics.running.inc()

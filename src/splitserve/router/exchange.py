@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ class Call:
     # Seconds it may take.
     seconds: float
     journal: Journal
+    # Called when the prompt has been processed, as far as that shows before the end.
+    on_prefilled: Callable[[], None]
     # The prompt's logprobs are to be taken from the prefill's answer.
     merge_logprobs: bool = False
 
@@ -107,11 +109,12 @@ class PairExchange:
             body = await sent.read()
         finally:
             sent.close()
+        parsed: Any = []
         if sent.is_event_stream:
-            return _events(body, worker)
-        if not call.merge_logprobs:
-            return []
-        parsed = _decode_json(body, worker)
+            parsed = _events(body, worker)
+        elif call.merge_logprobs:
+            parsed = _decode_json(body, worker)
+        call.on_prefilled()
         return parsed if isinstance(parsed, list) else [parsed]
 
 
@@ -158,6 +161,8 @@ class _Answer:
             # Together, or the next worker would begin too early or too late.
             self._client.accept(b"".join(events))
             journal.lines += deltas.lines
+            if deltas.lines:
+                self._call.on_prefilled()
             journal.is_done = deltas.is_done
             if deltas.error is not None:
                 raise UpstreamError.answered(self._side, self._worker.url, *deltas.error)
@@ -172,6 +177,7 @@ class _Answer:
         async for chunk in _chunks(sent) if prefill is None else _merged(_chunks(sent), prefill):
             if not self._client.started:
                 self._raise_if_error(chunk)
+                self._call.on_prefilled()
                 await self._client.start(sent.status, answer_headers(sent))
             await self._client.write(chunk)
         if not self._client.started:

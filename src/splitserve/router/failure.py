@@ -14,9 +14,18 @@ from typing import Any
 import msgspec
 
 from splitserve.api.error_text import shortened
-from splitserve.errors import InvalidKeyError, RateLimitError, SplitserveError, clause
+from splitserve.errors import (
+    InvalidKeyError,
+    PeerLostError,
+    RateLimitError,
+    SchedulerLostError,
+    SplitserveError,
+    clause,
+)
 
 Headers = dict[str, str]
+# Codes of errors by which a worker reports that its scheduler, or its peer, is gone.
+_LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
 # Of an answer, in a line of the log.
 _LOGGED_BYTES = 500
 
@@ -47,6 +56,8 @@ class UpstreamError(Exception):
         self.body = body
         self.cause = cause
         self.headers = headers or {}
+        # The worker, or its peer, hung or died while it had the request.
+        self.is_worker_loss = self.code in _LOSS_CODES
 
     @property
     def code(self) -> str:
@@ -85,11 +96,16 @@ class UpstreamError(Exception):
         return cls(side, url, status, body, cause, headers)
 
     @classmethod
-    def lost(cls, side: str, url: str, status: int, message: str) -> UpstreamError:
-        """The worker could not be reached, went away or fell silent."""
+    def lost(cls, side: str, url: str, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
+        """The worker could not be reached, went away or fell silent.
+
+        `is_worker_loss`: False if it cannot have received the request, or if an operator ended its requests.
+        """
         headers = {"retry-after": "1"} if status == 503 else {}
         body = error_body(message, "server_error", "worker_unavailable")
-        return cls(side, url, status, body, Cause.LOST, headers)
+        error = cls(side, url, status, body, Cause.LOST, headers)
+        error.is_worker_loss = is_worker_loss
+        return error
 
 
 def error_body(message: str, error_type: str, code: str | int, param: str | None = None) -> bytes:

@@ -105,5 +105,6 @@ class HealthMonitor:
         if worker.broken_off is None:
             logger.error("worker hangs url=%s mode=%s calls=%d", worker.url, worker.mode, len(worker.calls))
         worker.break_off(
-            f"hangs: it has given no sign of life for {self._hang_timeout:g} s (--hang-timeout): see what holds it up"
+            f"hangs: it has given no sign of life for {self._hang_timeout:g} s (--hang-timeout): see what holds it up",
+            is_hung=True,
         )

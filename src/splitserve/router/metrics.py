@@ -33,6 +33,11 @@ class RouterMetrics:
             ["kind", "side"],
             registry=self.registry,
         )
+        self.poison_requests = Counter(
+            "splitserve_router:poison_requests",
+            "Requests that ended because their workers hung or died while they processed the prompt",
+            registry=self.registry,
+        )
         self.local_prefills = Counter(
             "splitserve_router:local_prefills",
             "Requests given to a decode worker alone, for their prompts were short (--disaggregate-above)",

@@ -7,6 +7,8 @@
    the next workers get the journal of the stream and go on behind the last delta that the client was told.
 4. There is an end to that: a request at fault, a stream without a journal, `max_retries` tries without a token, the
    request's deadline, nobody left. Then the cause is raised, with what was tried.
+5. A worker that hangs or dies while it processes the prompt makes the request a suspect. Its next try is isolated from
+   other suspects (`isolation.py`). After `max_prefill_retries` of them it ends as a poison request.
 
 It does not know what a prompt or a token is, but how many there are.
 """
@@ -22,12 +24,20 @@ from typing import Any
 import msgspec
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
+from splitserve.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    PoisonRequestError,
+    SchedulerLostError,
+    WorkerUnavailableError,
+)
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import Call, PairExchange, forward_single
 from splitserve.router.failure import Cause, Headers, UpstreamError, in_log
+from splitserve.router.isolation import IsolationTurn
 from splitserve.router.journal import Journal
 from splitserve.router.local_prefill import num_uncached_tokens
+from splitserve.router.log_words import one_word
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.misfit import misfit_in
@@ -35,6 +45,7 @@ from splitserve.router.pairing import Body, with_identity, with_rooms, without_r
 from splitserve.router.policies import wish_of
 from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry
+from splitserve.router.request_shape import shape_of
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Pair, Worker
 
@@ -48,7 +59,8 @@ _TIMEOUT_HEADER = "x-request-timeout"
 
 
 class Tries:
-    """`timeout`: seconds from now for all of them. `max_retries`: see above."""
+    """`timeout`: seconds from now for all of them. `max_retries`, `max_prefill_retries`: see above. `hang_timeout`:
+    seconds after which a worker without a sign of life counts as hung."""
 
     def __init__(
         self,
@@ -63,6 +75,8 @@ class Tries:
         prompts: PromptReader,
         timeout: float,
         max_retries: int,
+        max_prefill_retries: int,
+        hang_timeout: float,
     ) -> None:
         self._path = path
         self._body = with_identity(path, body)
@@ -73,6 +87,8 @@ class Tries:
         self._metrics = metrics
         self._prompts = prompts
         self._max_retries = max_retries
+        self._max_prefill_retries = max_prefill_retries
+        self._hang_timeout = hang_timeout
         self._arrived = time.monotonic()
         self._created = int(time.time())
         # What the client itself wants to wait, seconds.
@@ -92,6 +108,11 @@ class Tries:
         # Since the last token: tries that failed, and the journal's length at that time.
         self._num_failures = 0
         self._num_told = 0
+        # Workers that hung or died while they processed the prompt.
+        self._num_prefill_losses = 0
+        # The present try: whether its prompt has been processed, and its turn if the request is a suspect.
+        self._is_prefilled = False
+        self._turn: IsolationTurn | None = None
 
     @property
     def rid(self) -> object:
@@ -114,12 +135,10 @@ class Tries:
     async def run(self) -> None:
         """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
         await self._read_prompt()
-        try:
-            target = self._registry.select(self._wish)
-        except WorkerUnavailableError as nobody:
-            raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from nobody
+        target = self._select()
         while True:
             try:
+                target = await self._isolated(target)
                 await self._serve(target)
             except UpstreamError as error:
                 if self.journal.is_done:
@@ -130,6 +149,40 @@ class Tries:
                 for worker in _workers(target):
                     worker.forgive()
                 return
+            finally:
+                self._end_turn()
+
+    def _select(self) -> Pair | Worker:
+        try:
+            return self._registry.select(self._wish, self._avoid)
+        except WorkerUnavailableError as nobody:
+            raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from nobody
+
+    async def _isolated(self, target: Pair | Worker) -> Pair | Worker:
+        """Return when no other suspect is at `target`, or at another target if that fails meanwhile.
+
+        At once unless this request is a suspect.
+        """
+        while self._num_prefill_losses and not self.journal.lines:
+            locks = [worker.isolation for worker in _workers(target)]
+            # A hang of the suspect before this one is detected in time.
+            wait, limit = 2.0 * self._hang_timeout, 1.5 * self._hang_timeout
+            self._turn = IsolationTurn(locks, wait=min(wait, self.seconds_left), limit=limit)
+            await self._turn.begin()
+            if all(worker.takes_requests for worker in _workers(target)):
+                break
+            self._turn.end()
+            target = self._select()
+        return target
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
+
+    def _on_prefilled(self) -> None:
+        self._is_prefilled = True
+        self._end_turn()
 
     async def _read_prompt(self) -> None:
         sizes = self._registry.block_sizes
@@ -147,6 +200,7 @@ class Tries:
         if self._patience is not None and (self.num_tries or self.queued):
             body["timeout"] = self._patience - self._elapsed()
         self.num_tries += 1
+        self._is_prefilled = False
         self.workers = _workers(target)
         if self._wish.prompts and self.workers[-1].mode is DisaggregationMode.DECODE:
             self.num_uncached = num_uncached_tokens(self.workers[-1], self._wish.prompts) + self._wish.num_told
@@ -157,13 +211,14 @@ class Tries:
             if target.mode is DisaggregationMode.DECODE:
                 body = without_rooms(body)
                 self._metrics.local_prefills.inc()
-            call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self.journal)
+            call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self.journal, self._on_prefilled)
             await forward_single(self._upstream, target, call, self._client)
             return
         prefill, rank = target.prefill, target.prefill_rank
         paired = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=rank)
         merges = wants_merge(self._path, body)
-        call = Call(self._path, msgspec.json.encode(paired), self._headers, seconds, self.journal, merges)
+        raw = msgspec.json.encode(paired)
+        call = Call(self._path, raw, self._headers, seconds, self.journal, self._on_prefilled, merges)
         with prefill.serving_on(rank):
             await PairExchange(self._upstream, target, call, self._client).run()
 
@@ -186,6 +241,7 @@ class Tries:
         self._blame(error, failed)
         if error.cause in (Cause.REQUEST, Cause.ABORTED) or _is_timeout(error):
             raise error
+        self._count_prefill_loss(error)
         if self._client.started and not self.journal.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
         if self.seconds_left <= 0:
@@ -212,6 +268,21 @@ class Tries:
         logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, in_log(error.body))
         return target
 
+    def _count_prefill_loss(self, error: UpstreamError) -> None:
+        """Raises PoisonRequestError if it was one too many."""
+        if not error.is_worker_loss or self._is_prefilled or self.journal.lines:
+            return
+        self._num_prefill_losses += 1
+        if self._num_prefill_losses <= self._max_prefill_retries:
+            return
+        self._metrics.poison_requests.inc()
+        shape = shape_of(self._path, self._body)
+        logger.error("poison request rid=%s tries=%d %s", one_word(self.rid), self.num_tries, shape)
+        raise PoisonRequestError(
+            f"{self._name} (stage: prefill, try {self.num_tries}): {self._num_prefill_losses} worker(s) hung or died "
+            "while they processed its prompt; do not send it again, and report this id to the operator"
+        )
+
     def _count_told(self) -> None:
         """What was generated is computed again with the prompt."""
         num_told = self.journal.count_tokens()
@@ -229,7 +300,8 @@ class Tries:
             # One less: it takes no further attempt to learn it.
             self._num_failures -= 1
             return
-        is_lost, is_partners = error.cause is Cause.LOST, error.code == "peer_lost"
+        is_partners = error.code == PeerLostError.reason
+        is_lost = error.cause is Cause.LOST or error.code == SchedulerLostError.reason
         if isinstance(target, Worker):
             at_fault = target
         else:

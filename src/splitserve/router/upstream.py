@@ -95,9 +95,10 @@ class Upstream:
         if isinstance(error, ConnectError):
             self._registry.mark_unhealthy(worker)
             message = f"{name} cannot be reached: try again in a moment, or check that it runs"
-            return UpstreamError.lost(side, worker.url, 503, message)
+            return UpstreamError.lost(side, worker.url, 503, message, is_worker_loss=False)
         if isinstance(error, TimeoutError) and worker.broken_off is not None:
-            return UpstreamError.lost(side, worker.url, 504, f"{name} {worker.broken_off}")
+            message = f"{name} {worker.broken_off}"
+            return UpstreamError.lost(side, worker.url, 504, message, is_worker_loss=worker.is_hung)
         if isinstance(error, TimeoutError):
             message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
             return UpstreamError.lost(side, worker.url, 504, message)

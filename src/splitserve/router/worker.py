@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,10 @@ class Worker:
     connect_error: str = ""
     # Why its calls were broken off, while that is so.
     broken_off: str | None = None
+    # That is because it hangs. False: an operator wanted it.
+    is_hung: bool = False
+    # Held by the one request under suspicion that may be there, see `isolation.py`.
+    isolation: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
     _faults: float = 0.0
     _faults_at: float = 0.0
@@ -140,10 +145,12 @@ class Worker:
         """It lives: a byte of it has come."""
         self.silent_since = None
         self.broken_off = None
+        self.is_hung = False
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, *, is_hung: bool = False) -> None:
         """End every call under way there, now."""
         self.broken_off = reason
+        self.is_hung = is_hung
         for call in self.calls:
             call.break_off()
 

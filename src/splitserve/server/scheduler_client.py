@@ -23,7 +23,13 @@ import zmq
 import zmq.asyncio
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import DeadlineExceededError, ModelLoadError, SplitserveError, WorkerUnavailableError
+from splitserve.errors import (
+    DeadlineExceededError,
+    ModelLoadError,
+    SchedulerLostError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
 from splitserve.messages import (
     AbortRequest,
     FlushCacheReply,
@@ -201,7 +207,7 @@ class SchedulerClient:
 
     def failed(self, message: str) -> None:
         """The last words of the scheduler, or of a rank that it cannot do without."""
-        self.fail_all(ModelLoadError(message) if self.info is None else WorkerUnavailableError(message))
+        self.fail_all(ModelLoadError(message) if self.info is None else SchedulerLostError(message))
 
     async def close(self) -> None:
         """Let go of the sockets. Idempotent."""

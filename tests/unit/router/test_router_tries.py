@@ -139,7 +139,7 @@ async def test_an_error_that_may_be_the_partners_is_tried_with_both_replaced_or_
 
 
 async def test_tries_are_bounded() -> None:
-    async with serve_pools([never()], [dies()] * 5, max_retries=2) as pools:
+    async with serve_pools([never()], [dies()] * 5, max_retries=2, max_prefill_retries=9) as pools:
         status, body = await pools.post("/generate", {"text": "a", "rid": "mine"})
         assert status == 502
         message = json.loads(body)["error"]["message"]
@@ -299,7 +299,8 @@ async def test_a_worker_that_came_back_is_somebody_to_go_on_at_where_all_others_
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await (never() if body["dispatch"]["attempt"] < 2 else journals(COUNT))(request, body)
 
-    async with serve_pools([prefill] * 2, [decode], health_interval=0.05, hang_timeout=1.0) as pools:
+    options: dict[str, Any] = {"health_interval": 0.05, "hang_timeout": 1.0, "max_prefill_retries": 2}
+    async with serve_pools([prefill] * 2, [decode], **options) as pools:
         first, second = pools.prefill
         first.is_stopped = True
         request = asyncio.create_task(pools.post("/generate", STREAM))

@@ -1,0 +1,17 @@
+"""Values of clients in lines of the log."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+_WORD = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
+
+
+def one_word(value: object) -> str:
+    """Return one word, whatever a client wrote, so that it cannot begin a line or a field of the log. None: `-`."""
+    if value is None:
+        return "-"
+    text = str(value)
+    return text if _WORD.fullmatch(text) else msgspec.json.encode(text[:128]).decode().replace(" ", "\\u0020")
