@@ -62,7 +62,12 @@ class Tokenizer:
         """Raises PromptTooLongError before it tokenizes a text that has far more than `max_tokens` tokens."""
         if max_tokens is not None:
             self._check_length(text, max_tokens)
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # `backend.encode` holds the interpreter's lock until it ends, which stops every other thread. This does not.
+        [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def _check_length(self, text: str, max_tokens: int) -> None:
@@ -75,7 +80,7 @@ class Tokenizer:
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
-            num_tokens += max(0, len(self.backend.encode(piece, add_special_tokens=False).ids) - _TOKENS_PER_CUT)
+            num_tokens += max(0, len(self._encode(piece, add_special_tokens=False)) - _TOKENS_PER_CUT)
             if num_tokens > max_tokens:
                 raise PromptTooLongError(
                     f"the prompt has {len(text)} characters, its first {start + len(piece)} more than {max_tokens} "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,24 @@ def test_text_goes_to_ids_and_back(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("héllo 🙂")
     assert len(ids) == len("héllo 🙂".encode())
     assert tokenizer.decode(ids) == "héllo 🙂"
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    text = "héllo 🙂 " * 40_000
+    done, ids = threading.Event(), list[int]()
+
+    def encode() -> None:
+        ids.extend(tokenizer.encode(text))
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    num_turns = 0
+    while not done.wait(0.001):
+        num_turns += 1
+    thread.join()
+    assert num_turns > 20
+    assert ids == tokenizer.backend.encode(text).ids
 
 
 @pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True}, {}])
