@@ -50,6 +50,7 @@ from splitserve.launch.scheduler_link import Schedulers, open_schedulers
 from splitserve.launch.startup_figures import memory_bytes, startup_figures
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
+from splitserve.server.heartbeat import Heartbeat
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.server.tokenizer import Tokenizer
 
@@ -190,6 +191,8 @@ class _Worker:
         membership = Membership(self._registration)
         membership.enter(self._mode, self._bootstrap.port)
         front.role_switch = switch = RoleSwitch(front, schedulers.group, self._bootstrap, membership)
+        front.heartbeat = Heartbeat(schedulers.group, front.clock)
+        heartbeat = asyncio.create_task(front.heartbeat.run(), name="heartbeat")
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         drained: asyncio.Task[None] | None = None
         try:
@@ -207,6 +210,7 @@ class _Worker:
             return 1
         finally:
             draining.cancel()
+            heartbeat.cancel()
             if drained is not None:
                 await drained
             await switch.close()

@@ -6,6 +6,7 @@ What is asked of a worker, again and again
    long delays the answer, so no answer is no proof. Every byte of an answer or a stream is one to the contrary.
 3. A worker that has given no sign of life for `hang_timeout` seconds, and was asked all the while, counts as hung: its
    calls are broken off, and their requests go on elsewhere.
+   Time in which this router itself stood still does not count.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class HealthMonitor:
         while True:
             await self._check(worker)
             # A silent one has had its time already.
-            if worker.silent_since is None or worker.broken_off is not None:
-                await asyncio.sleep(self._interval)
-            else:
-                await asyncio.sleep(min(self._interval, self._hang_timeout / 8))
+            is_asked = worker.silent_since is not None and worker.broken_off is None
+            seconds = min(self._interval, self._hang_timeout / 8) if is_asked else self._interval
+            began = time.monotonic()
+            await asyncio.sleep(seconds)
+            _discount(worker, time.monotonic() - began - seconds)
 
     async def _check(self, worker: Worker) -> None:
         """One round of questions."""
@@ -87,9 +89,11 @@ class HealthMonitor:
         silent_since = worker.silent_since or time.monotonic()
         left = silent_since + self._hang_timeout - time.monotonic()
         seconds = min(CHECK_TIMEOUT, self._hang_timeout, max(left, self._hang_timeout / 8))
+        began = time.monotonic()
         try:
             status, _, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds)
         except UpstreamError as error:
+            _discount(worker, time.monotonic() - began - seconds)
             self._report(worker, error.__cause__)
             return None
         worker.connect_error = ""
@@ -108,3 +112,9 @@ class HealthMonitor:
             f"hangs: it has given no sign of life for {self._hang_timeout:g} s (--hang-timeout): see what holds it up",
             is_hung=True,
         )
+
+
+def _discount(worker: Worker, stall: float) -> None:
+    """Do not count seconds in which this event loop stood still as silence of the worker."""
+    if worker.silent_since is not None and stall > 0:
+        worker.silent_since += stall

@@ -18,6 +18,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.errors import UnknownModelError, WorkerUnavailableError
 from splitserve.messages import SchedulerReady, SchedulerState
 from splitserve.metrics.worker import WorkerMetrics
+from splitserve.server.heartbeat import Heartbeat
 from splitserve.server.prompt_pool import PromptPool
 from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerPort
@@ -67,6 +68,8 @@ class FrontEnd:
     metrics: WorkerMetrics
     # None where the role stays what it is.
     role_switch: RoleSwitchPort | None = None
+    # None: nothing asks for one.
+    heartbeat: Heartbeat | None = None
     # While it changes: the role it is to have.
     switching_to: DisaggregationMode | None = None
     # By data parallel rank.
@@ -108,6 +111,8 @@ class FrontEnd:
             return f"this worker's scheduler is gone ({self.scheduler.failure}): restart the worker"
         if self.scheduler.info is None:
             return "this worker is loading its model: retry when /health answers 200"
+        if self.heartbeat is not None and (problem := self.heartbeat.problem()) is not None:
+            return problem
         if self.requests.is_draining and self.switching_to is not None:
             return "this worker is changing its role and takes no new requests: send it to another"
         if self.requests.is_draining:

@@ -1,0 +1,46 @@
+"""The heartbeat of a worker's schedulers. `/health` reads its age and does not wait for a scheduler itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from splitserve.clock import Clock
+from splitserve.errors import SplitserveError
+from splitserve.messages import SchedulerState
+
+# Seconds between two requests for a heartbeat.
+INTERVAL = 5.0
+# Seconds without one after which the schedulers count as dead: several times the longest step.
+MAX_AGE = 60.0
+
+
+class StatesPort(Protocol):
+    async def states(self, timeout: float = ...) -> list[SchedulerState]: ...
+
+
+class Heartbeat:
+    """`run` it as a task."""
+
+    def __init__(self, schedulers: StatesPort, clock: Clock) -> None:
+        self._schedulers = schedulers
+        self._clock = clock
+        self._last = clock.now()
+
+    async def run(self, interval: float = INTERVAL) -> None:
+        """Ask until cancelled. Schedulers that ended are reported otherwise."""
+        while True:
+            try:
+                await self._schedulers.states(timeout=interval)
+                self._last = self._clock.now()
+            except SplitserveError:
+                # The next one may come: the age counts.
+                pass
+            await asyncio.sleep(interval)
+
+    def problem(self) -> str | None:
+        """Why no request can be served. None: the last heartbeat is recent."""
+        age = self._clock.now() - self._last
+        if age <= MAX_AGE:
+            return None
+        return f"this worker's scheduler has not answered for {age:.0f} s: restart the worker"

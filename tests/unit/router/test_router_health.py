@@ -1,0 +1,99 @@
+"""The watch over workers: who is silent counts as hung, and a router that stood still does not blame a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.router import health
+from splitserve.router.failure import UpstreamError
+from splitserve.router.health import HealthMonitor
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.worker import Worker
+
+HANG_TIMEOUT = 16.0
+_START = 1000.0
+
+
+class OpenCall:
+    def break_off(self) -> None: ...
+
+
+class SilentWorkers:
+    """Questions go unanswered, for the time that each may take and `stall` more. `clock` is this router's."""
+
+    def __init__(self, stall: float = 0.0) -> None:
+        self.now = _START
+        self.stall = stall
+        self.answers = False
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def ask(self, worker: Worker, method: str, path: str, *, seconds: float) -> tuple[int, bytes, dict[str, str]]:
+        if self.answers:
+            return 200, b"", {}
+        self.now += seconds + self.stall
+        raise UpstreamError.lost("decode", worker.url, 504, "silent")
+
+
+@pytest.fixture
+def worker() -> Worker:
+    worker = Worker("http://w", DisaggregationMode.DECODE)
+    worker.calls.add(OpenCall())
+    return worker
+
+
+def monitor(workers: Any, monkeypatch: pytest.MonkeyPatch) -> HealthMonitor:
+    monkeypatch.setattr(health, "time", workers)
+    return HealthMonitor(WorkerRegistry(), workers, 2.0, HANG_TIMEOUT)
+
+
+async def test_a_worker_that_is_silent_for_the_timeout_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = SilentWorkers()
+    watch = monitor(workers, monkeypatch)
+    await watch._check(worker)
+    assert worker.broken_off is None
+    while workers.now < _START + HANG_TIMEOUT:
+        await watch._check(worker)
+    assert worker.is_hung
+    workers.answers = True
+    await watch._check(worker)
+    assert (worker.broken_off, worker.is_hung, worker.silent_since) == (None, False, None)
+
+
+async def test_time_in_which_the_router_stood_still_is_no_silence(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = SilentWorkers(stall=100.0)
+    watch = monitor(workers, monkeypatch)
+    await watch._check(worker)
+    assert workers.now > _START + 100.0
+    assert worker.broken_off is None
+    # It still has to answer.
+    for _ in range(8):
+        await watch._check(worker)
+    assert worker.is_hung
+
+
+async def test_a_stall_between_two_questions_is_no_silence_either(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = SilentWorkers()
+    watch = monitor(workers, monkeypatch)
+    pauses: list[float] = []
+
+    async def stalls(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) > 1:
+            raise asyncio.CancelledError
+        workers.now += seconds + 100.0
+
+    monkeypatch.setattr(health.asyncio, "sleep", stalls)
+    with pytest.raises(asyncio.CancelledError):
+        await watch._watch(worker)
+    assert len(pauses) == 2
+    assert worker.broken_off is None

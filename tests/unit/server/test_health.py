@@ -1,0 +1,135 @@
+"""/health: answered beside requests whose processing stands still, and by the age of the schedulers' heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from splitserve.clock import ManualClock
+from splitserve.errors import DeadlineExceededError
+from splitserve.messages import SchedulerState
+from splitserve.server.heartbeat import MAX_AGE, Heartbeat
+from splitserve.server.prompt_pool import MEDIUM_BYTES
+from splitserve.server.tokenizer import Tokenizer
+from splitserve.testing.router_world import start_router
+
+from .conftest import DEADLINE, StartWorker, Worker, serve
+
+HANG_TIMEOUT = 0.5
+
+
+class BlockedTokenizer:
+    """The tokenizer of a worker, whose long texts wait for `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.release = threading.Event(), threading.Event()
+        encode = Tokenizer.encode
+
+        def blocked(tokenizer: Tokenizer, text: str, **options: object) -> list[int]:
+            if len(text) > MEDIUM_BYTES:
+                self.started.set()
+                assert self.release.wait(6 * DEADLINE)
+                text = text[:16]
+            return encode(tokenizer, text)
+
+        monkeypatch.setattr(Tokenizer, "encode", blocked)
+
+
+class HealthCounter:
+    """An app before another one: it notices when health checks have come for much longer than a hang takes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_checks = 0
+        self.asked_often = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") == "/health":
+            self._num_checks += 1
+            # One every eighth of the hang timeout, at most.
+            if self._num_checks > 32:
+                self.asked_often.set()
+        await self._app(scope, receive, send)
+
+
+@pytest.fixture
+async def blocked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BlockedTokenizer]:
+    tokenizer = BlockedTokenizer(monkeypatch)
+    yield tokenizer
+    tokenizer.release.set()
+
+
+@asynccontextmanager
+async def behind_router(worker: Worker) -> AsyncIterator[tuple[str, HealthCounter]]:
+    counter = HealthCounter(worker.app)
+    options = {"health_interval": 0.05, "hang_timeout": HANG_TIMEOUT}
+    async with serve(counter) as url, start_router(workers=(url,), **options) as router:  # type: ignore[arg-type]
+        yield router, counter
+
+
+async def test_a_worker_is_healthy_while_it_tokenizes_a_large_prompt(
+    start_worker: StartWorker, blocked: BlockedTokenizer
+) -> None:
+    async with start_worker() as worker, behind_router(worker) as (router, counter), aiohttp.ClientSession() as client:
+
+        async def generate() -> int:
+            body = {"text": "a" * (MEDIUM_BYTES + 1), "sampling_params": {"max_new_tokens": 1}}
+            async with client.post(router + "/generate", json=body) as response:
+                return response.status
+
+        request = asyncio.create_task(generate())
+        assert await asyncio.to_thread(blocked.started.wait, DEADLINE)
+        await asyncio.wait_for(counter.asked_often.wait(), 6 * DEADLINE)
+        async with client.get(router + "/workers") as response:
+            (described,) = (await response.json())["workers"]
+        assert (described["healthy"], described["num_running"]) == (True, 1)
+        assert not request.done()
+        blocked.release.set()
+        assert await request == 200
+        assert len(worker.scheduler.received) == 1
+
+
+class Schedulers:
+    def __init__(self) -> None:
+        self.answer = True
+        self.asked: asyncio.Queue[None] = asyncio.Queue()
+
+    async def states(self, timeout: float = 0.0) -> list[SchedulerState]:
+        self.asked.put_nowait(None)
+        if not self.answer:
+            raise DeadlineExceededError("no answer")
+        return []
+
+
+async def test_health_reports_schedulers_that_stopped_answering(worker: Worker) -> None:
+    clock, schedulers = ManualClock(), Schedulers()
+    worker.front.heartbeat = heartbeat = Heartbeat(schedulers, clock)
+    task = asyncio.create_task(heartbeat.run(interval=0.001))
+
+    async def next_asked() -> None:
+        # The second question comes after the first one's answer was noted.
+        while not schedulers.asked.empty():
+            schedulers.asked.get_nowait()
+        for _ in range(2):
+            await asyncio.wait_for(schedulers.asked.get(), DEADLINE)
+
+    await next_asked()
+    schedulers.answer = False
+    clock.advance(MAX_AGE)
+    await next_asked()
+    assert (await worker.http.get("/health")).status_code == 200
+    clock.advance(1.0)
+    response = await worker.http.get("/health")
+    assert response.status_code == 503
+    assert "has not answered for 61 s" in response.json()["error"]["message"]
+    schedulers.answer = True
+    await next_asked()
+    assert (await worker.http.get("/health")).status_code == 200
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
