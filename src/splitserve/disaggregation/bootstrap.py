@@ -91,14 +91,15 @@ class _HttpServer(web.Server):
         super().connection_made(handler, transport)
         if dropped := self.pending.add(handler, str((transport.get_extra_info("peername") or ("?",))[0])):
             dropped.force_close()
-        if self._expiry is None:
-            self._expire()
+        self._expire()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         self.pending.remove(handler)
         super().connection_lost(handler, exc)
 
     def _expire(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
         for handler in self.pending.expire():
             handler.force_close()
         left = self.pending.seconds_left()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Hashable
+from itertools import islice
 from typing import Generic, TypeVar
 
 from splitserve.clock import Clock
@@ -45,6 +46,8 @@ class PendingConnections(Generic[T]):
         self._all: dict[T, tuple[str, float]] = {}
         self._of_address: defaultdict[str, dict[T, None]] = defaultdict(dict)
         self._num_unreported = 0
+        # Address and reason of the last connection that was dropped.
+        self._last_dropped = "", ""
         self._next_report_at = 0.0
 
     def __len__(self) -> int:
@@ -83,12 +86,15 @@ class PendingConnections(Generic[T]):
             late.append(connection)
         for connection in late:
             self.reject(connection, f"it did not authenticate within {HANDSHAKE_SECONDS:g} s")
+        self._report()
         return late
 
     def seconds_left(self) -> float | None:
-        """Until the next one expires; None: none is pending."""
-        oldest = next(iter(self._all.values()), None)
-        return None if oldest is None else max(0.0, oldest[1] - self._clock.now())
+        """Return the seconds until `expire` is due. None: nothing is pending or unreported."""
+        times = [deadline for _, deadline in islice(self._all.values(), 1)]
+        if self._num_unreported:
+            times.append(self._next_report_at)
+        return max(0.0, min(times) - self._clock.now()) if times else None
 
     def remove(self, connection: T) -> None:
         """It has authenticated, or ended. Idempotent."""
@@ -103,18 +109,19 @@ class PendingConnections(Generic[T]):
         if connection in self._all:
             address = self._all[connection][0]
             self.remove(connection)
-            self._report(address, why)
+            self._num_unreported += 1
+            self._last_dropped = address, why
+            self._report()
 
-    def _report(self, address: str, why: str) -> None:
-        self._num_unreported += 1
+    def _report(self) -> None:
+        """Log what was dropped since the last line, if the interval is over."""
         now = self._clock.now()
-        if now < self._next_report_at:
+        if not self._num_unreported or now < self._next_report_at:
             return
         logger.warning(
             "unauthenticated connections rejected listener=%r count=%d last_address=%s last_reason=%r",
             self._listener,
             self._num_unreported,
-            address,
-            why,
+            *self._last_dropped,
         )
         self._num_unreported, self._next_report_at = 0, now + LOG_INTERVAL

@@ -55,6 +55,19 @@ def test_a_flood_is_one_line_in_the_log_a_minute(table, clock, caplog):
     assert "count=998 last_address=10.0.0.1" in caplog.records[1].getMessage()
 
 
+def test_a_flood_that_has_ended_is_counted_when_its_minute_is_over(table, clock, caplog):
+    with caplog.at_level(logging.WARNING):
+        for n in range(10):
+            table.add(n, "10.0.0.1")
+        clock.advance(HANDSHAKE_SECONDS)
+        assert len(table.expire()) == 2
+        assert table.seconds_left() == LOG_INTERVAL - HANDSHAKE_SECONDS
+        clock.advance(LOG_INTERVAL)
+        assert table.expire() == []
+        assert table.seconds_left() is None
+    assert [record.args[1] for record in caplog.records] == [1, 9]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "tick"]), st.integers(0, 9), st.sampled_from("abcd"))))
 def test_the_table_is_never_above_its_limits_and_forgets_nothing_silently(actions):
     clock = ManualClock()
