@@ -98,8 +98,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: float = 60.0
     # Requests that wait for that at most; beyond that a request is refused with 503.
     max_queued_grammars: int = 1024
-    # Threads that compile grammars.
+    # Grammars compiled at the same time.
     grammar_threads: int = 2
+    # CPU seconds: to compile one grammar, per token of a request, and of all its tokens. Beyond that: 422.
+    grammar_compile_budget: float = 20.0
+    grammar_step_budget: float = 0.25
+    grammar_request_budget: float = 10.0
+    # Bytes of memory of a compiled grammar and its matchers. Beyond that: 422.
+    grammar_memory: int = 1 << 30
     # Compiled grammars kept for later requests, bytes.
     grammar_cache_bytes: int = 256 << 20
     # Tokens that admission leaves free for every admitted request to grow by; all it may generate, where that is less.

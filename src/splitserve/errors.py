@@ -16,6 +16,7 @@ SplitserveError
 ├── WorkerUnavailableError       503  no worker, or not ready yet
 │   └── SchedulerLostError       503  the scheduler of a worker died; its worker ends
 ├── PoisonRequestError           500  several workers failed while they processed the prompt of this request
+├── GrammarBudgetError           422  the request's grammar needs more time or memory than it is allowed
 ├── DeadlineExceededError        504  a wait ran out of time; the stage is named
 ├── KVTransferError              500  the KV cache of one room could not be handed over
 │   ├── IncompatiblePeerError    503  versions, layouts or models of the two sides differ
@@ -180,6 +181,12 @@ class RanksLostError(SplitserveError):
 
 class GrammarError(SplitserveError):
     reason = "grammar_refused_token"
+
+
+class GrammarBudgetError(SplitserveError):
+    http_status = 422
+    reason = "grammar_over_budget"
+    openai_type = "invalid_request_error"
 
 
 class ClusterError(SplitserveError):

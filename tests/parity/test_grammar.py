@@ -16,6 +16,7 @@ from splitserve.core.sampling import SamplingParams
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.messages import GenerateRequest
+from splitserve.testing.local_grammar import LocalCompiler
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.sim import ColocatedWorld
@@ -40,7 +41,7 @@ def settings(loaded):
         "token_budget": 256,
         "eos_token_ids": loaded.eos_token_ids,
         "make_engine": real_engine(loaded),
-        "grammar_compiler": XGrammarCompiler(loaded.folder, loaded.vocab_size, loaded.eos_token_ids),
+        "grammar_compiler": LocalCompiler(XGrammarCompiler(loaded.folder, loaded.vocab_size, loaded.eos_token_ids)),
     }
 
 

@@ -7,8 +7,9 @@ import pytest
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import SamplingParams
+from splitserve.errors import GrammarBudgetError
 from splitserve.messages import AbortRequest, GenerateRequest
-from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, multiples
+from splitserve.testing.fake_grammar import FakeCompiler, FakeMatcher, HeldPool, multiples
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld
 
@@ -124,8 +125,8 @@ def test_a_token_the_engine_should_never_have_drawn_fails_its_request_on_either_
             grammar = super().compile(spec)
             make = grammar.matcher
 
-            def matcher():
-                made = make()
+            def matcher(output_ids=()):
+                made = make(output_ids)
                 made.accept = lambda token: False
                 return made
 
@@ -241,3 +242,90 @@ def test_requests_without_a_grammar_do_not_wait_behind_one():
         world.turn()
     assert len(world.tokens("free")) == 8
     assert world.finish("g") is None
+
+
+class SlowCompiler(FakeCompiler):
+    """Its matchers have no mask after `num_quick` tokens until a test sets `is_slow` to False."""
+
+    def __init__(self, num_quick: int, *, is_expected: bool = False) -> None:
+        super().__init__(frozenset([EOS]))
+        self._num_quick = num_quick
+        self._is_expected = is_expected
+        self.matchers: list[FakeMatcher] = []
+
+    def compile(self, spec):
+        grammar = super().compile(spec)
+        make = grammar.matcher
+
+        def matcher(output_ids=()):
+            made = make(output_ids)
+            accept = made.accept
+
+            def accept_and_slow_down(token):
+                is_accepted = accept(token)
+                made.is_slow = made.num_accepted == self._num_quick
+                return is_accepted
+
+            made.accept, made.is_expected = accept_and_slow_down, self._is_expected
+            made.is_slow = self._num_quick == 0
+            self.matchers.append(made)
+            return made
+
+        grammar.matcher = matcher
+        return grammar
+
+
+def start_slow_and_free(world: ColocatedWorld) -> None:
+    """Run until the free request has ended and the other one waits for a mask."""
+    world.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5)))
+    world.submit(GenerateRequest(rid="free", prompt_ids=[1, 2, 3], params=PLAIN))
+    for _ in range(30):
+        world.turn()
+    assert len(world.tokens("free")) == 8
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+@pytest.mark.parametrize("num_quick", [0, 1, 3])
+def test_a_request_waits_for_its_mask_alone_and_goes_on_with_the_same_tokens(num_quick, is_expected):
+    usual = colocated()
+    usual.submit(GenerateRequest(rid="g", prompt_ids=[4, 5], params=params(7, 5)))
+    usual.run_until_idle()
+    compiler = SlowCompiler(num_quick, is_expected=is_expected)
+    world = colocated(grammar_compiler=compiler)
+    start_slow_and_free(world)
+    assert len(world.tokens("g")) == num_quick
+    compiler.matchers[0].is_slow = False
+    world.run_until_idle()
+    assert world.tokens("g") == usual.tokens("g")
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_quick", [0, 3])
+def test_a_request_over_its_grammar_budget_ends_alone_with_422(num_quick):
+    compiler = SlowCompiler(num_quick)
+    world = colocated(grammar_compiler=compiler)
+    start_slow_and_free(world)
+    world.submit(GenerateRequest(rid="other", prompt_ids=[8], params=PLAIN))
+    compiler.matchers[0].failure = GrammarBudgetError("its grammar is too slow")
+    world.run_until_idle()
+    finish = world.finish("g")
+    assert (finish.status_code, finish.reason) == (422, "grammar_over_budget")
+    assert "request g ended" in finish.message
+    assert "too slow" in finish.message
+    assert len(world.tokens("other")) == 8
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("slow_half", ["prefill", "decode"])
+def test_both_halves_end_when_one_is_over_its_grammar_budget(slow_half):
+    compiler = SlowCompiler(0)
+    world = pair(2, **{slow_half: {"grammar_compiler": compiler}})
+    world.submit("g", [1, 2, 3], params(7, 5), room=1)
+    for _ in range(200):
+        world.happen()
+    compiler.matchers[0].failure = GrammarBudgetError("its grammar is too slow")
+    world.run_until_idle()
+    for half in (world.prefill, world.decode):
+        assert half.finish("g").status_code == 422
+        assert "too slow" in half.finish("g").message
+    world.check_nothing_is_held()

@@ -175,6 +175,10 @@ _SCHEDULER = (
     ),
     Option("scheduler.request_timeout", "Seconds per request without a `timeout` of its own. Default: no limit."),
     Option("scheduler.grammar_timeout", "Seconds a request waits for its compiled grammar."),
+    Option("scheduler.grammar_compile_budget", "CPU seconds to compile one grammar."),
+    Option("scheduler.grammar_step_budget", "CPU seconds that a grammar may need per token of a request."),
+    Option("scheduler.grammar_request_budget", "CPU seconds that a grammar may need for all tokens of a request."),
+    Option("scheduler.grammar_memory", "Memory of one compiled grammar and its matchers.", is_bytes=True),
 )
 _SPECULATION = (
     Option(

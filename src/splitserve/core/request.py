@@ -211,6 +211,11 @@ class Request:
         return None
 
     def _refused(self, token_id: int) -> FinishReason:
+        if self.grammar is not None and (failure := self.grammar.failure) is not None:
+            message = f"request {self.rid} ended in stage '{self.timeline.stage}': {failure.message}"
+            return FinishReason(
+                FinishType.ABORT, message=message, status_code=failure.http_status, reason=failure.reason
+            )
         message = (
             f"request {self.rid} ended in stage '{self.timeline.stage}': its grammar does not allow token {token_id} "
             f"at output position {len(self.output_ids)}; where another worker sampled it, check that both run the same "

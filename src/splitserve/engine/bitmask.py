@@ -1,17 +1,14 @@
-"""Which tokens the grammars of a step's rows allow: filled while the model runs, applied before a token is drawn.
+"""Which tokens the grammars of a step's rows allow.
 
-1. `BitmaskFiller.begin` starts filling, in a thread of its own: a row takes microseconds as a rule, but milliseconds
-   inside a JSON string of bounded length. The matchers must not move until the step has ended.
-2. The forward pass runs meanwhile; the library lets go of the interpreter while it works.
-3. `forbid` sets the logits of every other token of those rows to minus infinity.
-
-A step without a grammar starts no thread and copies nothing.
+Masks are computed elsewhere while the model runs (`grammar_host.py`). `Bitmasks.rows` collects them after the forward
+pass. A row whose mask is not there within a few milliseconds is not sampled in this step, so no other row waits for it.
+`forbid` then sets the logits of all tokens that a mask excludes to minus infinity.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -24,55 +21,68 @@ from splitserve.engine.upload import to_device
 # [rows, words]: bit t % 32 of word t // 32 is set where token t may come. Rows without a grammar are undefined.
 Bitmask = npt.NDArray[np.int32]
 
-# Seconds the filling of one step's rows may take beyond the forward pass.
-_FILL_TIMEOUT = 60.0
+# Seconds that all rows of a step together wait for masks after the forward pass.
+_MASK_TIMEOUT = 0.005
+# The error of a row that is not sampled because its mask is not ready.
+NOT_READY = "not ready"
 
 
-class FilledBitmask:
-    """A bitmask that may still be in the making. Both wait until it is filled."""
+class StepMasks:
+    """The masks of one step's rows, collected when they are needed."""
 
-    def __init__(self, future: Future[tuple[Bitmask, dict[int, str]]] | None) -> None:
-        """`future`: with what went wrong in the rows where something did."""
-        self._future = future
+    def __init__(self, collector: MaskCollector, specs: Sequence[SampleSpec]) -> None:
+        self._collector = collector
+        self._specs = specs
+        self._has_grammar = any(spec.grammar is not None for spec in specs)
+        self._deadline: float | None = None
+        self._errors: dict[int, str] = {}
 
     def rows(self, part: slice) -> Bitmask | None:
         """None where no row of the step has a grammar."""
-        return None if self._future is None else self._future.result(_FILL_TIMEOUT)[0][part]
+        if not self._has_grammar:
+            return None
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _MASK_TIMEOUT
+        specs = self._specs[part]
+        bitmask = self._collector.empty(len(specs))
+        for number, spec in enumerate(specs):
+            if spec.grammar is not None and (error := self._collector.fill(spec, bitmask[number], self._deadline)):
+                self._errors[part.start + number] = error
+        return bitmask
 
     def error(self, row: int) -> str:
-        """Why the row says nothing of what its grammar allows; empty: it does."""
-        return "" if self._future is None else self._future.result(_FILL_TIMEOUT)[1].get(row, "")
+        """Return why a row of an earlier call of `rows` has no mask; NOT_READY: not yet. Empty: it has one."""
+        return self._errors.get(row, "")
 
 
-class BitmaskFiller:
+class MaskCollector:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         # One bit a token; those beyond the vocabulary, which a library may set, are 0.
         bits = np.arange(-(-vocab_size // 32) * 32) < vocab_size
         self._vocabulary: Bitmask = np.packbits(bits, bitorder="little").view(np.int32)
         self._eos_token_ids = eos_token_ids
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bitmask")
 
-    def begin(self, specs: Sequence[SampleSpec]) -> FilledBitmask:
-        if all(spec.grammar is None for spec in specs):
-            return FilledBitmask(None)
-        return FilledBitmask(self._thread.submit(self._fill, specs))
+    def begin(self, specs: Sequence[SampleSpec]) -> StepMasks:
+        return StepMasks(self, specs)
 
-    def _fill(self, specs: Sequence[SampleSpec]) -> tuple[Bitmask, dict[int, str]]:
-        bitmask = np.empty((len(specs), len(self._vocabulary)), dtype=np.int32)
-        errors: dict[int, str] = {}
-        for number, (spec, row) in enumerate(zip(specs, bitmask, strict=True)):
-            if spec.grammar is None:
-                continue
-            try:
-                self._fill_row(spec, spec.grammar, row)
-            except Exception as error:
-                # The library's, in this request's grammar: the others' rows are theirs.
-                row[:] = self._vocabulary
-                errors[number] = f"its grammar failed: {type(error).__name__}: {error}"
-        return bitmask, errors
+    def empty(self, num_rows: int) -> Bitmask:
+        return np.empty((num_rows, len(self._vocabulary)), dtype=np.int32)
 
-    def _fill_row(self, spec: SampleSpec, grammar: GrammarMatcher, row: Bitmask) -> None:
-        grammar.fill_bitmask(row.data)
+    def fill(self, spec: SampleSpec, row: Bitmask, deadline: float) -> str:
+        """Write the mask of one row. Return an error, with all tokens in the row, if there is none by `deadline`."""
+        assert spec.grammar is not None
+        try:
+            if self._fill(spec, spec.grammar, row, deadline):
+                return ""
+            error = NOT_READY
+        except Exception as failure:
+            error = f"its grammar failed: {type(failure).__name__}: {failure}"
+        row[:] = self._vocabulary
+        return error
+
+    def _fill(self, spec: SampleSpec, grammar: GrammarMatcher, row: Bitmask, deadline: float) -> bool:
+        if not grammar.fill_bitmask(row.data, max(0.0, deadline - time.monotonic())):
+            return False
         ending = self._ending(spec)
         if ending:
             others = row & self._vocabulary
@@ -81,6 +91,7 @@ class BitmaskFiller:
             # A grammar that is complete and leaves nothing else ends all the same.
             if others.any():
                 row[:] = others
+        return True
 
     def _ending(self, spec: SampleSpec) -> set[int]:
         """Tokens that are not to end this row's output now, if it can go on."""

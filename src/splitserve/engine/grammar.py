@@ -1,8 +1,7 @@
 """Grammars over xgrammar (Dong et al., arXiv:2411.15100), for one model's vocabulary.
 
-The tokenizer is read, and the library imported, when the first grammar is compiled: a worker that is never asked for
-structured output pays nothing. Special tokens have no text here, so no grammar can contain one; only the
-end-of-sequence tokens may follow a complete grammar.
+Used by grammar processes alone, because a call may take any time and memory. Special tokens have no text here, so no
+grammar can contain one; only the end-of-sequence tokens may follow a complete grammar.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarMatcher, GrammarSpec
+from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarSpec
 from splitserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class XGrammarCompiler:
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder = folder
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._made: xgrammar.GrammarCompiler | None = None
@@ -40,6 +39,8 @@ class XGrammarCompiler:
             grammar = XGrammar(_compile(compiler, spec), ends_by_itself=not self._eos_token_ids)
             is_possible = self._can_begin(grammar)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise MemoryError from error
             cause = _PLACE.sub("", str(error)).strip()[:500]
             raise InvalidRequestError(f"{spec.kind} cannot be compiled: {cause}", param=spec.kind) from None
         if not is_possible:
@@ -48,10 +49,14 @@ class XGrammarCompiler:
 
     def _can_begin(self, grammar: XGrammar) -> bool:
         """Whether any token but the end may come first."""
-        bits = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
+        bits = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
         grammar.matcher().fill_bitmask(bits.data)
-        first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little"))
+        first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=self.vocab_size, bitorder="little"))
         return not set(first.tolist()) <= self._eos_token_ids
+
+    def load(self) -> None:
+        """Import the library and read the tokenizer now."""
+        self._compiler()
 
     def _compiler(self) -> xgrammar.GrammarCompiler:
         with self._lock:
@@ -71,28 +76,31 @@ class XGrammarCompiler:
         tokenizer = loader.from_pretrained(str(self._folder), local_files_only=True)
         stop = sorted(self._eos_token_ids)
         seen = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop or [tokenizer.eos_token_id or 0]
+            tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop or [tokenizer.eos_token_id or 0]
         )
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         texts = [b"" if i in special else text for i, text in enumerate(seen.decoded_vocab)]
         return xgrammar.TokenizerInfo(
             texts,
             xgrammar.VocabType.RAW,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             stop_token_ids=stop,
             add_prefix_space=seen.add_prefix_space,
         )
 
 
 class XGrammar:
-    """CompiledGrammar. `ends_by_itself`: the model has no token to end with, so the first possible end counts."""
+    """A compiled grammar of the library.
+
+    `ends_by_itself`: the model has no token to end with, so the first possible end counts.
+    """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, *, ends_by_itself: bool) -> None:
         self._compiled = compiled
         self._ends_by_itself = ends_by_itself
         self.num_bytes: int = compiled.memory_size_bytes
 
-    def matcher(self) -> GrammarMatcher:
+    def matcher(self) -> XGrammarMatcher:
         import xgrammar
 
         return XGrammarMatcher(
@@ -101,7 +109,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """GrammarMatcher."""
+    """The library's matcher. Each call takes as long as it takes."""
 
     __slots__ = ("_matcher",)
 
@@ -111,17 +119,16 @@ class XGrammarMatcher:
     def accept(self, token_id: int) -> bool:
         return self._matcher.accept_token(token_id)
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
-    def fork(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self._matcher.fork())
-
     def fill_bitmask(self, words: memoryview) -> None:
         self._matcher.fill_next_token_bitmask(np.frombuffer(words, dtype=np.int32))
 
     def is_terminated(self) -> bool:
         return self._matcher.is_terminated()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of the library means that it could not allocate memory."""
+    return isinstance(error, MemoryError) or "bad_alloc" in str(error)
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> Any:

@@ -7,6 +7,7 @@ from itertools import islice
 
 from splitserve.core.batch import RequestResult, StepPlan, TokenLogprob
 from splitserve.core.verify import verified
+from splitserve.engine.bitmask import NOT_READY
 
 # A drawn token, its logprob where asked for, and what is wrong with it.
 Drawn = tuple[int, TokenLogprob | None, str]
@@ -25,6 +26,8 @@ def results_of(plan: StepPlan, scored: Mapping[int, Scored], drawn: Sequence[Dra
             tokens, logprobs, errors = zip(*islice(rest, 1 + len(spec.proposals)), strict=True)
         if isinstance(input_logprobs, str):
             results.append(RequestResult(error=input_logprobs))
+        elif NOT_READY in errors:
+            results.append(RequestResult(input_logprobs=input_logprobs))
         elif any(errors):
             results.append(RequestResult(error=next(filter(None, errors))))
         elif spec is None:

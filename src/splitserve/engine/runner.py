@@ -3,7 +3,7 @@
 A step: (1) flatten the plan to tensors, which `prepare` does, perhaps while the step before it still runs, (2) fill in
 tokens that one has drawn, plan the attention, (3) one pass through the model's body, which stores the KV of every
 token, (4) logits for the few rows that are scored or sampled, some at a time, (5) logprobs of prompt tokens, (6) draw
-the next tokens, by bitmasks that were filled during (3) where requests have grammars; where a request brings
+the next tokens, by bitmasks that were computed during (3) where requests have grammars; where a request brings
 proposals, one token after each of them, and so many count as were foreseen (`core/verify.py`).
 
 The runner keeps nothing between steps but the token it drew last for each row of the page table. Which request owns
@@ -26,7 +26,7 @@ import torch
 from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
 from splitserve.core.verify import specs_to_draw
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
-from splitserve.engine.bitmask import BitmaskFiller, FilledBitmask
+from splitserve.engine.bitmask import MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.head import LanguageHead
 from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs
@@ -49,7 +49,7 @@ class _Draws:
 
     specs: Sequence[SampleSpec]
     rows: Rows
-    allowed: FilledBitmask
+    allowed: StepMasks
 
 
 class ModelRunner:
@@ -86,7 +86,7 @@ class ModelRunner:
         self._drawn = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
         # The same on the host, for the other ranks.
         self._drawn_on_host = np.zeros(len(page_table), np.int64)
-        self._bitmasks = BitmaskFiller(loaded.vocab_size, loaded.eos_token_ids)
+        self._bitmasks = MaskCollector(loaded.vocab_size, loaded.eos_token_ids)
         # Of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
 

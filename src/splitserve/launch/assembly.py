@@ -13,9 +13,10 @@ from splitserve.cache.slots import DecodeReqToTokenPool
 from splitserve.cache.window_pages import WindowPages
 from splitserve.clock import Clock, SystemClock
 from splitserve.config import SchedulerConfig, SpeculativeAlgorithm, WorkerConfig
+from splitserve.core.grammar import GrammarBudget
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft import DraftingRunner
-from splitserve.engine.grammar import XGrammarCompiler
+from splitserve.engine.grammar_host import GrammarHost
 from splitserve.engine.runner import ModelRunner
 from splitserve.events.publisher import EventPublisher
 from splitserve.launch.rank_channel import DriverChannel
@@ -139,11 +140,20 @@ def _grammars(
     config: SchedulerConfig, engine: BuiltEngine, clock: Clock, pipe: FrontEndPipe, closing: ExitStack
 ) -> GrammarQueue:
     loaded = engine.loaded
-    compiler = XGrammarCompiler(loaded.folder, loaded.vocab_size, loaded.eos_token_ids)
+    budget = GrammarBudget(
+        config.grammar_compile_budget,
+        config.grammar_step_budget,
+        config.grammar_request_budget,
+        config.grammar_memory,
+    )
+    wake = pipe.waker.wake
+    host = GrammarHost(loaded.folder, loaded.vocab_size, loaded.eos_token_ids, budget, wake)
+    # After the pool, whose threads wait for the host.
+    closing.callback(host.close)
     pool = ThreadPoolExecutor(config.grammar_threads, thread_name_prefix="grammar")
     closing.callback(pool.shutdown, wait=False, cancel_futures=True)
     limits = GrammarLimits(config.grammar_timeout, config.max_queued_grammars, config.grammar_cache_bytes)
-    return GrammarQueue(compiler, pool, clock, pipe.waker.wake, limits)
+    return GrammarQueue(host, pool, clock, wake, limits)
 
 
 def _running_set(

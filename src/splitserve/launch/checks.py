@@ -7,7 +7,15 @@ import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from splitserve.config import ATTENTION_BACKENDS, DTYPES, TRANSFER_DTYPES, ModelConfig, ServerConfig, WorkerConfig
+from splitserve.config import (
+    ATTENTION_BACKENDS,
+    DTYPES,
+    TRANSFER_DTYPES,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+)
 from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.nodes import misfit
 from splitserve.core.parallel import MAX_DP_SIZE
@@ -75,6 +83,7 @@ def check_worker(config: WorkerConfig) -> None:
         ("--max-running-requests", config.scheduler.max_running_requests >= 1, "must be at least 1"),
         ("--max-queued-requests", config.scheduler.max_queued_requests >= 1, "must be at least 1"),
         ("--grammar-timeout", config.scheduler.grammar_timeout > 0, "must be above 0 seconds"),
+        *_grammar_checks(config.scheduler),
         ("--num-reserved-decode-tokens", config.scheduler.num_reserved_decode_tokens >= 1, "must be at least 1"),
         ("--request-timeout", timeout is None or timeout > 0, "must be above 0 seconds"),
         ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
@@ -148,6 +157,14 @@ def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     has_token = bool(config.disaggregation.cluster_token.secret)
     recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
     yield "--cluster-token-file", has_token, recipe
+
+
+def _grammar_checks(config: SchedulerConfig) -> Iterator[tuple[str, bool, str]]:
+    above_zero = "must be above 0 seconds"
+    yield "--grammar-compile-budget", config.grammar_compile_budget > 0, above_zero
+    yield "--grammar-step-budget", config.grammar_step_budget > 0, above_zero
+    yield "--grammar-request-budget", config.grammar_request_budget > 0, above_zero
+    yield "--grammar-memory", config.grammar_memory >= 1 << 20, "must be at least 1 MiB"
 
 
 def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:

@@ -1,7 +1,8 @@
 """Requests whose grammar is being compiled, before any role knows them: they hold no page, no row and no room.
 
 1. `add` finds the grammar in the cache, or gives it to a pool of threads; equal grammars are compiled once.
-2. A thread that is done wakes the scheduler, whose next `pop` hands out the requests with a matcher each.
+2. A thread that is done wakes the scheduler, whose next `pop` starts a matcher for each request. Requests whose first
+   mask is ready are handed out, so a prompt never waits for one when its last chunk is computed.
 3. A request whose grammar is at fault, or not compiled by its deadline, comes back with its error. What a thread has
    begun goes on and enters the cache, so that the request may succeed when it is sent again.
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from splitserve.clock import Clock
 from splitserve.core.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
 from splitserve.core.request import Request
-from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, InvalidRequestError, SplitserveError
+from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, SplitserveError
 
 STAGE = "grammar"
 
@@ -69,7 +70,8 @@ class GrammarQueue:
             )
         now = self._clock.now()
         request.timeline.enter(STAGE, now)
-        if spec not in self._grammars:
+        known = self._grammars.get(spec)
+        if known is None or (_is_compiled(known) and not known.result().is_usable):
             future = self._pool.submit(self._compiler.compile, spec)
             self._grammars[spec] = future
             future.add_done_callback(lambda _: self._wake())
@@ -85,7 +87,7 @@ class GrammarQueue:
         now = self._clock.now()
         for waiter in list(self._waiting.values()):
             future = self._grammars[waiter.spec]
-            if not future.done() and now < waiter.deadline:
+            if now < waiter.deadline and not _is_decided(waiter.request, future):
                 continue
             del self._waiting[waiter.request.rid]
             error = self._outcome(waiter, future)
@@ -105,16 +107,17 @@ class GrammarQueue:
         return waiter.request
 
     def _outcome(self, waiter: _Waiter, future: Future[CompiledGrammar]) -> SplitserveError | None:
-        """Give the request its matcher, or say why it gets none."""
-        if not future.done():
+        """Return why the request cannot go on. None: its matcher is ready."""
+        if not _is_decided(waiter.request, future):
             return DeadlineExceededError(
                 f"its {waiter.spec.kind} was not compiled within {self._limits.timeout:g} s: send it again later, make "
                 "it smaller (long maxLength and repetitions cost most), or raise --grammar-timeout",
                 stage=STAGE,
             )
-        error = future.exception()
+        matcher = waiter.request.grammar
+        error = future.exception() if matcher is None else matcher.failure
         if error is None:
-            return _start_matcher(waiter.request, future.result())
+            return None
         if isinstance(error, SplitserveError):
             # A copy: one exception may answer many requests.
             return type(error)(error.message, param=error.param, stage=STAGE)
@@ -135,15 +138,16 @@ class GrammarQueue:
             del self._grammars[spec]
 
 
-def _start_matcher(request: Request, grammar: CompiledGrammar) -> SplitserveError | None:
-    """Give the request a matcher that stands after the output it came with."""
-    matcher = grammar.matcher()
-    for i, token_id in enumerate(request.output_ids):
-        if not matcher.accept(token_id):
-            message = f"its grammar does not allow token {token_id}, given as output position {i}"
-            return InvalidRequestError(message, stage=STAGE)
-    request.grammar = matcher
-    return None
+def _is_decided(request: Request, future: Future[CompiledGrammar]) -> bool:
+    """Whether the request's matcher is ready or cannot be. Starts the matcher if the grammar is compiled."""
+    if not future.done():
+        return False
+    if request.grammar is None:
+        if future.exception() is not None:
+            return True
+        # After the output that came with the request.
+        request.grammar = future.result().matcher(request.output_ids)
+    return request.grammar.is_ready() or request.grammar.failure is not None
 
 
 def _is_compiled(future: Future[CompiledGrammar]) -> bool:

@@ -186,6 +186,8 @@ class RunningSet:
         decodes: list[Missing] = []
         chunks: list[Missing] = []
         for request in self.running:
+            if request.grammar is not None and not request.grammar.is_ready(soon=True):
+                continue
             # Spelled out: this loop and the one over what it finds are most of a step's plan.
             start, end = request.num_computed_tokens, len(request.prompt_ids) + len(request.output_ids)
             if before and (step := before.get(request)) is not None:
@@ -306,6 +308,9 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
     if step.sample is not None and step.sample.proposals:
         _take_proposals(request, step.sample.proposals, result)
         num_computed -= len(step.sample.proposals) - result.num_accepted
+    if result.token_id is None and step.sample is not None:
+        # The mask of its grammar was not ready: the last token is computed again.
+        num_computed -= 1
     if result.token_id is not None and request.finish is None:
         request.append(result.token_id, result.logprob)
     # An accepted proposal may have ended it, and others have come after.

@@ -124,6 +124,7 @@ class Scheduler:
         for message in self._inbox.drain():
             self._handle(message)
         self._enter_compiled()
+        self._end_failed_grammars()
         for request in self._deadlines.pop_expired(self._clock.now()):
             self._expire(request)
         self.role.advance()
@@ -154,7 +155,8 @@ class Scheduler:
         for request, outcome in zip(batch.requests, result.requests, strict=True):
             if outcome.error and not request.is_finished:
                 logger.error("request %s failed in a step: %s", request.rid, outcome.error)
-                self.role.abort(request.rid, EngineError(outcome.error))
+                failure = request.grammar.failure if request.grammar else None
+                self.role.abort(request.rid, failure or EngineError(outcome.error))
         self.role.finish_step(*still_open(batch, result))
         self._rate.add(self._outbox.num_output_tokens - num_output_tokens, self._clock.now())
         self._outbox.flush()
@@ -306,6 +308,12 @@ class Scheduler:
                 self._outbox.fail(request, error)
             else:
                 self._enter(request, error)
+
+    def _end_failed_grammars(self) -> None:
+        for request in list(self._set.running):
+            if request.grammar is not None and (failure := request.grammar.failure) is not None:
+                logger.warning("request %s ended by its grammar: %s", request.rid, failure.message)
+                self.role.abort(request.rid, failure)
 
     def _enter(self, request: Request, error: SplitserveError | None = None) -> None:
         """Hand the request to its role; with `error` only so that its other half is told, if it has one."""

@@ -169,6 +169,8 @@ class FakeEngine:
                 seen = window_slots[max(0, end - self._second_window) : end]
                 assert (seen >= 0).all(), "a token is seen that has no window page"
                 states[i] ^= _rotated(int(np.bitwise_xor.reduce(second[seen])))
+        if step.sample.grammar is not None and not step.sample.grammar.is_ready():
+            return RequestResult(input_logprobs=scored)
         specs = specs_to_draw(step.sample)
         drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
         chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]

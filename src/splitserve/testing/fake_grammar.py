@@ -5,14 +5,14 @@ Its spec is the text "step:count" of any kind. `InlinePool` compiles at once, `H
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
 
-from splitserve.core.grammar import GrammarKind, GrammarMatcher, GrammarSpec
-from splitserve.errors import InvalidRequestError
+from splitserve.core.grammar import GrammarKind, GrammarSpec, refused_output
+from splitserve.errors import InvalidRequestError, SplitserveError
 
 
 def multiples(step: int, count: int) -> GrammarSpec:
@@ -43,11 +43,26 @@ class FakeGrammar:
     def __init__(self, step: int, count: int, eos_token_ids: frozenset[int]) -> None:
         self._rule = (step, count, eos_token_ids)
 
-    def matcher(self) -> GrammarMatcher:
-        return FakeMatcher(*self._rule)
+    is_usable = True
+
+    def matcher(self, output_ids: Sequence[int] = ()) -> FakeMatcher:
+        matcher = FakeMatcher(*self._rule)
+        for index, token_id in enumerate(output_ids):
+            if not matcher.accept(token_id):
+                matcher.failure = refused_output(token_id, index)
+                break
+        return matcher
 
 
 class FakeMatcher:
+    """GrammarMatcher whose masks are ready unless a test sets `is_slow`; with
+    `is_expected`, the scheduler expects them.
+    """
+
+    failure: SplitserveError | None = None
+    is_slow = False
+    is_expected = False
+
     def __init__(self, step: int, count: int, eos_token_ids: frozenset[int]) -> None:
         self._rule = (step, count, eos_token_ids)
         self._accepted: list[int] = []
@@ -58,18 +73,20 @@ class FakeMatcher:
             return True
         return False
 
-    def rollback(self, num_tokens: int) -> None:
-        del self._accepted[len(self._accepted) - num_tokens :]
+    def is_ready(self, *, soon: bool = False) -> bool:
+        return not self.is_slow or (soon and self.is_expected)
 
-    def fork(self) -> FakeMatcher:
-        twin = FakeMatcher(*self._rule)
-        twin._accepted = list(self._accepted)
-        return twin
-
-    def fill_bitmask(self, words: memoryview) -> None:
+    def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
+        if self.is_slow:
+            return False
         row = np.frombuffer(words, dtype=np.int32)
         bits = np.array([self._allows(token) for token in range(32 * len(row))])
         row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        return True
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self._accepted)
 
     def is_terminated(self) -> bool:
         _, count, eos_token_ids = self._rule

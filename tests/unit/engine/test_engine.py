@@ -103,7 +103,7 @@ def with_scores(request: RequestStep) -> RequestStep:
 class BrokenMatcher(FakeMatcher):
     """Whose library gives up."""
 
-    def fill_bitmask(self, words: memoryview) -> None:
+    def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
         raise RuntimeError("bad state")
 
 

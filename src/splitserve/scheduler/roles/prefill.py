@@ -86,7 +86,8 @@ class PrefillRole:
             if entry.sender.poll() is KVPoll.FAILED:
                 continue
             if request.finish is not None and request.finish.type is FinishType.ABORT:
-                self.abort(request.rid, GrammarError(str(request.finish.message)))
+                failure = request.grammar.failure if request.grammar else None
+                self.abort(request.rid, failure or GrammarError(str(request.finish.message)))
             elif outcome.token_id is None:
                 entry.send_chunk(self._cache)
                 # Decode reads no more of it than the next chunk does.

@@ -1,0 +1,161 @@
+"""Grammars in processes of their own: budgets end one request, or one grammar, and nothing else waits."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
+from splitserve.engine.grammar_host import GrammarHost
+from splitserve.errors import EngineError, GrammarBudgetError
+from splitserve.testing.tiny_models import make_tiny_model
+
+EOS, VOCAB_SIZE = 258, 300
+TIMEOUT = 60.0
+# Each token multiplies the ways in which the output can be read.
+AMBIGUOUS = """
+root ::= (a | b | a a | b b | root root)
+a ::= "a" | "aa" | root "a"
+b ::= "b" | "a" | "ab"
+"""
+# Seconds and tens of MiB to compile.
+BOMB = GrammarSpec(GrammarKind.REGEX, "|".join(f"x{i}[a-z]{{1,{i}}}" for i in range(1, 200)))
+LETTERS = GrammarSpec(GrammarKind.REGEX, "[a-z]+")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def open_host(folder):
+    hosts = []
+
+    def make(budget: GrammarBudget, wake=lambda: None) -> GrammarHost:
+        hosts.append(GrammarHost(folder, VOCAB_SIZE, frozenset([EOS]), budget, wake))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+def first_allowed(matcher) -> int:
+    words = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    assert matcher.fill_bitmask(words.data, TIMEOUT)
+    bits = np.unpackbits(words.view(np.uint8), count=VOCAB_SIZE, bitorder="little")
+    return int(np.flatnonzero(bits)[0])
+
+
+def advance_until_failed(matcher, most: int = 500) -> int:
+    """Return the number of tokens until the matcher fails."""
+    for count in range(most):
+        try:
+            token = first_allowed(matcher)
+        except GrammarBudgetError:
+            return count
+        assert matcher.accept(token) or matcher.failure is not None
+    raise AssertionError(f"{most} tokens within the budget")
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        (GrammarBudget(step=0.02, request=100.0), "allowed are 0.02 s"),
+        (GrammarBudget(step=100.0, request=0.1), "and 0.1 s"),
+    ],
+)
+def test_an_ambiguous_grammar_fails_alone_when_it_exceeds_a_budget(open_host, budget, says):
+    host = open_host(budget)
+    other = host.compile(LETTERS).matcher()
+    matcher = host.compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS)).matcher()
+    assert advance_until_failed(matcher) > 5
+    assert isinstance(matcher.failure, GrammarBudgetError)
+    assert matcher.failure.http_status == 422
+    assert says in matcher.failure.message
+    assert "--grammar-step-budget" in matcher.failure.message
+    assert other.accept(first_allowed(other))
+    assert other.failure is None
+
+
+def test_a_second_matcher_of_the_same_grammar_outlives_one_over_its_budget(open_host):
+    grammar = open_host(GrammarBudget(step=0.05)).compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS))
+    first, second = grammar.matcher(), grammar.matcher()
+    advance_until_failed(first)
+    assert second.accept(first_allowed(second))
+    assert second.failure is None
+    assert grammar.is_usable
+
+
+def test_a_call_far_over_its_budget_ends_the_process_alone(open_host):
+    host = open_host(GrammarBudget(request=0.05))
+    grammar = host.compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS))
+    letter = first_allowed(grammar.matcher())
+    # Output of another worker, accepted in one call.
+    matcher = grammar.matcher([letter] * 2_000)
+    with pytest.raises(GrammarBudgetError, match="ended the process"):
+        first_allowed(matcher)
+    assert not grammar.is_usable
+    assert first_allowed(host.compile(LETTERS).matcher()) >= 0
+
+
+def test_a_compilation_over_its_budget_is_the_fault_of_the_grammar(open_host):
+    host = open_host(GrammarBudget(compile=0.2))
+    with pytest.raises(GrammarBudgetError, match=r"0\.2 s of CPU time to compile"):
+        host.compile(BOMB)
+    assert first_allowed(host.compile(LETTERS).matcher()) >= 0
+
+
+def test_a_compilation_beyond_its_memory_is_the_fault_of_the_grammar(open_host):
+    host = open_host(GrammarBudget(memory=8 << 20))
+    with pytest.raises(GrammarBudgetError, match="more memory than 8 MiB"):
+        host.compile(BOMB)
+    assert first_allowed(host.compile(LETTERS).matcher()) >= 0
+
+
+def test_output_that_came_with_a_request_is_replayed_or_refused(open_host):
+    grammar = open_host(GrammarBudget(step=20.0)).compile(GrammarSpec(GrammarKind.REGEX, "[a-z]{3}"))
+    letter = first_allowed(grammar.matcher())
+    assert first_allowed(grammar.matcher([letter, letter])) == letter
+    assert first_allowed(grammar.matcher([letter] * 3)) == EOS
+    refused = grammar.matcher([letter] * 4)
+    with pytest.raises(Exception, match="output position 3"):
+        first_allowed(refused)
+
+
+def test_the_scheduler_is_woken_when_a_mask_that_it_waits_for_arrives(open_host):
+    woken = threading.Event()
+    grammar = open_host(GrammarBudget(step=20.0), woken.set).compile(LETTERS)
+    matcher = grammar.matcher()
+    if not matcher.is_ready():
+        assert woken.wait(TIMEOUT)
+    assert matcher.is_ready()
+
+
+def test_a_grammar_that_nothing_refers_to_ends_its_process(open_host):
+    host = open_host(GrammarBudget(step=20.0))
+    grammar = host.compile(LETTERS)
+    link, matcher = grammar.link, grammar.matcher()
+    del grammar
+    assert first_allowed(matcher) >= 0
+    assert not link.closed.done()
+    del matcher
+    link.closed.result(TIMEOUT)
+
+
+def test_closing_ends_a_compilation_in_progress(open_host):
+    host = open_host(GrammarBudget(compile=1000.0))
+    errors = []
+
+    def compile_bomb() -> None:
+        try:
+            host.compile(BOMB)
+        except EngineError as error:
+            errors.append(error.message)
+
+    thread = threading.Thread(target=compile_bomb)
+    thread.start()
+    host.close()
+    thread.join(TIMEOUT)
+    assert errors == ["the worker is shutting down"]
