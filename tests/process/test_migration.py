@@ -53,12 +53,18 @@ def migrations(url: str) -> float:
 
 
 @contextmanager
-def serving(folder: Any, *router_args: str) -> Iterator[LocalCluster]:
+def serving(folder: Any, *router_args: str, prefill: int = 2) -> Iterator[LocalCluster]:
     model = str(make_tiny_model("llama", folder / "llama"))
     args = ["--max-total-tokens", "20000"]
     with LocalCluster(
         LocalDeployment(
-            model=model, prefill=2, decode=2, dtype="float32", threads=1, worker_args=args, router_args=router_args
+            model=model,
+            prefill=prefill,
+            decode=2,
+            dtype="float32",
+            threads=1,
+            worker_args=args,
+            router_args=router_args,
         ),
         worker_program=PROGRAM,
     ) as cluster:
@@ -89,6 +95,20 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
             assert "decode worker" in outcome.error["message"]
             assert outcome.is_done
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_request_that_kills_its_prefill_worker_twice_ends_and_the_third_worker_serves_on(tmp_path):
+    with serving(tmp_path, prefill=3) as cluster:
+        url = cluster.router_url
+        orders = [order_fault(c, Fault(Stage.QUEUED, signal.SIGKILL)) for c in cluster.children_of(PREFILL)]
+        response = httpx.post(f"{url}/generate", json={"text": "a poison", "rid": "mine"}, timeout=DEADLINE)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (500, "poison_request")
+        assert "request mine (stage: prefill, try 2)" in error["message"]
+        assert sorted(order.is_taken for order in orders) == [False, True, True]
+        (left,) = (order for order in orders if not order.is_taken)
+        assert left.withdraw()
+        assert httpx.post(f"{url}/generate", json={"text": "harmless"}, timeout=DEADLINE).status_code == 200
 
 
 @pytest.mark.soak
