@@ -6,6 +6,7 @@ same request gets the same output.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
+from schemathesis.core import NOT_SET
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
@@ -86,9 +88,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster({"router": router, "worker": worker}, folder)
 
 
-def send_requests(cluster: Cluster, url: str, operation: APIOperation, mode: GenerationMode, count: int) -> None:
-    valid = VALID_BODIES.get(operation.path)
+def vary(case: schemathesis.Case, data: st.DataObject) -> dict[str, Any]:
+    """Change the body of `case` in place, or return arguments with bytes that replace it."""
+    if not isinstance(case.body, dict):
+        return {}
+    kind = data.draw(st.sampled_from(["as it is", "nearly valid", "nearly valid", "bytes"]))
+    if kind == "bytes":
+        encoded = json.dumps(case.body).encode()
+        case.body = NOT_SET
+        return {"data": data.draw(st.binary(min_size=1, max_size=40) | st.just(encoded[:-1]) | st.just(b"[" * 40_000))}
+    if kind == "nearly valid" and case.body:
+        names = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
+        unknown = data.draw(st.dictionaries(st.text(), st.none() | st.text(), max_size=1))
+        case.body = VALID_BODIES.get(case.path, {}) | {name: case.body[name] for name in names} | unknown
+    return {}
 
+
+def send_requests(cluster: Cluster, url: str, operation: APIOperation, mode: GenerationMode, count: int) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -98,10 +114,7 @@ def send_requests(cluster: Cluster, url: str, operation: APIOperation, mode: Gen
     )
     @given(operation.as_strategy(generation_mode=mode), st.data())
     def send(case: schemathesis.Case, data: st.DataObject) -> None:
-        if valid is not None and isinstance(case.body, dict) and case.body and data.draw(st.booleans()):
-            names = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
-            case.body = valid | {name: case.body[name] for name in names}
-        response = case.call(base_url=url, timeout=DEADLINE)
+        response = case.call(base_url=url, timeout=DEADLINE, **vary(case, data))
         cluster.statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
         if response.status_code == 500:
@@ -125,7 +138,7 @@ def fuzz(cluster: Cluster, count: int) -> None:
 
 def test_generated_requests_get_documented_answers(cluster: Cluster) -> None:
     fuzz(cluster, FEW)
-    assert cluster.statuses[200] > 50
+    assert cluster.statuses[200] > 40
 
 
 @pytest.mark.soak
