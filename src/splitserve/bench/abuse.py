@@ -1,7 +1,7 @@
 """`splitserve bench abuse`: what hostile requests and connections do to the streams of other clients.
 
-1. One prefill and one decode worker start behind a router. Both KV pools are filled once, so that memory that grows
-   later is not the pools'.
+1. One prefill and one decode worker start behind a router. Both KV pools are filled and one grammar is served, so that
+   memory that grows later is not that of pools and libraries.
 2. Clients stream all the time, each with one stream after another.
 3. One attack at a time runs in a process of its own. Gaps that touch its time are its gaps.
 4. After each attack every running stream must get one more token and a new request must be answered.
@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -85,8 +87,9 @@ def run_abuse_bench(options: AbuseOptions) -> int:
     with system.cluster() as cluster:
         wait_ready(cluster, console, READY_TIMEOUT)
         endpoint = Endpoint(cluster.router_url, options.model)
-        console.print("filling the KV pools")
+        console.print("filling the KV pools, starting the grammar servers")
         _fill_pools(endpoint)
+        _start_grammar_servers(cluster.router_url)
         figures = asyncio.run(_Abuse(cluster, endpoint, options, console).run())
     report = AbuseReport(options.model, options.dtype, options.command, NUM_STREAMS, describe_machine(), figures)
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
@@ -96,6 +99,14 @@ def run_abuse_bench(options: AbuseOptions) -> int:
 def _fill_pools(endpoint: Endpoint) -> None:
     for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
         ask(endpoint, [_prompt(1_000 + number, _FILL_TOKENS)], 2)
+
+
+def _start_grammar_servers(router_url: str) -> None:
+    """Serve one grammar: memory that grows later is not the library's."""
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 2, "regex": "[a-z]+"}}
+    request = urllib.request.Request(f"{router_url}/generate", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=READY_TIMEOUT) as response:
+        response.read()
 
 
 def _prompt(seed: int, num_tokens: int) -> Prompt:
@@ -254,8 +265,13 @@ class _MemoryWatch:
 
 
 def _resident(process: psutil.Process) -> int:
-    """Return the resident bytes of a process. 0: it has just ended."""
+    """Return the resident bytes of a process. 0: it has just ended.
+
+    Grammar processes share most of their memory: only their own counts.
+    """
     try:
+        if "splitserve.engine.grammar_process" in process.cmdline():
+            return int(process.memory_full_info().uss)
         return int(process.memory_info().rss)
     except psutil.Error:
         return 0

@@ -5,7 +5,8 @@
 3. A grammar process compiles its grammar and serves all matchers of it, until its socket is closed.
 
 A call into the library cannot be interrupted, so the kernel ends a grammar process whose call exceeds its CPU time.
-All have the lowest priority: they compute while the model leaves cores idle, or while it waits for a mask.
+Compilations have the lowest priority, and so has a process from its first slow call on: they compute while the model
+leaves cores idle, or while it waits for a mask.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,7 +45,9 @@ from splitserve.engine.grammar_wire import (
 )
 from splitserve.errors import InvalidRequestError
 
-_NICE = 19
+_LOWEST_PRIORITY = 19
+# CPU seconds of a call from which on the process has the lowest priority. A usual mask takes a tenth.
+_SLOW = 0.002
 # A call ends its request above the budget of a step. Above so many budgets, it ends the process.
 _HARD_LIMIT = 4.0
 
@@ -87,7 +91,8 @@ class GrammarProcess:
         assert isinstance(order, Compile)
         try:
             with _cpu_limit(self._budget.compile):
-                grammar = self._compiler.compile(GrammarSpec(order.kind, order.text, order.strict))
+                spec = GrammarSpec(order.kind, order.text, order.strict)
+                grammar = _with_lowest_priority(lambda: self._compiler.compile(spec))
         except InvalidRequestError as error:
             self._send(Rejected(error.message))
             return None
@@ -125,6 +130,8 @@ class GrammarProcess:
             return Broken(f"{type(error).__name__}: {error}", order.number)
         seconds = time.thread_time() - began
         sample.seconds += seconds
+        if seconds > _SLOW:
+            _lower_priority()
         if seconds > limit or sample.seconds > budget.request:
             del self._samples[order.number]
             return OverBudget(order.number, _over_budget(seconds, sample.seconds, budget))
@@ -142,6 +149,37 @@ def _over_budget(last: float, total: float, budget: GrammarBudget) -> str:
         f"it used {last:.3g} s of CPU time for its last token and {total:.3g} s in all, allowed are {budget.step:g} s "
         f"and {budget.request:g} s"
     )
+
+
+def _lower_priority() -> None:
+    """Give the lowest priority to the calling thread."""
+    os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+
+
+def _with_lowest_priority(call: Callable[[], XGrammar]) -> XGrammar:
+    """Run `call` in a thread: a process without privileges cannot raise its own priority again."""
+    outcome: list[XGrammar | Exception] = []
+
+    def run() -> None:
+        _lower_priority()
+        try:
+            outcome.append(call())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        # There is no memory for its stack.
+        raise MemoryError from error
+    thread.join()
+    if not outcome:
+        # The thread had no memory to report its end.
+        raise MemoryError
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 @contextmanager
@@ -184,7 +222,6 @@ def main() -> None:
     # The scheduler ends this process, also after Ctrl-C. Processes that end need no parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     setup = msgspec.json.decode(sys.argv[1], type=GrammarSetup)
     compiler = XGrammarCompiler(Path(setup.folder), setup.vocab_size, frozenset(setup.eos_token_ids))
     compiler.load()

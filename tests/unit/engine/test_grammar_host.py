@@ -108,8 +108,8 @@ def test_a_compilation_over_its_budget_is_the_fault_of_the_grammar(open_host):
 
 
 def test_a_compilation_beyond_its_memory_is_the_fault_of_the_grammar(open_host):
-    host = open_host(GrammarBudget(memory=8 << 20))
-    with pytest.raises(GrammarBudgetError, match="more memory than 8 MiB"):
+    host = open_host(GrammarBudget(memory=12 << 20))
+    with pytest.raises(GrammarBudgetError, match="more memory than 12 MiB"):
         host.compile(BOMB)
     assert first_allowed(host.compile(LETTERS).matcher()) >= 0
 
