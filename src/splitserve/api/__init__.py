@@ -1,1 +1,1 @@
-"""What router and workers share at their HTTP edge: limits of connections, bodies and memory."""
+"""Code that router and workers share at their HTTP edge: limits of connections, bodies and memory."""

@@ -1,4 +1,4 @@
-"""The text of errors for clients: short, whatever the request contained."""
+"""Text of errors for clients: of bounded length, whatever the request contained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of single fields of a request to generate, checked on the parsed JSON before anything is done with it.
+"""Limits of single fields of a generation request, checked on the parsed JSON before any other processing.
 
 Values of a wrong type pass: the worker's validation rejects them by name.
 """
@@ -15,7 +15,7 @@ _GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
-    """Raises InvalidRequestError that names the field and its limit."""
+    """Check all limited fields. Raises InvalidRequestError that names the field and its limit."""
     for rid in _as_list(body.get("rid")):
         _check_chars("rid", rid, limits.max_rid_chars)
     _check_entries("messages", body.get("messages"), limits.max_messages)

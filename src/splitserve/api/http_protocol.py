@@ -1,9 +1,9 @@
-"""One HTTP connection of router or worker: uvicorn's protocol with limits that it does not have.
+"""HTTP connection of router or worker: uvicorn's protocol with limits on size and time.
 
 - The line and headers of a request are bounded in bytes (431) and in time (408).
 - A connection without a complete request is listed in PendingConnections, which closes the oldest of an address.
 - A connection is closed only after its client could read the response, also if the client still sends a body.
-- A client of HTTP/1.0 gets a body that ends with the connection, not chunks, which it could not read.
+- A client of HTTP/1.0 gets a body that ends with the connection, because it cannot read chunks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from splitserve.api.intake import error_bytes
 from splitserve.api.pending_connections import PendingConnections
 from splitserve.config import LimitsConfig
 
-# Seconds for which a closing connection goes on discarding what the client sends. A close with unread data would reset
-# the connection, and the client might never see the response.
+# Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
+# would reset the connection, and the client might lose the response.
 _LINGER_SECONDS = 5.0
 
 
 class _Reading(enum.Enum):
     """Part of a request that a connection reads."""
 
-    # None: the last request is complete, or none has come.
+    # No request is being read: the last one is complete, or none has arrived.
     NOTHING = enum.auto()
     HEADERS = enum.auto()
     BODY = enum.auto()
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """`limits` and `pending` are those of the server, shared by all its connections."""
+    """HTTP/1.1 connection with limits. `limits` and `pending` belong to the server; all its connections share them."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class EdgeProtocol(HttpToolsProtocol):
         self._limits = limits
         self._pending = pending
         self._address = ""
-        # Runs from the first byte of a request, on a new connection from its accept, to the end of the headers.
+        # Timer of the headers. It starts with the first byte of a request, or with the accept of a new connection.
         self._header_timer: asyncio.TimerHandle | None = None
-        # Bytes of the request's line and headers so far, up to what came in the last piece.
+        # Bytes of the request line and headers so far, rounded up to the end of the last received piece.
         self._num_header_bytes = 0
         self._reading = _Reading.NOTHING
-        # The response is written: only the client's end, or the linger timer, is awaited.
+        # True: the response is written. The connection waits for the client to close it, or for the linger timer.
         self._is_lingering = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,7 +112,7 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def shutdown(self) -> None:
-        """Called when the server stops: close the connection, or let the response in progress be its last."""
+        """Close the connection, or finish the response in progress first. Called when the server stops."""
         if self._is_responding:
             self.cycle.keep_alive = False
         else:
@@ -120,7 +120,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._raw_transport.close()
 
     def close_pending(self) -> None:
-        """Close the connection at once: its address has too many that wait."""
+        """Close the connection at once, because its address has too many without a complete request."""
         self.transport.abort()
 
     @property
@@ -132,7 +132,7 @@ class EdgeProtocol(HttpToolsProtocol):
         return self._is_lingering
 
     def linger(self, transport: asyncio.Transport) -> None:
-        """Close the connection: between two requests at once, else when the client could read the response."""
+        """Close the connection: at once between two requests, otherwise after the client could read the response."""
         # TLS connections have no half-close.
         if self._reading is _Reading.NOTHING or not transport.can_write_eof():
             transport.close()

@@ -1,6 +1,6 @@
 """ASGI middleware that reads the body of each request within bounds of size, time and memory before the app starts.
 
-1. A body that is announced, or turns out, larger than the limit: 413.
+1. A body larger than the limit, by its announcement or by its received bytes: 413.
 2. A body that is not complete in time: 408.
 3. Too little memory for the bytes that came, or for parsing them: 503 with Retry-After.
 4. Otherwise the app gets the body in one piece. When the response starts, only the bytes of the body stay reserved: the
@@ -21,7 +21,7 @@ _CODES = {408: "request_timeout", 413: "request_too_large", 431: "headers_too_la
 
 
 class _RejectedError(Exception):
-    """The request is answered with this status before the app sees it."""
+    """Rejection of a request with this status, before the app starts."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,10 @@ class _RejectedError(Exception):
 
 
 class Intake:
-    """`max_body_bytes`: returns the limit, which may change with the models served. `timeout`: seconds for a body."""
+    """Middleware that reads bodies.
+
+    `max_body_bytes` returns the limit, which may change with the models served. `timeout`: seconds for a body.
+    """
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: Callable[[], int], timeout: float, memory: RequestMemory
@@ -65,7 +68,7 @@ class Intake:
         await self._app(scope, replayed, send_and_shrink)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: Reservation) -> bytes | None:
-        """Return the body, with memory reserved for parsing it. None: the client left. Raises _RejectedError."""
+        """Return the body, with memory reserved to parse it. None: the client disconnected. Raises _RejectedError."""
         limit = self._max_body_bytes()
         _check_size(_announced_length(scope), limit)
         pieces: list[bytes] = []
@@ -116,7 +119,7 @@ class _Replay:
 
 
 def _announced_length(scope: Scope) -> int:
-    """Return Content-Length, or 0 without one. The HTTP parser has rejected what is not a number."""
+    """Return Content-Length, or 0 without one. The HTTP parser has already rejected values that are not numbers."""
     lengths = (value for name, value in scope["headers"] if name == b"content-length")
     return max((int(value) for value in lengths if value.isdigit()), default=0)
 
@@ -129,7 +132,7 @@ def error_bytes(status: int, message: str) -> bytes:
 
 
 async def _answer(send: Send, status: int, message: str) -> None:
-    """Answer, and end the connection: what it still sends of the body is not the next request."""
+    """Send an error and close the connection, so that the rest of the body is not parsed as the next request."""
     body = error_bytes(status, message)
     headers = [
         (b"content-type", b"application/json"),

@@ -1,4 +1,4 @@
-"""The limits in force, for `/server_info`."""
+"""Limits in force, for `/server_info`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 from splitserve.config import LimitsConfig
 
-# Tokens of context that count for the limit of a body as long as no model's are known.
+# Context length in tokens that the limit of a body assumes until the length of a model is known.
 DEFAULT_CONTEXT_LENGTH = 32_768
 
 
 def effective_limits(limits: LimitsConfig, context_length: int) -> dict[str, Any]:
-    """Return the value of each limit, with that of a body for this context length in tokens."""
+    """Return the value of each limit. The limit of a body is computed for this context length in tokens."""
     return {**msgspec.to_builtins(limits), "max_request_bytes": limits.request_bytes(context_length)}

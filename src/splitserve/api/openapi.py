@@ -1,4 +1,4 @@
-"""The OpenAPI description of an app, built from what each route declares about itself.
+"""OpenAPI description of an app, built from the declarations of its routes.
 
 A route passes `operation(...)` to its FastAPI decorator, which has the path and the method. `describe` adds what
 FastAPI does not know: the schemas of bodies that the routes parse themselves, the shape of errors, and API keys.
@@ -50,16 +50,16 @@ _STATUSES = {
     503: "Not ready or at capacity; retry after `Retry-After` seconds.",
     504: "A deadline passed.",
 }
-# Before a route gets the request: the key, the size of the body, the time it took, the memory for it.
+# Statuses of the checks before a route: API key, body size, body time, memory.
 _EDGE = (401, 403, 408, 413, 503)
-# Of a request that is generated.
+# Further statuses of routes that generate.
 GENERATE_ERRORS = (400, 404, 409, 422, 499, 500, 504)
-# Of a router that sends the request on to a worker.
+# Further statuses of routes that the router forwards to a worker.
 UPSTREAM_ERRORS = (400, 404, 429, 500, 502, 504)
 
 
 def new_app(title: str, version: str, **options: Any) -> FastAPI:
-    """Return an app whose /docs loads nothing from elsewhere."""
+    """Return an app with a /docs page that loads nothing from other servers."""
     parameters = {"validatorUrl": None}
     return FastAPIOffline(
         "/docs", None, title=title, version=version, static_url=_ASSETS, swagger_ui_parameters=parameters, **options
@@ -67,7 +67,7 @@ def new_app(title: str, version: str, **options: Any) -> FastAPI:
 
 
 def index(name: str, version: str, links: Collection[str], **details: Any) -> dict[str, Any]:
-    """Return the body of GET /: what answers here, and where to read on."""
+    """Return the body of GET /: name, version and the main routes."""
     return {"name": name, "version": version, **details, "links": ["/docs", "/openapi.json", *links]}
 
 
@@ -86,7 +86,7 @@ def or_null(schema: Schema) -> Schema:
 
 INDEX = fields(name=TEXT, version=TEXT, links=list_of(TEXT))
 # An event of a stream. OpenAPI 3.2 defines itemSchema; readers of 3.1 ignore it.
-_EVENT = fields(data={**TEXT, "description": "JSON of a part of the answer, or of an error; at last [DONE]"})
+_EVENT = fields(data={**TEXT, "description": "JSON of a part of the answer, or of an error; finally [DONE]"})
 _ERROR = {"error": fields(message=TEXT, type=TEXT, param=or_null(TEXT), code={"type": ["string", "integer"]})}
 
 
@@ -128,7 +128,7 @@ def operation(
 
 
 def describe(app: FastAPI, also: Mapping[str, Operation] | None = None) -> None:
-    """Complete `app.openapi`. `also`: operations of POST routes that FastAPI does not have, by path."""
+    """Complete `app.openapi`. `also`: operations of POST routes that FastAPI has no description of, by path."""
 
     def openapi() -> Schema:
         if app.openapi_schema is None:
@@ -146,7 +146,7 @@ def _error(status: int) -> Schema:
 
 
 def _raw_operation(path: str, details: Operation) -> Schema:
-    """Return the operation as FastAPI writes it."""
+    """Return the operation in FastAPI's form."""
     responses = {str(status): response for status, response in details["responses"].items()}
     name = path.strip("/").replace("/", "_") + "_post"
     return {

@@ -1,4 +1,4 @@
-"""Connections without a complete request, by client address: bounded, the oldest is closed first."""
+"""Bounded table of connections without a complete request, by client address. The oldest is closed first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Closable(Protocol):
 
 
 class PendingConnections:
-    """`max_per_address`: bound for each client address."""
+    """Connections without a complete request. `max_per_address`: limit for each client address."""
 
     def __init__(self, max_per_address: int) -> None:
         self._max_per_address = max_per_address
         self._by_address: defaultdict[str, OrderedDict[Closable, None]] = defaultdict(OrderedDict)
 
     def add(self, address: str, connection: Closable) -> None:
-        """Note that a connection waits for its next request. If its address has too many, close the oldest one."""
+        """Add a connection that waits for its next request. If its address has too many, close the oldest one."""
         pending = self._by_address[address]
         pending[connection] = None
         if len(pending) > self._max_per_address:
@@ -28,7 +28,7 @@ class PendingConnections:
             oldest.close_pending()
 
     def remove(self, address: str, connection: Closable) -> None:
-        """Note that its request is complete, or that it is closed. Idempotent."""
+        """Remove a connection: its request is complete, or it is closed. Idempotent."""
         pending = self._by_address.get(address)
         if pending is not None:
             pending.pop(connection, None)

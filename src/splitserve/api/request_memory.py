@@ -1,4 +1,4 @@
-"""The memory that requests may take in one front end, estimated from the size of their bodies."""
+"""Memory that requests may take in one process, estimated from the size of their bodies."""
 
 from __future__ import annotations
 

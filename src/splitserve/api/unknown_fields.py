@@ -1,4 +1,4 @@
-"""Fields of a body that no request has: a warning for the client and the log, or an error in strict mode."""
+"""Fields of a body that the API does not define: a warning for the client and the log, or an error in strict mode."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`splitserve bench abuse`: what hostile requests and connections do to the streams of other clients.
+"""`splitserve bench abuse`: the effect of hostile requests and connections on the streams of other clients.
 
 1. One prefill and one decode worker start behind a router. Both KV pools are filled and one grammar is served, so that
    memory that grows later is not that of pools and libraries.
 2. Clients stream all the time, each with one stream after another.
-3. One attack at a time runs in a process of its own. Gaps that touch its time are its gaps.
+3. One attack at a time runs in a process of its own. A gap that overlaps the attack counts for it.
 4. After each attack every running stream must get one more token and a new request must be answered.
 """
 
@@ -48,13 +48,13 @@ _FILL_TOKENS = 1024
 _RECOVERY_TIMEOUT = 60.0
 # Seconds between two samples of memory, and between two checks of the streams.
 _SAMPLE_INTERVAL = 0.1
-# Seconds for an attack's process beyond its duration: it starts, and it makes its bodies.
+# Seconds that the process of an attack may take beyond its duration, to start and to build its bodies.
 _ATTACK_GRACE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class AbuseOptions:
-    # As it can be typed again.
+    # Command line that repeats this benchmark.
     command: str
     model: str
     dtype: str
@@ -110,7 +110,10 @@ def _start_grammar_servers(router_url: str) -> None:
 
 
 def _prompt(seed: int, num_tokens: int) -> Prompt:
-    """Return token ids that no other seed begins with, for any vocabulary of 300 tokens and more."""
+    """Return a prompt of token ids that shares no prefix with another seed's.
+
+    Valid for vocabularies of 300 tokens and more.
+    """
     return Prompt(ids=[5 + (seed * 7919 + (i + seed) * i) % 251 for i in range(num_tokens)], text="")
 
 
@@ -126,7 +129,7 @@ class _Client:
         for turn in count():
             request = LoadRequest(_prompt(self.number + NUM_STREAMS * turn, _PROMPT_TOKENS), _OUTPUT_TOKENS)
             self.streams.append(Stream(endpoint, request))
-            # What an earlier attack needed is measured already.
+            # Older streams are measured already.
             del self.streams[:-4]
             try:
                 await self.streams[-1].run(session)
@@ -135,12 +138,12 @@ class _Client:
                 await asyncio.sleep(_SAMPLE_INTERVAL)
 
     def gaps(self, began: float, ended: float) -> Iterator[float]:
-        """Yield the gaps between tokens that touch this time."""
+        """Yield the gaps between tokens that overlap this interval."""
         for stream in self.streams:
             yield from (b - a for a, b in pairwise(stream.arrived_at) if b > began and a < ended)
 
     def ttfts(self, began: float, ended: float) -> Iterator[float]:
-        """Yield the times to first token of the streams that waited for it in this time."""
+        """Yield the times to first token of streams that waited for it in this interval."""
         for stream in self.streams:
             if stream.arrived_at and stream.arrived_at[0] > began and stream.sent_at < ended:
                 yield stream.arrived_at[0] - stream.sent_at
@@ -192,7 +195,7 @@ class _Abuse:
         )
 
     async def _run_process(self, name: str) -> tuple[dict[str, int], list[str]]:
-        """Return the outcomes of the attack and what went wrong with its process."""
+        """Run one attack in a process. Return its outcomes and the problems of its process."""
         workers = [worker.url for worker in self._cluster.workers if worker.url is not None]
         order = AttackOrder(
             name=name,
@@ -238,12 +241,12 @@ class _Abuse:
 
 
 class _MemoryWatch:
-    """Memory of the router and of each worker with all its processes, against that at construction."""
+    """Memory of the router and of each worker with all its processes, compared with that at construction."""
 
     def __init__(self, children: Sequence[ChildProcess]) -> None:
         self._pids = {child.name: child.pid for child in children if child.exit_code is None}
         self._at_start = self._sizes()
-        # Bytes, of the one that grew most.
+        # Growth of the part that grew most, bytes.
         self.growth = 0
 
     async def watch(self) -> None:

@@ -1,4 +1,4 @@
-"""The attacks of `splitserve bench abuse`, in a process of their own: they must not slow the measured clients.
+"""Attacks of `splitserve bench abuse`, in a separate process so that they do not slow the measured clients.
 
 `python -m splitserve.bench.abuse_attacks`: reads an AttackOrder as JSON from standard input, runs that attack and
 writes an AttackResult as JSON to standard output. An attack is one function and one line in ATTACKS.
@@ -26,7 +26,7 @@ b ::= "b" | "a" | "ab"
 
 
 class AttackOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of an attack needs to know."""
+    """Input of one run of an attack."""
 
     # Key of ATTACKS.
     name: str
@@ -35,12 +35,12 @@ class AttackOrder(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     # Ports on 127.0.0.1 on which the workers' processes listen, without those of HTTP.
     internal_ports: list[int]
-    # Seconds for which an attack that is not answered goes on.
+    # Seconds during which an attack without an answer goes on.
     duration: float
 
 
 class AttackResult(msgspec.Struct, frozen=True, kw_only=True):
-    # What became of each request or connection, e.g. "HTTP 413", "closed" or "open" -> their number.
+    # Outcomes, e.g. "HTTP 413", "closed" or "open" -> number of requests or connections with that outcome.
     outcomes: dict[str, int]
 
 
@@ -54,7 +54,7 @@ class _Message:
     url: str
     path: str
     body: bytes = b""
-    # Bytes of body that Content-Length announces. None: those of `body`.
+    # Bytes that Content-Length announces. None: the length of `body`.
     announced: int | None = None
     extra_headers: bytes = b""
 
@@ -68,7 +68,7 @@ class _Message:
 
 
 async def _send(message: _Message, deadline: float) -> str:
-    """Send a request and return what became of it within `deadline` seconds."""
+    """Send a request and return its outcome within `deadline` seconds."""
     try:
         async with asyncio.timeout(deadline):
             return await _exchange(message)
@@ -87,7 +87,7 @@ async def _exchange(message: _Message) -> str:
         status = await reader.readline()
         if not status:
             return "closed"
-        # To the end of the answer, unless less body was sent than announced: then the server waits for the rest.
+        # Reads to the end of the answer. If less body was sent than announced, the server waits for the rest instead.
         if message.announced is None:
             with suppress(ConnectionError):
                 while await reader.read(_PIECE_BYTES):
@@ -188,7 +188,7 @@ async def _huge_headers(order: AttackOrder) -> Counter[str]:
 
 
 async def _silent_peers(order: AttackOrder) -> Counter[str]:
-    """Open 60 connections a second to each internal port and send nothing."""
+    """Open 60 connections per second to each internal port and send nothing."""
     holds = []
     for _ in range(max(1, round(order.duration))):
         for port in order.internal_ports:
@@ -198,7 +198,7 @@ async def _silent_peers(order: AttackOrder) -> Counter[str]:
 
 
 async def _junk_frames(order: AttackOrder) -> Counter[str]:
-    """Send what is no frame to each internal port."""
+    """Send bytes that are no frame to each internal port."""
     junk = [b"\x00" * 64, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64]
     holds = [
         _hold("127.0.0.1", port, frame, min(5.0, order.duration))
@@ -235,7 +235,7 @@ async def _aborted_streams(order: AttackOrder) -> Counter[str]:
 
 
 async def _nothing(order: AttackOrder) -> Counter[str]:
-    """The baseline: how large gaps are without any attack."""
+    """Do nothing, as the baseline: gaps without an attack."""
     await asyncio.sleep(order.duration)
     return Counter()
 
@@ -265,7 +265,7 @@ def _address(url: str) -> tuple[str, int]:
 
 
 def _bomb(number: int) -> dict[str, object]:
-    """A grammar whose automaton is much larger than its text."""
+    """Return a grammar with an automaton much larger than its text."""
     size = 1_000 * (number + 1)
     sampling = {"max_new_tokens": 16, "temperature": 0.0, "ebnf": f'root ::= (("a" | "b"){{0,{size}}} "c"){{1,1000}}'}
     return {"text": "go", "sampling_params": sampling}

@@ -1,4 +1,4 @@
-"""The figures of `splitserve bench abuse` and their verdict."""
+"""Figures of `splitserve bench abuse` and their verdict."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from rich.table import Table
 
 from splitserve.bench.markdown import listed, table_of
 
-# Seconds that no running stream may wait for its next token.
+# Longest allowed time between two tokens of a running stream, seconds.
 MAX_GAP = 1.0
-# Bytes by which no worker, nor the router, may grow during one attack.
+# Largest allowed growth of the memory of one worker or of the router during one attack, bytes.
 MAX_GROWTH = 300_000_000
-# Statuses that only a fault of ours can explain.
+# Statuses that only a bug in Splitserve can cause.
 _FAULTS = frozenset({"HTTP 500", "HTTP 502", "HTTP 504"})
 _HEADER = ("attack", "longest gap, ms", "longest TTFT, ms", "growth, MB", "outcomes", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
 class AttackFigures:
-    """One attack. Seconds and bytes."""
+    """Figures of one attack, in seconds and bytes."""
 
     name: str
     # Longest time between two tokens of one running stream.
     longest_gap: float
-    # Longest time from sending a new stream to its first token. None: no stream started meanwhile.
+    # Longest time from sending a new stream to its first token. None: no stream started during the attack.
     longest_ttft: float | None
     # Largest growth of the memory of one worker with all its processes, or of the router: peak over start.
     growth: int
-    # What became of each request or connection of the attack -> their number.
+    # Outcome -> number of requests or connections of the attack with that outcome.
     outcomes: Mapping[str, int]
-    # What the streaming clients and the check after the attack saw go wrong.
+    # Problems that the streaming clients and the check after the attack found.
     errors: Sequence[str]
 
     @property
@@ -52,7 +52,7 @@ class AttackFigures:
 class AbuseReport:
     model: str
     dtype: str
-    # As it can be typed again.
+    # Command line that repeats this benchmark.
     command: str
     num_streams: int
     machine: Mapping[str, str]
@@ -63,7 +63,7 @@ class AbuseReport:
         return not any(attack.problems for attack in self.attacks)
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds and bytes."""
+        """Return the figures as JSON values, in seconds and bytes."""
         attacks = [asdict(attack) | {"problems": attack.problems} for attack in self.attacks]
         limits = {"longest_gap": MAX_GAP, "growth": MAX_GROWTH}
         return asdict(self) | {"attacks": attacks, "limits": limits, "passed": self.is_passed}

@@ -1,4 +1,4 @@
-"""The command line. Each command reads its options, makes a config of them and hands over; heavy imports wait.
+"""The command line. Each command reads its options and builds a config. Heavy imports wait until a command runs.
 
 A new command is a function with `@app.command()`. Errors of Splitserve are one line: exit code 2 if
 the options are wrong (supervisors do not retry that), 1 if something failed.
@@ -104,7 +104,7 @@ def verify(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"auto, {', '.join(DTYPES)}; default: float32, in which equal means equal token for token, and "
+            help=f"auto, {', '.join(DTYPES)}; default: float32, in which all tokens must be equal, or "
             "bfloat16 with --quantization."
         ),
     ] = None,

@@ -18,12 +18,12 @@ def bench_abuse(
         list[str] | None, typer.Option(metavar="NAME", help="Run only this attack; repeatable. Default: all.")
     ] = None,
     duration: Annotated[
-        float, typer.Option(min=1.0, help="Seconds for which an attack that gets no answer goes on.")
+        float, typer.Option(min=1.0, help="Seconds during which an attack without an answer goes on.")
     ] = 15.0,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Streams of eight clients while hostile requests and connections arrive. Exit code 1 if one does harm.
+    """Measure streams of eight clients under hostile requests and connections. Exit code 1 if one does harm.
 
     Harm is a gap of 1 s between two tokens, 300 MB more memory, a failed stream or an ended process. Takes minutes.
     """

@@ -1,4 +1,4 @@
-"""The command lines of a cluster's processes, checked as the processes themselves would, before any of them starts."""
+"""Checks of the command lines of a cluster's processes before any process starts, by the code of those processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from splitserve.launch.join import settle_place
 
 
 def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
-    """Raise ConfigError for an option or a model that a process would reject. `is_local`: they are on this machine."""
+    """Raise ConfigError for an option or a model that a process would reject.
+
+    `is_local`: processes run on this machine.
+    """
     from splitserve.cluster.commands import router_args, worker_args
     from splitserve.engine.sources import resolve_model
     from splitserve.launch.preflight import check_preflight

@@ -1,4 +1,4 @@
-"""Commands and groups as splitserve has them: familiar names, sections in the help, errors of one line."""
+"""Commands and groups of the command line: familiar names, sections in the help, one-line errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _write_sections(formatter: Any, rows: Iterable[tuple[str, Any]]) -> None:
 
 
 def usage_problem(error: Any) -> str:
-    """Return what is wrong with a command line, in one line without a period at its end."""
+    """Return the problem of a command line, in one line without a period at its end."""
     command = error.ctx.command if error.ctx is not None else None
     wrong: str = getattr(error, "option_name", "")
     if wrong and error.message.startswith("No such option"):

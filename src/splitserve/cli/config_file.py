@@ -15,7 +15,7 @@ from splitserve.errors import ConfigError
 
 
 def read_config(ctx: typer.Context, file: str | None) -> str | None:
-    """Make the options in `file` defaults of the command. Raises ConfigError for one that it does not have."""
+    """Make the options in `file` defaults of the command. Raises ConfigError for an unknown option."""
     if file is None:
         return None
     try:
@@ -29,7 +29,7 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
     params = {name: param for param in _params(ctx) for name in _names(param)}
     defaults = {}
     for word, value in found.items():
-        # To YAML, `null` is no text.
+        # YAML parses a key `null` as None, not as text.
         key = "null" if word is None else str(word).replace("_", "-")
         name = renamed(ctx.command.name or "", f"--{key}").removeprefix("--").replace(POSITIONAL, "model")
         if name not in params:
@@ -43,7 +43,7 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
 
 
 def print_config(ctx: typer.Context) -> None:
-    """Print the options of a command and their values. They name files with secrets, and hold none."""
+    """Print the options of a command and their values. Of secrets, only file names are printed."""
     values = {_names(param)[0]: ctx.params[str(param.name)] for param in _params(ctx)}
     typer.echo(msgspec.yaml.encode(values, enc_hook=str).decode(), nl=False)
 
@@ -56,7 +56,7 @@ def _params(ctx: typer.Context) -> list[Any]:
 
 
 def _names(param: Any) -> list[str]:
-    """Return the names of a parameter in a file, the first of which is written."""
+    """Return the names of a parameter in a file. The first one is used for writing."""
     return [str(name).removeprefix("--").replace("_", "-") for name in param.opts]
 
 

@@ -1,4 +1,4 @@
-"""Options of a command that are derived from a config: type and default from its field, the rest from a table.
+"""Options of a command, derived from a config: type and default from its field, the rest from a table.
 
 A command that takes such options also takes `--config FILE` and `--print-config` (`config_file.py`).
 """
@@ -38,20 +38,23 @@ _PRINT = Annotated[bool, typer.Option("--print-config", help="Print all options 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option. `path`: field of the config that it sets, such as `cache.page_size`. Empty: the command reads it."""
+    """Option of a command.
+
+    `path`: field of the config that it sets, such as `cache.page_size`. Empty: the command itself reads the value.
+    """
 
     path: str
     help: str
-    # In Python's spelling. Empty: that of the field.
+    # Python name of the parameter. Empty: the name of the field.
     name: str = ""
-    # Type and default if they are not those of the field.
+    # Type and default, if they differ from those of the field.
     kind: Any = None
     default: Any = None
     choices: Sequence[str] = ()
-    # From the value of the option to that of the field.
+    # Converter from the option's value to the field's value.
     convert: Callable[[Any], Any] | None = None
     is_bytes: bool = False
-    # Names on the command line. Empty: the one that follows from `name`.
+    # Names on the command line. Empty: derived from `name`.
     decls: tuple[str, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     section: str = ""
@@ -62,7 +65,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The first name on the command line."""
+        """Return the first name on the command line."""
         return self.decls[0].partition("/")[0] if self.decls else f"--{self.key.replace('_', '-')}"
 
 
@@ -96,7 +99,7 @@ _LIMITS = {
 
 
 def limits(path: str) -> tuple[Option, ...]:
-    """Return an option for each field of LimitsConfig. `path`: of the LimitsConfig in the config."""
+    """Return an option for each field of LimitsConfig. `path`: field of the config that holds the LimitsConfig."""
     return tuple(
         Option(
             f"{path}.{field.name}",
@@ -108,7 +111,7 @@ def limits(path: str) -> tuple[Option, ...]:
 
 
 def takes(*groups: tuple[Any, Sequence[Option]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of each config, beside those in its own signature, one of which is `ctx`."""
+    """Return a decorator that adds the options of each config to a command. The command's signature needs a `ctx`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Names that users of vLLM and SGLang type: another name of an option here, or the reason why there is none."""
+"""Option names of vLLM and SGLang: the option here, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _ROUTER = {
     "--disable-log-requests": "--disable-access-log",
 }
 _EVERYWHERE = {"--uvicorn-log-level": "--log-level"}
-# It is always so: these flags are accepted and change nothing.
+# Flags for behaviour that Splitserve always has: accepted, without effect.
 _ALWAYS = {
     "--enable-chunked-prefill",
     "--enable-metrics",
@@ -95,7 +95,7 @@ _NO_MEANING = {
     "--stream-interval": "every token is streamed; leave it out",
     "--grammar-backend": "grammars are compiled by xgrammar; leave it out",
     "--guided-decoding-backend": "grammars are compiled by xgrammar; leave it out",
-    "--watchdog-timeout": "the router's --hang-timeout ends what waits for a worker that hangs",
+    "--watchdog-timeout": "the router's --hang-timeout ends requests to a worker that hangs",
     "--service-discovery": "workers register themselves: splitserve serve --router URL",
     "--prometheus-port": "GET /metrics has the metrics, at --port",
     "--log-dir": "logs go to standard error; redirect it to a file",
@@ -124,7 +124,7 @@ def familiar_names(command: str) -> list[str]:
 
 
 def with_own_names(command: str, words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the names of options here. Raises ConfigError for one without meaning."""
+    """Return the words of a command line with own option names. Raises ConfigError for names without meaning here."""
     found: list[str] = []
     models: list[str] = []
     rest = list(words)

@@ -25,17 +25,24 @@ DtypeOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option(help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend for that.")
+    str,
+    typer.Option(
+        help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend that reads GPU memory."
+    ),
 ]
-BackendOption = Annotated[str, typer.Option(help=f"How the KV cache travels: {', '.join(USER_BACKENDS)}.")]
+BackendOption = Annotated[str, typer.Option(help=f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")]
 AttentionOption = Annotated[
-    str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}. auto: FlashInfer on GPUs, where it is installed.")
+    str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}. auto: FlashInfer on GPUs, if it is installed.")
 ]
 NoGraphOption = Annotated[
-    bool, typer.Option("--disable-cuda-graph", help="GPU: launch every kernel of a decode step anew.")
+    bool,
+    typer.Option(
+        "--disable-cuda-graph", help="On GPUs: launch each kernel of a decode step instead of replaying a CUDA graph."
+    ),
 ]
 GraphBatchOption = Annotated[
-    int, typer.Option("--cuda-graph-max-bs", min=1, help="GPU: largest decode batch that is replayed as a CUDA graph.")
+    int,
+    typer.Option("--cuda-graph-max-bs", min=1, help="On GPUs: largest decode batch that is replayed as a CUDA graph."),
 ]
 HandOverOption = Annotated[
     bool,
@@ -43,22 +50,24 @@ HandOverOption = Annotated[
 ]
 RouterKeyOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Its first key is shown to the router, where that has --operator-key-file."),
+    typer.Option(
+        metavar="FILE", help="File with the key for a router that has --operator-key-file. The first key is sent."
+    ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(help="CPU threads of each rank's model; default: the cores, divided among the ranks.")
+    int | None, typer.Option(help="CPU threads per rank. Default: the cores, divided among the ranks.")
 ]
 DpSizeOption = Annotated[
-    int, typer.Option(help="Schedulers of the worker, each with the model and a pool: data parallel ranks.")
+    int, typer.Option(help="Data parallel ranks: schedulers that each have the whole model and a KV pool.")
 ]
 TpSizeOption = Annotated[
-    int, typer.Option(help="Tensor parallel ranks: processes that each hold a part of every matrix of the model.")
+    int, typer.Option(help="Tensor parallel ranks: processes that each hold a shard of every matrix.")
 ]
-PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers of the model.")]
-ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when it serves.")]
-AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file that gets a section.")]
+PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers.")]
+ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when ready.")]
+AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file to append a section to.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Make fewer and shorter runs.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
 
 

@@ -39,17 +39,22 @@ _WORKERS = (
     Option("probe", "Send requests to a worker that joins only after a probe through it."),
 )
 _ROUTING = (
-    Option("policy", "How a worker is chosen for a request.", choices=POLICIES),
+    Option("policy", "Policy that chooses the worker of a request.", choices=POLICIES),
     Option("prefill_policy", "Policy for prefill workers. Default: --policy.", choices=POLICIES),
     Option("decode_policy", "Policy for decode workers. Default: --policy.", choices=POLICIES),
     Option(
         "balance_abs_threshold",
-        "cache_aware: pass over a worker with this many requests more than the least loaded one,",
+        "cache_aware: skip a worker with more than this many requests above the least loaded one, "
+        "if it also exceeds --balance-rel-threshold.",
     ),
-    Option("balance_rel_threshold", "and at the same time this many times as many."),
+    Option(
+        "balance_rel_threshold",
+        "cache_aware: skip a worker with more than this many times the requests of the least loaded one, "
+        "if it also exceeds --balance-abs-threshold.",
+    ),
     Option(
         "model",
-        "cache_aware: model whose tokenizer reads prompts. Default: that of the workers.",
+        "cache_aware: model with the tokenizer for prompts. Default: the workers' model.",
         settings={"metavar": "MODEL"},
     ),
     Option(
@@ -61,35 +66,47 @@ _ROUTING = (
 _TIMES = (
     Option("timeout", "Seconds per request in total."),
     Option("connect_timeout", "Seconds to connect to a worker."),
-    Option("idle_timeout", "Seconds a worker may send nothing while it answers."),
+    Option("idle_timeout", "Seconds without a byte from a worker after which its answer counts as lost."),
     Option("health_interval", "Seconds between two health checks of a worker."),
     Option("hang_timeout", "Seconds without an answer to health checks after which a worker counts as hung."),
-    Option("max_retries", "Other workers that a request is sent to without a new token."),
+    Option("max_retries", "Retries of a request on other workers. Each new token starts the count again."),
     Option(
         "max_prefill_retries",
-        "Of these, retries after a worker hung or died while it tokenized or prefilled the request. "
+        "Retries within --max-retries after a worker hung or died while it tokenized or prefilled the request. "
         "Raise it only if workers die for other reasons: a request that kills workers kills one more per retry.",
     ),
-    Option("drain_timeout", "Seconds that running requests have on shutdown.", settings={"min": 0}),
+    Option("drain_timeout", "Seconds that running requests may take to finish on shutdown.", settings={"min": 0}),
 )
 _ADMISSION = (
-    Option("max_running_requests", "Requests at the workers at the same time. Default: no limit.", settings={"min": 1}),
-    Option("max_queued_requests", "Requests waiting for that. Beyond that: 503.", settings={"min": 0}),
+    Option(
+        "max_running_requests",
+        "Requests that workers process at the same time. Default: no limit.",
+        settings={"min": 1},
+    ),
+    Option("max_queued_requests", "Requests that wait for admission. Beyond that: 503.", settings={"min": 0}),
     Option("rate_limit", "Requests per second and API key. Beyond that: 429.", settings={"metavar": "N"}),
     Option(
         "rate_limit_burst",
-        "Requests per API key at once. Default: those of one second.",
+        "Requests that an API key may send at once. Default: the --rate-limit of one second.",
         settings={"metavar": "N"},
     ),
 )
 _KEYS = (
-    Option("api_key_file", "Clients must present one of its keys: one per line, then a name.", settings=_FILE),
     Option(
-        "operator_key_file",
-        "The same for adding, draining and removing workers, and for workers that register.",
+        "api_key_file",
+        "File with the keys of clients. Each line: a key, then a name. Clients must present one.",
         settings=_FILE,
     ),
-    Option("worker_key_file", "Its first key is sent to workers with --api-key-file.", settings=_FILE),
+    Option(
+        "operator_key_file",
+        "File with the keys of operators, needed to add, drain, remove and register workers.",
+        settings=_FILE,
+    ),
+    Option(
+        "worker_key_file",
+        "File with the key for workers that have --api-key-file. The first key is sent.",
+        settings=_FILE,
+    ),
     Option(
         "cors_origins",
         "Web pages of this origin may send requests; *: any. Repeatable.",
@@ -112,7 +129,7 @@ _PROCESS = (
     Option("log_level", "Least severity that is logged.", choices=LEVELS),
     Option(
         "access_log",
-        "Log no line per request.",
+        "Do not log a line per request.",
         name="disable_access_log",
         kind=bool,
         default=False,

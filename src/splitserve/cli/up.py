@@ -34,18 +34,18 @@ _SUPERVISION_OPTIONS = in_sections(
         "Supervision": (
             Option(
                 "max_failed_starts",
-                "Starts of one process that may fail in a row; then all end with the reason.",
+                "Failed starts of one process in a row after which `up` ends with the reason.",
                 settings={"min": 1},
             ),
             Option("load_timeout", "Seconds a process may take to start."),
-            Option("drain_timeout", "Seconds that running requests have on shutdown."),
+            Option("drain_timeout", "Seconds that running requests may take to finish on shutdown."),
         )
     }
 )
 _SIZES = ("tp_size", "pp_size", "dp_size")
-# Options that workers and router have. They hold for both if they stand here, else for the router alone.
+# Options that workers and router both have, and that apply to both. All other common ones apply to the router alone.
 _FOR_BOTH = {option.key for option in ROUTER_OPTIONS if option.section == "Limits"}
-# TLS of `up` is that of its router: workers are on this machine.
+# The TLS options of `up` apply to its router: workers are on this machine.
 _NOT_OF_UP = {*_FOR_BOTH, "log_level", "pp_layers", "shared_pool", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
 _WORKER_OPTIONS = tuple(
     option
@@ -53,7 +53,7 @@ _WORKER_OPTIONS = tuple(
     if option.key in _SIZES or (option.flag not in OWN_WORKER_OPTIONS and option.key not in _NOT_OF_UP)
 )
 _TAKEN = {option.key for option in _WORKER_OPTIONS}
-# Options of the router by their names here.
+# Options of the router by their names in `up`.
 _ROUTER_OPTIONS = {
     f"router_{option.key}" if option.key in _TAKEN else option.key: option
     for option in ROUTER_OPTIONS
@@ -61,7 +61,7 @@ _ROUTER_OPTIONS = {
     and option.key not in {"model", "fd", "ready_file", "exit_with_parent", "drain_timeout"}
     and not option.key.startswith("worker_ssl")
 }
-# Options of `splitserve serve` that a worker of `up` gets from it, and how to give them to `up`.
+# Options of `splitserve serve` that `up` sets itself, each with a hint for the user.
 _SET_BY_UP = {
     "--disaggregation-mode": "give numbers of workers: --prefill N --decode N, or --prefill 0 --decode 0 --null N",
     "--router": "workers register with the router that is started here",
@@ -94,7 +94,7 @@ def up(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     null: Annotated[
-        int, typer.Option(min=0, help="Colocated workers: with --prefill 0 --decode 0 instead of pairs.")
+        int, typer.Option(min=0, help="Colocated workers instead of pairs: give --prefill 0 --decode 0, too.")
     ] = 0,
     prefill_tp_size: TpSizeOption = 1,
     prefill_pp_size: PpSizeOption = 1,
@@ -109,15 +109,15 @@ def up(
         typer.Option(
             metavar="FILE",
             envvar="SPLITSERVE_CLUSTER_TOKEN_FILE",
-            help="Token of a cluster that workers of other machines join. Default: a generated one.",
+            help="File with the cluster token, if workers of other machines join. Default: a generated token.",
         ),
     ] = None,
     **values: Any,
 ) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains.
 
-    Options of `splitserve serve` hold for all workers, those of `splitserve router` for the router. --log-level and
-    limits hold for both. The router's --max-running-requests is --router-max-running-requests here.
+    Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level and
+    limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
     """
     from splitserve.cluster.deployment import LocalDeployment
     from splitserve.cluster.up import run_up
@@ -161,7 +161,7 @@ def up(
 
 
 def _given(ctx: typer.Context, options: Mapping[str, Option]) -> list[str]:
-    """Return the words of those options that the user gave, for the process that has them."""
+    """Return the words of the options that the user gave, for the process that takes them."""
     words = []
     for param in ctx.command.params:
         source = ctx.get_parameter_source(str(param.name))

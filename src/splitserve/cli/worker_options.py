@@ -39,7 +39,7 @@ _MODEL = (
     ),
     Option(
         "model.dtype",
-        "Of weights and KV pool. auto: the checkpoint's; on a CPU bfloat16 if our kernels compute it or "
+        "Dtype of weights and KV pool. auto: the checkpoint's; on a CPU bfloat16 if our kernels compute it or "
         "--quantization needs it, else float32.",
         choices=("auto", *DTYPES),
     ),
@@ -96,8 +96,8 @@ _RANKS = (
         "Data parallel ranks share the experts and compute their steps together.",
         name="enable_dp_attention",
     ),
-    Option("parallel.nnodes", "Hosts of the ranks. Run serve on each of them with the same options."),
-    Option("parallel.node_rank", "Number of this host. Host 0 serves requests."),
+    Option("parallel.nnodes", "Number of hosts for the ranks. Run serve on each host with the same options."),
+    Option("parallel.node_rank", "Index of this host. Host 0 serves requests."),
     Option(
         "parallel.dist_init_addr",
         "Address of host 0 with a free port, for the other hosts.",
@@ -125,7 +125,7 @@ _CACHE = (
     ),
     Option(
         "cache.enable_prefix_cache",
-        "Keep no prefixes of finished requests.",
+        "Do not keep the prefixes of finished requests.",
         name="disable_radix_cache",
         kind=bool,
         default=False,
@@ -173,7 +173,7 @@ _SCHEDULER = (
         default=False,
         convert=operator.not_,
     ),
-    Option("scheduler.request_timeout", "Seconds per request without a `timeout` of its own. Default: no limit."),
+    Option("scheduler.request_timeout", "Seconds per request, if the request has no `timeout`. Default: no limit."),
     Option("scheduler.grammar_timeout", "Seconds a request waits for its compiled grammar."),
     Option("scheduler.grammar_compile_budget", "CPU seconds to compile one grammar."),
     Option("scheduler.grammar_step_budget", "CPU seconds that a grammar may need per token of a request."),
@@ -241,7 +241,7 @@ _DISAGGREGATION = (
     Option("disaggregation.transfer_timeout", "Seconds per KV transfer."),
     Option(
         "",
-        "Token that prefill and decode workers of a cluster share. Needed if they listen beyond loopback.",
+        "File with the token of the cluster. Prefill and decode workers need it to listen beyond loopback.",
         name="cluster_token_file",
         kind=Path | None,
         settings={**_FILE, "envvar": "SPLITSERVE_CLUSTER_TOKEN_FILE"},
@@ -250,7 +250,7 @@ _DISAGGREGATION = (
 _SERVER = (
     Option(
         "",
-        "Address to listen on. Default: 127.0.0.1, with --join the one towards the router.",
+        "Address to listen on. Default: 127.0.0.1, with --join the local address that routes to the router.",
         name="host",
         kind=str | None,
     ),
@@ -269,7 +269,11 @@ _SERVER = (
         kind=str | None,
         settings={"metavar": "URL"},
     ),
-    Option("server.router_key_file", "Its first key is sent to a router with --operator-key-file.", settings=_FILE),
+    Option(
+        "server.router_key_file",
+        "File with the key for a router that has --operator-key-file. The first key is sent.",
+        settings=_FILE,
+    ),
     Option(
         "server.router_certificate",
         "PEM file with the certificate that a router at an https URL must present.",
@@ -277,10 +281,14 @@ _SERVER = (
     ),
     Option("server.ssl_certfile", "PEM certificate of this worker: serve https.", settings=_FILE),
     Option("server.ssl_keyfile", "PEM key of the certificate.", settings=_FILE),
-    Option("server.ssl_ca_certs", "PEM authorities. Clients must present a certificate of theirs.", settings=_FILE),
+    Option(
+        "server.ssl_ca_certs",
+        "PEM file with authorities. Clients must present a certificate that one of them signed.",
+        settings=_FILE,
+    ),
     Option(
         "server.api_key_file",
-        "Keys that open this worker, one per line: for its routers (--worker-key-file) and operators.",
+        "File with the keys that this worker accepts, one per line. Routers present one (--worker-key-file).",
         settings=_FILE,
     ),
     Option("server.strict_fields", "Reject requests with unknown fields. Default: accept them and warn in a header."),
@@ -297,7 +305,7 @@ _PROCESS = (
     Option("model.load_timeout", "Seconds for loading the model."),
     Option(
         "",
-        "Seconds that running requests have on shutdown.",
+        "Seconds that running requests may take to finish on shutdown.",
         name="drain_timeout",
         kind=float,
         default=30.0,
@@ -331,7 +339,7 @@ WORKER_OPTIONS = in_sections(
 def worker_config(
     model: str, values: Mapping[str, Any], place: Place, *, node_host: str = "", token: ClusterToken | None = None
 ) -> WorkerConfig:
-    """Return the config of a worker from the values of its options and the place where it listens.
+    """Return the config of a worker from the values of its options and its listening address.
 
     `node_host`: this host's address if the ranks are on several hosts. Raises ConfigError.
     """
@@ -357,7 +365,7 @@ def _peer_host(values: Mapping[str, Any], place: Place, node_host: str) -> str:
     """Return the address at which other workers reach this one. Raises ConfigError."""
     found: str | None = values["disaggregation_host"] or place.peer_host
     if values["host"] in (None, *WILDCARDS):
-        # A node without an address of its own is reached at the one that the other nodes know.
+        # A node without an own address is reached at the address that the other nodes know.
         found = found or node_host or None
     if found is not None:
         return found
