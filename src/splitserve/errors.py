@@ -4,31 +4,31 @@ SplitserveError
 ├── InvalidRequestError          400  the request itself is at fault
 │   ├── PromptTooLongError       400
 │   └── MissingBootstrapError    400  a PD worker got a request without a bootstrap room
-├── InvalidKeyError              401  no API key, or one that nobody has
-├── ForbiddenError               403  the key is good, but not for this
+├── InvalidKeyError              401  no API key, or an unknown one
+├── ForbiddenError               403  the key is valid, but not for this route
 ├── UnknownModelError            404
 ├── UnknownWorkerError           404  the router knows no such worker
 ├── DuplicateRoomError           409  the same (room, sample) is already being served
 ├── RoleSwitchRunningError       409  the worker changes its role, or drains, already
-├── RateLimitError               429  the caller comes too often
-├── RequestAbortedError          499  the client left, or somebody asked for the abort
+├── RateLimitError               429  the caller exceeded its rate
+├── RequestAbortedError          499  the client disconnected, or an abort was requested
 ├── CapacityError                503  a bounded queue or table is full: retry later
 ├── WorkerUnavailableError       503  no worker, or not ready yet
 │   └── SchedulerLostError       503  the scheduler of a worker died; its worker ends
 ├── PoisonRequestError           500  several workers failed while they processed the prompt of this request
 ├── GrammarBudgetError           422  the request's grammar needs more time or memory than it is allowed
 ├── DeadlineExceededError        504  a wait ran out of time; the stage is named
-├── KVTransferError              500  the KV cache of one room could not be handed over
-│   ├── IncompatiblePeerError    503  versions, layouts or models of the two sides differ
-│   └── PeerLostError            500  the other side died or was replaced
+├── KVTransferError              500  the KV cache of one room could not be transferred
+│   ├── IncompatiblePeerError    503  versions, layouts or models of the pair differ
+│   └── PeerLostError            500  the peer died or was replaced
 ├── EngineError                  500  the model failed on this step
-├── RanksLostError               500  the ranks of a worker do not compute together any more: it has to end
+├── RanksLostError               500  the ranks of a worker are out of step: the worker must end
 ├── GrammarError                 500  a token came that the request's grammar does not allow
 ├── ClusterError                 500  a process of a cluster died, or was not ready in time
 ├── ModelLoadError               500
-│   └── ModelNotFoundError       500  no such model: not now, and not when it is tried again
+│   └── ModelNotFoundError       500  no such model: a retry cannot succeed
 └── ConfigError                  500  the command line or a config file is wrong
-    └── AddressTakenError        500  somebody else listens there, as yet
+    └── AddressTakenError        500  another process listens at the address: a retry may succeed
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class KVTransferError(SplitserveError):
 
 
 class IncompatiblePeerError(KVTransferError):
-    # For the client, as if the worker were not there: another pair may serve the request.
+    # The status of an unavailable worker: another pair may serve the request.
     http_status = 503
     reason = "incompatible_peer"
 

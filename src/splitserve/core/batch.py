@@ -105,8 +105,8 @@ class TokenLogprob:
 class RequestResult(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step's outcome."""
 
-    # The sampled token, which follows the accepted proposals. None where the step's `sample` was None, and where the
-    # mask of the request's grammar was not ready: then the last token of the step is to be computed again.
+    # The sampled token, which follows the accepted proposals. None: the step's `sample` was None, or the mask of the
+    # request's grammar was not ready. In the second case the last token of the step must be computed again.
     token_id: int | None = None
     # Present where asked for.
     logprob: TokenLogprob | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# CPU threads of a rank, at most: more than a host has cores.
+# Limit of CPU threads per rank: more cores than a host has.
 MAX_THREADS = 1024
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the cores in numbers and ranges as taskset and Linux write them, such as `0-3,8`. Raises ValueError."""
+    """Return the core numbers in a list such as `0-3,8`, the format of taskset and Linux. Raises ValueError."""
     cpus: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")

@@ -1,13 +1,13 @@
-"""What a request's output must look like, and the contract of what holds it to that.
+"""Constraints on the output of requests, and the interfaces of their implementation.
 
-1. The front end makes a GrammarSpec of what the client sent: a JSON schema, a regex, an EBNF, or text with tags in it.
+1. The front end builds a GrammarSpec from the request: a JSON schema, a regex, an EBNF, or text with tags in it.
 2. A GrammarCompiler turns it into a CompiledGrammar for one vocabulary. That may take seconds: never in the
    scheduler's thread.
-3. Each sample gets a GrammarMatcher of its own, which knows where in the grammar its output stands. The engine asks it
-   which tokens may come next; `Request.append` tells it which one came.
+3. Each sample gets its own GrammarMatcher, which stores the position of the output in the grammar. The engine reads
+   the allowed next tokens from it; `Request.append` advances it by the sampled token.
 
-Knows no library: `splitserve.engine.grammar_host` has the implementation in processes of its own, over the one of
-`splitserve.engine.grammar`, which calls xgrammar. `splitserve.testing` has a fake.
+This module uses no library. `splitserve.engine.grammar_host` has the implementation in separate processes. These
+use the one of `splitserve.engine.grammar`, which calls xgrammar. `splitserve.testing` has a fake.
 """
 
 from __future__ import annotations
@@ -47,43 +47,43 @@ class GrammarSpec:
 
 
 class GrammarBudget(msgspec.Struct, frozen=True):
-    """What one grammar may cost a worker. Seconds are CPU time."""
+    """Limits of one grammar on a worker. Seconds are CPU time."""
 
     # Seconds to compile a grammar.
     compile: float = 20.0
-    # Seconds per token of a request: to accept it and to compute the mask of the next one.
+    # Seconds per token of a request: to accept the token and to compute the mask of the next one.
     step: float = 0.25
-    # Seconds of all tokens of a request.
+    # Seconds for all tokens of a request.
     request: float = 10.0
-    # Bytes of memory of a compiled grammar and its matchers.
+    # Bytes of memory for a compiled grammar and its matchers.
     memory: int = 1 << 30
 
 
 class GrammarMatcher(Protocol):
-    """How far one sample's output has come in its grammar.
+    """Position of one sample's output in its grammar.
 
     Owned by its request and changed in the scheduler's thread only; the engine reads it while a step runs. The mask of
-    the next token may be computed elsewhere: it follows some time after `accept`.
+    the next token may be computed elsewhere, and is then ready some time after `accept`.
     """
 
     @property
     def failure(self) -> SplitserveError | None:
-        """Why there will be no further mask. None: there will be."""
+        """Return the error after which there are no further masks. None: no error."""
         ...
 
     def is_ready(self, *, soon: bool = False) -> bool:
-        """Whether the next mask is there. `soon`: or is expected before a step ends that begins now."""
+        """Return whether the next mask is ready. With `soon`: or is expected before a step that begins now ends."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Move on by one token; False, moving nowhere, if the grammar does not allow it here."""
+        """Advance by one token. Return False, without a change, if the grammar does not allow the token here."""
         ...
 
     def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
-        """Write which tokens may come next: bit t % 32 of the t // 32-th int32 is token t's. Not once terminated.
+        """Write the allowed next tokens: bit t % 32 of the t // 32-th int32 is token t's. Not once terminated.
 
-        At least one bit is set: where the grammar is complete, those of the end-of-sequence tokens. False, writing
-        nothing, if the mask is not ready within `timeout` seconds.
+        At least one bit is set: if the grammar is complete, those of the end-of-sequence tokens. Return False, and
+        write nothing, if the mask is not ready within `timeout` seconds.
         """
         ...
 
@@ -100,11 +100,11 @@ class CompiledGrammar(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """False: no matcher of it will ever be ready. Compile it again."""
+        """Return whether new matchers can become ready. If not, compile the grammar again."""
         ...
 
     def matcher(self, output_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """Return a new one that has accepted `output_ids`, or fails because it refuses one of them. Cheap."""
+        """Return a new matcher that has accepted `output_ids`, or has failed because it refuses one of them. Cheap."""
         ...
 
 
@@ -115,5 +115,5 @@ class GrammarCompiler(Protocol):
 
 
 def refused_output(token_id: int, index: int) -> InvalidRequestError:
-    """Return the error of output that came with a request and that its grammar does not allow."""
+    """Return the error for output that was sent with a request and violates its grammar."""
     return InvalidRequestError(f"its grammar does not allow token {token_id}, given as output position {index}")

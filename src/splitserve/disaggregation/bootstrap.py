@@ -1,4 +1,4 @@
-"""Where prefill ranks register and decode ranks find them: a small HTTP server beside each prefill worker.
+"""Registry of prefill ranks, from which decode ranks read: a small HTTP server beside each prefill worker.
 
   PUT /route                       a rank registers its PrefillInfo; a new epoch replaces the old one
   GET /route?version=5&dp_rank=0   those of all ranks of that data parallel rank, in order of their index; 503 until
@@ -6,9 +6,9 @@
                                    else
   GET /health                      200
 
-All but /health is for holders of the cluster token: others get 401 and a challenge, or 403 (see `challenge.py`).
+All routes but /health need a proof of the cluster token. Without one: 401 and a challenge, or 403 (see `challenge.py`).
 A connection is pending until its first request with a proof: there are few of these, each for a second (`pending.py`).
-It knows addresses and layouts. Nothing of a request passes through it.
+The server stores addresses and layouts. No data of requests passes through it.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class KVBootstrapServer:
 
     async def _proof_of(self, request: web.BaseRequest) -> Proof:
         authorization = request.headers.get("Authorization", "")
-        # A body is read only for a proof that it is part of.
+        # Do not read the body of a request without a proof: the proof covers the body.
         if not authorization:
             return Proof.MISSING
         return self._challenges.check(authorization, request.method, request.raw_path, await request.read())

@@ -1,7 +1,7 @@
-"""What makes a KVManager live in production: its messages over ZeroMQ, and a thread that ticks it.
+"""Production runtime of a KVManager: its messages over ZeroMQ, and a thread that ticks it.
 
-Connections are encrypted (CURVE) under a key that follows from the cluster token: a peer without the token sends no
-frame, and its connection ends within a second. The frames are sealed all the same (`seal.py`).
+Connections are encrypted (CURVE) under a key derived from the cluster token: a peer without the token sends no
+frame, and its connection ends within a second. In addition, each frame is sealed (`seal.py`).
 
 The scheduler's thread is inside the model for up to a second at a time; this one answers peers meanwhile. It sleeps
 until a control message arrives, the transport finished a write, the scheduler called a port, or a heartbeat may be due.
@@ -35,7 +35,7 @@ MAX_CONNECTIONS = 2048
 MAX_QUEUED_FRAMES = 10_000
 # Of the largest message, the pages of a request with a million of them.
 MAX_FRAME_BYTES = 8 << 20
-# Connections that wait for the listener in the kernel.
+# Size of the kernel's queue of connections that are not accepted yet.
 BACKLOG = 1024
 # Frames taken at a time: a flood must not keep the manager from its rooms and deadlines.
 MAX_FRAMES_A_TICK = 1000
@@ -55,7 +55,7 @@ class ZmqChannel:
         self._context = zmq.Context()
         secret = z85.encode(hmac.digest(token, b"splitserve control listener", hashlib.sha256))
         self._listener_key = zmq.curve_public(secret)
-        # Of the sending sockets: what authenticates a peer is that it knows the listener's key.
+        # Key pair of the sending sockets. A peer authenticates by the listener's key, not by this pair.
         self._own_keys = zmq.curve_keypair()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.IPV6, ":" in host)

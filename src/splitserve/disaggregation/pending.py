@@ -1,8 +1,8 @@
 """Connections to a listener that have not authenticated yet. Pure.
 
-They are cheap: few at a time, in all and from one address, and each for a short time. When there is no room, the oldest
+Their number is limited, in all and per address, and so is the time of each. When there is no room, the oldest
 one is dropped for the newest. A peer that holds the token needs milliseconds for its handshake, so a flood of silent
-connections does not keep it out. What was dropped is one line in the log per minute.
+connections does not keep it out. The log gets one line per minute about dropped connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ T = TypeVar("T", bound=Hashable)
 
 
 class PendingConnections(Generic[T]):
-    """The table of one listener. Its caller closes what it returns. `listener`: its name in the log."""
+    """Table of the pending connections of one listener.
+
+    The caller closes the connections that a method returns. `listener`: its name in the log.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class PendingConnections(Generic[T]):
         self._clock = clock
         self._max_pending = max_pending
         self._max_per_address = max_per_address
-        # Both oldest first. Connection -> (address, clock time at which its time is over).
+        # Both tables are ordered, oldest first. Connection -> (address, clock time of its deadline).
         self._all: dict[T, tuple[str, float]] = {}
         self._of_address: defaultdict[str, dict[T, None]] = defaultdict(dict)
         self._num_unreported = 0
@@ -57,7 +60,7 @@ class PendingConnections(Generic[T]):
         return connection in self._all
 
     def add(self, connection: T, address: str) -> T | None:
-        """Add a connection; the one that is dropped for it, if any."""
+        """Add a connection. Return the connection that is dropped for it. None: there was room."""
         dropped = None
         if len(self._of_address[address]) >= self._max_per_address:
             dropped = next(iter(self._of_address[address]))
@@ -70,14 +73,14 @@ class PendingConnections(Generic[T]):
         return dropped
 
     def drop_oldest(self, why: str) -> T | None:
-        """Make room when the system has no more. None: none is pending."""
+        """Drop and return the oldest connection, for lack of other resources. None: none is pending."""
         oldest = next(iter(self._all), None)
         if oldest is not None:
             self.reject(oldest, why)
         return oldest
 
     def expire(self) -> list[T]:
-        """Drop those whose time is over."""
+        """Drop and return the connections past their deadline."""
         now = self._clock.now()
         late = []
         for connection, (_, deadline) in self._all.items():
@@ -97,7 +100,7 @@ class PendingConnections(Generic[T]):
         return max(0.0, min(times) - self._clock.now()) if times else None
 
     def remove(self, connection: T) -> None:
-        """It has authenticated, or ended. Idempotent."""
+        """Remove a connection that has authenticated or ended. Idempotent."""
         address, _ = self._all.pop(connection, ("", 0.0))
         if of_address := self._of_address.get(address):
             of_address.pop(connection, None)
@@ -105,7 +108,7 @@ class PendingConnections(Generic[T]):
                 del self._of_address[address]
 
     def reject(self, connection: T, why: str) -> None:
-        """Drop it, and count it for the log. No-op for one that has authenticated or ended."""
+        """Drop a connection and count it for the log. No-op if it has authenticated or ended."""
         if connection in self._all:
             address = self._all[connection][0]
             self.remove(connection)
@@ -114,7 +117,7 @@ class PendingConnections(Generic[T]):
             self._report()
 
     def _report(self) -> None:
-        """Log what was dropped since the last line, if the interval is over."""
+        """Log the connections dropped since the last line, if the interval is over."""
         now = self._clock.now()
         if not self._num_unreported or now < self._next_report_at:
             return

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a step's rows allow.
+"""Masks of the tokens that the grammars of a step's rows allow.
 
 Masks are computed elsewhere while the model runs (`grammar_host.py`). `Bitmasks.rows` collects them after the forward
 pass. A row whose mask is not there within a few milliseconds is not sampled in this step, so no other row waits for it.
@@ -51,7 +51,7 @@ class StepMasks:
         return bitmask
 
     def error(self, row: int) -> str:
-        """Return why a row of an earlier call of `rows` has no mask; NOT_READY: not yet. Empty: it has one."""
+        """Return why a row of an earlier call of `rows` has no mask. NOT_READY: not yet. Empty: it has a mask."""
         return self._errors.get(row, "")
 
 

@@ -1,7 +1,7 @@
-"""A hash of all that makes a model: every byte of its weights and tokenizer files, and its config.
+"""Fingerprint of a model: a hash of every byte of its weights and tokenizer files, and of its config.
 
 1. Each file is hashed in pieces, by several threads. XXH3 finds mistakes, not forgeries.
-2. The digest of a file is kept in the cache, under its path, size, inode and times. Another start does not read it.
+2. The digest of a file is kept in the cache, under its path, size, inode and times. Later starts do not read it.
 3. The fingerprint is a hash over all names and digests. Copies of a model have the same one, wherever they are.
 """
 
@@ -22,7 +22,7 @@ import xxhash
 
 from splitserve.engine.sources import cache_dir
 
-# Beside config.json, which is compared by its values.
+# Files whose bytes count. config.json counts by its values.
 _FILES = (
     "*.safetensors",
     "tokenizer*",
@@ -47,7 +47,7 @@ _LOCK_TIMEOUT = 600.0
 
 
 class _FileState(msgspec.Struct, frozen=True):
-    """What changes when a file's content does."""
+    """Metadata of a file that change when its content does."""
 
     path: str
     size: int
@@ -69,7 +69,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def begin_fingerprint(folder: Path) -> Future[str]:
-    """`model_fingerprint` in a thread, beside the load of the same files."""
+    """Run `model_fingerprint` in a thread, while the same files are loaded."""
     thread = ThreadPoolExecutor(1, "fingerprint")
     fingerprint = thread.submit(model_fingerprint, folder)
     thread.shutdown(wait=False)
@@ -77,7 +77,7 @@ def begin_fingerprint(folder: Path) -> Future[str]:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Return the fingerprint of the model in `folder`. Raises OSError, ValueError for a config.json that is none."""
+    """Return the fingerprint of the model in `folder`. Raises OSError, and ValueError for an invalid config.json."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in _HISTORY_KEYS:
         config.pop(key, None)
@@ -89,7 +89,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    """From the cache, or computed and kept there. One process at a time computes it."""
+    """Return the digest from the cache, or compute and store it. Only one process at a time computes it."""
     state = _FileState.of(path)
     entry_path = cache_dir() / "fingerprints" / f"{xxhash.xxh3_64_hexdigest(state.path.encode())}.json"
     if (digest := _cached(entry_path, state)) is not None:
@@ -104,7 +104,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _hash(path: Path, size: int) -> str:
-    """The digest over those of all pieces."""
+    """Return the digest over the digests of all pieces."""
     offsets = range(0, size, _PIECE_BYTES)
     with path.open("rb", buffering=0) as file:
         if len(offsets) < 2:
@@ -135,7 +135,7 @@ def _cached(entry_path: Path, state: _FileState) -> str | None:
 
 
 def _keep(entry_path: Path, entry: _Entry) -> None:
-    """Written whole or not at all. A cache that cannot be written costs time only."""
+    """Store a digest, whole or not at all. A cache that cannot be written only costs time."""
     with contextlib.suppress(OSError):
         descriptor, name = tempfile.mkstemp(prefix=f"{entry_path.name}.", dir=entry_path.parent)
         try:
@@ -149,7 +149,7 @@ def _keep(entry_path: Path, entry: _Entry) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(entry_path: Path) -> Iterator[None]:
-    """Ranks of one worker start together. Without a lock, each computes it."""
+    """Hold the lock of one digest. Ranks of a worker start together; without it, each computes the digest."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, filelock.Timeout):
             entry_path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Grammars over xgrammar (Dong et al., arXiv:2411.15100), for one model's vocabulary.
 
-Used by grammar processes alone, because a call may take any time and memory. Special tokens have no text here, so no
+Only grammar processes use it, because a call may need any time and memory. Special tokens have no text here, so no
 grammar can contain one; only the end-of-sequence tokens may follow a complete grammar.
 """
 
@@ -109,7 +109,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """The library's matcher. Each call takes as long as it takes."""
+    """Matcher of the library. Its calls have no limit on time."""
 
     __slots__ = ("_matcher",)
 
@@ -127,7 +127,7 @@ class XGrammarMatcher:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of the library means that it could not allocate memory."""
+    """Return whether an error of the library means that it could not allocate memory."""
     return isinstance(error, MemoryError) or "bad_alloc" in str(error)
 
 

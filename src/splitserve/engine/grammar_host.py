@@ -40,7 +40,7 @@ from splitserve.engine.grammar_wire import (
 )
 from splitserve.errors import EngineError, GrammarBudgetError, InvalidRequestError, SplitserveError
 
-# Memory of a process beside its grammar, about.
+# Approximate memory of a process besides its grammar, bytes.
 _PROCESS_BYTES = 6 << 20
 _CLOSING = "the worker is shutting down"
 # CPU seconds below which the next mask is expected within a step.
@@ -54,7 +54,7 @@ _REMEDY = (
 
 
 class GrammarHost:
-    """GrammarCompiler. Its server starts with the first grammar, which so takes seconds longer.
+    """GrammarCompiler that starts its server with the first grammar, which takes seconds longer.
 
     `wake` is called from the thread of the connections when a mask has arrived or a matcher has failed.
     """
@@ -81,7 +81,7 @@ class GrammarHost:
         self._links: weakref.WeakSet[_Link] = weakref.WeakSet()
 
     def compile(self, spec: GrammarSpec) -> RemoteGrammar:
-        """Return when the grammar is compiled. Raises InvalidRequestError, GrammarBudgetError, EngineError."""
+        """Compile a grammar and wait for it. Raises InvalidRequestError, GrammarBudgetError, EngineError."""
         link = _Link(self._loop, spec, self._budget, self._wake)
         self._connect(link)
         link.send(Compile(spec.kind, spec.text, spec.strict))
@@ -116,7 +116,7 @@ class GrammarHost:
 
     def _connect(self, link: _Link) -> None:
         """Start a process and connect `link` with it."""
-        # Also while the loop connects: `close` must not stop it before.
+        # The lock is held until the loop has connected, so that `close` does not stop the loop before.
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSING)
@@ -135,7 +135,7 @@ class GrammarHost:
             self._links.add(link)
 
     def _check_server(self) -> None:
-        """Raise EngineError if not one grammar process has ended, but the server of all."""
+        """Raise EngineError if the server of all grammar processes has ended."""
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSING)
@@ -167,13 +167,13 @@ class _Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._decoder = msgspec.msgpack.Decoder(FromGrammar)
-        # Number -> a matcher that its request still holds.
+        # Matchers that their requests still use, by number.
         self._matchers: weakref.WeakValueDictionary[int, RemoteMatcher] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        # The size of the compiled grammar.
+        # Size of the compiled grammar, bytes.
         self.compiled: Future[int] = Future()
         self.closed: Future[None] = Future()
-        # Why the process serves no matcher any more. None: it does.
+        # Error after which the process serves no matcher. None: it serves.
         self.failure: SplitserveError | None = None
 
     def add(self, matcher: RemoteMatcher) -> int:
@@ -263,7 +263,7 @@ class RemoteGrammar:
 
 
 class RemoteMatcher:
-    """GrammarMatcher."""
+    """GrammarMatcher with masks from a grammar process."""
 
     def __init__(self, grammar: RemoteGrammar, output_ids: Sequence[int]) -> None:
         self._grammar = grammar
@@ -272,7 +272,7 @@ class RemoteMatcher:
         # Set when a mask, the end or a failure has arrived.
         self._arrived = threading.Event()
         self._is_quick = True
-        # The scheduler was told that the mask is not ready.
+        # True: the scheduler found the mask not ready, and must be woken.
         self._is_awaited = False
         self._is_terminated = False
         self._given = output_ids
@@ -303,9 +303,9 @@ class RemoteMatcher:
         return True
 
     def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
-        """Raises the failure."""
+        """Write the mask, as GrammarMatcher defines it. Raises the failure."""
         if not self._arrives_within(timeout):
-            # Do not plan with this mask before it is there.
+            # The mask is late: do not plan with the next one before it is ready.
             self._is_quick = False
             return False
         if (failure := self.failure) is not None:
@@ -314,13 +314,13 @@ class RemoteMatcher:
         return True
 
     def is_terminated(self) -> bool:
-        # Without an end-of-sequence token, only the library knows the end.
+        # Without an end-of-sequence token, only the library can find the end.
         if not self._grammar.eos_token_ids:
             self._arrived.wait(_END_TIMEOUT)
         return self._is_terminated
 
     def take(self, message: NextMask | Refused | OverBudget | Broken) -> bool:
-        """Take what the process returned for the last tokens. Return whether the scheduler waits for it."""
+        """Store the reply to the last tokens. Return whether the scheduler waits for it."""
         match message:
             case NextMask():
                 self._mask = message.words
@@ -350,7 +350,7 @@ class RemoteMatcher:
         self._arrived.set()
 
     def _allows(self, token_id: int) -> bool:
-        """Whether the current mask has the token."""
+        """Return whether the current mask has the token."""
         if self.failure is not None or not self._arrived.is_set() or token_id >> 3 >= len(self._mask):
             return False
         return bool(self._mask[token_id >> 3] >> (token_id & 7) & 1)

@@ -1,16 +1,16 @@
-"""The model as the scheduler knows it: a step plan in, a step result out.
+"""Execution of the model for the scheduler: takes a step plan and returns a step result.
 
 A step: (1) flatten the plan to tensors, which `prepare` does, perhaps while the step before it still runs, (2) fill in
-tokens that one has drawn, plan the attention, (3) one pass through the model's body, which stores the KV of every
-token, (4) logits for the few rows that are scored or sampled, some at a time, (5) logprobs of prompt tokens, (6) draw
-the next tokens, by bitmasks that were computed during (3) where requests have grammars; where a request brings
-proposals, one token after each of them, and so many count as were foreseen (`core/verify.py`).
+tokens that it has sampled, plan the attention, (3) one pass through the model's body, which stores the KV of every
+token, (4) logits for the few rows that are scored or sampled, some at a time, (5) logprobs of prompt tokens, (6) sample
+the next tokens, with bitmasks that were computed during (3) if requests have grammars. If a request has proposals, one
+token is sampled after each, and those after correct proposals count (`core/verify.py`).
 
-The runner keeps nothing between steps but the token it drew last for each row of the page table. Which request owns
-which page, who runs next and when a request ends, it does not know.
+Between steps the runner keeps only the last sampled token of each row of the page table. The scheduler decides which
+request owns which page, which request runs next and when a request ends.
 
-Where the model is cut over ranks this is the driver, and it tells the others of a step before it computes its own share
-(`parallel/`): when the step runs, or with `begin` before that, so that the first stage need not wait for the last.
+If the model is sharded over ranks, this is the driver. It sends a step to the other ranks before it computes its own
+share (`parallel/`): when the step runs, or earlier with `begin`, so that the first stage does not wait for the last.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ModelRunner:
             self._tell(encode(order))
         except Exception as error:
             raise RanksLostError(
-                f"The other ranks of this worker could not be told of a step: {type(error).__name__}: {clause(error)}. "
+                f"The other ranks of this worker could not be sent a step: {type(error).__name__}: {clause(error)}. "
                 "Start it again."
             ) from error
         return head_rows

@@ -1,4 +1,4 @@
-"""Where a model comes from: a name in, a local folder with config.json, safetensors and tokenizer files out.
+"""Resolution of a model's name to a local folder with config.json, safetensors and tokenizer files.
 
 - A folder is taken as it is.
 - A .gguf file is converted once, to safetensors in the cache, and found there by name, size and time of change.
@@ -59,7 +59,10 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether `config`, a config.json, is of a mixture of experts. Each architecture has its own names for them."""
+    """Return whether `config`, a config.json, is of a mixture of experts.
+
+    Each architecture has its own field names for them.
+    """
     return any("expert" in name and value for name, value in config.items())
 
 

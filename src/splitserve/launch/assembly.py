@@ -148,7 +148,7 @@ def _grammars(
     )
     wake = pipe.waker.wake
     host = GrammarHost(loaded.folder, loaded.vocab_size, loaded.eos_token_ids, budget, wake)
-    # After the pool, whose threads wait for the host.
+    # After the pool, because its threads wait for the grammar host.
     closing.callback(host.close)
     pool = ThreadPoolExecutor(config.grammar_threads, thread_name_prefix="grammar")
     closing.callback(pool.shutdown, wait=False, cancel_futures=True)

@@ -127,7 +127,7 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
-    """What our kernels need, which alone compute quantized weights."""
+    """Yield a check for each option that quantized weights restrict, because only our kernels compute them."""
     if model.quantization is not None:
         for option, value, choices in (
             ("--dtype", model.dtype, ("auto", "bfloat16")),

@@ -31,8 +31,8 @@ from splitserve.launch.rank_group import RankPlace
 
 # Seconds a prefill rank tries to reach the bootstrap server of its own worker.
 REGISTER_TIMEOUT = 30.0
-# Descriptors that a rank may use, if the system allows it. Pending connections of the control port have no limit of
-# their own but the second that each has.
+# Limit of descriptors of a rank, if the system allows it. The number of pending connections of the control port is not
+# bounded; each has one second.
 MAX_DESCRIPTORS = 1 << 16
 
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds that nodes get to end their ranks and go.
 END_TIMEOUT = 10.0
-# Connections that wait for the listener in the kernel.
+# Size of the kernel's queue of connections that are not accepted yet.
 _BACKLOG = 1024
 
 
@@ -60,7 +60,7 @@ class NodeHead:
         # By node rank: of those that are in.
         self._nodes: dict[int, tuple[NodeConnection, NodeHello]] = {}
         self._greetings: set[asyncio.Task[None]] = set()
-        # Those whose connection has not authenticated yet.
+        # Tasks of the connections that have not authenticated yet.
         self._pending: PendingConnections[asyncio.Task[None]] = PendingConnections("node join port", SystemClock())
         self._watches: list[asyncio.Task[None]] = []
         self._is_full = asyncio.Event()

@@ -33,7 +33,7 @@ VERSION = 1
 # Seconds between two signs of life, and of silence after which the other side is lost.
 HEARTBEAT_INTERVAL = 2.0
 SILENCE_TIMEOUT = 15.0
-# Seconds a node waits for node 0 to answer its greeting. Node 0 waits for `HANDSHAKE_SECONDS`.
+# Seconds that a node waits for the answer of node 0 to its greeting. Node 0 itself waits for `HANDSHAKE_SECONDS`.
 GREETING_TIMEOUT = 10.0
 MAX_FRAME_BYTES = 1 << 20
 

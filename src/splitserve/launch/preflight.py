@@ -1,6 +1,6 @@
 """Checks of a worker before any process starts: its options against the files of the model and this machine.
 
-Imports no torch. What only a loaded model shows is left to the ranks.
+Imports no torch. The ranks check what needs a loaded model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.errors import ConfigError
 from splitserve.launch.fit import check_worker_fit, text_config
 
-# Least tokens of a context and of a KV pool: a short chat request with its template, and an answer.
+# Smallest context and KV pool, in tokens: a short chat request with its template, and an answer.
 MIN_TOKENS = 128
 # Files from which a tokenizer can be loaded.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")

@@ -1,4 +1,4 @@
-"""The figures that a worker logs when it is ready: what it serves, how it computes, and what that takes."""
+"""Figures that a worker logs when it is ready: model, kernels, limits and memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class TlsFiles:
 
     certfile: Path
     keyfile: Path
-    # Authorities of the certificates that clients must present. None: they need none.
+    # Authorities of the certificates that clients must present. None: clients need no certificate.
     ca_certs: Path | None = None
 
 

@@ -305,4 +305,4 @@ def _broke(what: str) -> WorkerUnavailableError:
 
 
 def _died(what: str) -> SchedulerLostError:
-    return SchedulerLostError(f"the {what} while it was needed: this worker ends, see its log; send the request again")
+    return SchedulerLostError(f"the {what}: this worker ends, see its log; send the request again")

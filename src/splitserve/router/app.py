@@ -66,7 +66,7 @@ ANY_WORKER_ROUTES = (
 # Who may come without a key, and what a client's key opens; all else is for operators.
 OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
 CLIENT_PATHS = ("/", *GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
-# Order of their schedulers in the merged list: clients read the throughput of the first one.
+# Order of the workers' schedulers in the merged list. Clients read the throughput of the first one.
 _GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
 
 _LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
@@ -245,7 +245,7 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.get("/ready", **operation("Return 200 if requests can be served", answer=fields(ready=BOOLEAN)))
     async def ready() -> Response:
         if reason := registry.unready_reason():
-            raise WorkerUnavailableError(f"{reason}: GET /workers says more")
+            raise WorkerUnavailableError(f"{reason}: GET /workers has more")
         return _json({"ready": True})
 
     @app.get("/health_generate", **_PROOF)
@@ -313,7 +313,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
 
 
 def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what SGLang's clients read of a single server. The schedulers that generate come first."""
+    """Return the merged fields that SGLang's clients read of a single server. Schedulers that generate come first."""
     workers = [w for mode in _GENERATING_FIRST for w in info[mode.value]]
     paths = [w["tokenizer_path"] for w in workers if "tokenizer_path" in w]
     states = [state for w in workers for state in w.get("internal_states", ())]

@@ -192,7 +192,7 @@ _OPTION_NAMES = {
 
 
 def _options() -> Iterator[tuple[str, str, Any]]:
-    """Yield field, option and type of all that argparse reads."""
+    """Yield field, option and type of each option for argparse."""
     for name, hint in get_type_hints(LBArgs).items():
         if name != "limits":
             kind = next((k for k in (*get_args(hint), hint) if k is not NoneType), str)

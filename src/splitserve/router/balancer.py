@@ -36,7 +36,7 @@ from splitserve.router.workers_file import WorkersFile
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a body that is parsed in the event loop, at most: about a millisecond.
+# Largest body that is parsed in the event loop, bytes: about a millisecond.
 _INLINE_BYTES = 256 << 10
 
 
@@ -127,7 +127,7 @@ class MiniLoadBalancer:
                 visit.log(client)
 
     async def _parse(self, raw: bytes) -> Body:
-        """Raises InvalidRequestError."""
+        """Parse the body of a request. Raises InvalidRequestError."""
         limits = self.args.limits
         if len(raw) <= _INLINE_BYTES:
             return parse_request(raw, limits)

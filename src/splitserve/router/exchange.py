@@ -44,7 +44,7 @@ class Call:
     # Seconds it may take.
     seconds: float
     journal: Journal
-    # Called when the prompt has been processed, as far as that shows before the end.
+    # Called when the prompt has been processed, if this is known before the answer ends.
     on_prefilled: Callable[[], None]
     # The prompt's logprobs are to be taken from the prefill's answer.
     merge_logprobs: bool = False
@@ -273,5 +273,5 @@ def _decode_json(body: bytes, worker: Worker) -> Any:
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError:
-        message = "the prefill worker answered with something that is not JSON: is it a worker?"
+        message = "the prefill worker sent an answer that is not JSON: check that it is a worker"
         raise UpstreamError.lost("prefill", worker.url, 502, message) from None

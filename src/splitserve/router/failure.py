@@ -24,7 +24,7 @@ from splitserve.errors import (
 )
 
 Headers = dict[str, str]
-# Codes of errors by which a worker reports that its scheduler, or its peer, is gone.
+# Codes of errors by which a worker reports the loss of its scheduler or its peer.
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
 # Of an answer, in a line of the log.
 _LOGGED_BYTES = 500
@@ -56,7 +56,7 @@ class UpstreamError(Exception):
         self.body = body
         self.cause = cause
         self.headers = headers or {}
-        # The worker, or its peer, hung or died while it had the request.
+        # True: the worker or its peer hung or died while it processed the request.
         self.is_worker_loss = self.code in _LOSS_CODES
 
     @property
@@ -97,7 +97,7 @@ class UpstreamError(Exception):
 
     @classmethod
     def lost(cls, side: str, url: str, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
-        """The worker could not be reached, went away or fell silent.
+        """Return the failure of a worker that could not be reached, ended, or sent nothing any more.
 
         `is_worker_loss`: False if it cannot have received the request, or if an operator ended its requests.
         """

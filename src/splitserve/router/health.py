@@ -1,12 +1,11 @@
-"""Watches every worker: whether it takes requests, and whether it lives at all. Runs as one task of the router.
+"""Health checks of all workers: whether each accepts requests and whether it is alive. One task of the router.
 
-What is asked of a worker, again and again
-1. `/health`: whether it takes requests. One that loads its model, drains or does not answer gets none meanwhile.
-2. `/get_load`, while this router has calls there: for this its scheduler must answer, too. A step that computes for
-   long delays the answer, so no answer is no proof. Every byte of an answer or a stream is one to the contrary.
-3. A worker that has given no sign of life for `hang_timeout` seconds, and was asked all the while, counts as hung: its
-   calls are broken off, and their requests go on elsewhere.
-   Time in which this router itself stood still does not count.
+1. `/health` of each worker: whether it accepts requests. A worker that loads its model, drains or does not answer gets
+   no requests.
+2. `/get_load`, while this router has calls at the worker: the scheduler must answer it. A long step delays the answer,
+   so a missing answer does not prove a hang. Every byte of an answer or a stream is a heartbeat.
+3. A worker without a heartbeat for `hang_timeout` seconds of continuous checks counts as hung. Its calls are aborted,
+   and their requests move to other workers. Time in which this router's event loop was blocked does not count.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class HealthMonitor:
         return status
 
     def _report(self, worker: Worker, cause: BaseException | None) -> None:
-        """Log why there is no connection, such as a certificate that does not fit, once for each reason."""
+        """Log why the worker cannot be reached, such as a certificate that does not fit. Once per reason."""
         if isinstance(cause, ConnectError) and worker.connect_error != str(cause):
             worker.connect_error = str(cause)
             logger.warning("worker cannot be reached url=%s reason=%r", worker.url, worker.connect_error)
@@ -115,6 +114,6 @@ class HealthMonitor:
 
 
 def _discount(worker: Worker, stall: float) -> None:
-    """Do not count seconds in which this event loop stood still as silence of the worker."""
+    """Exclude seconds in which this event loop was blocked from the silence of the worker."""
     if worker.silent_since is not None and stall > 0:
         worker.silent_since += stall

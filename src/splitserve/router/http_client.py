@@ -43,7 +43,7 @@ class HttpClient:
     """Owns its connections; use it inside one running event loop, then `close` it."""
 
     def __init__(self, connect_timeout: float, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: for servers at https URLs. None: what the system trusts."""
+        """Create a client. `tls`: for servers at https URLs. None: the certificates that the system trusts."""
         self._connect_timeout = connect_timeout
         self._loop = asyncio.get_running_loop()
         # Connections without a request, the last used at the right.

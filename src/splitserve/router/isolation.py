@@ -1,4 +1,4 @@
-"""Isolation of requests under suspicion.
+"""Isolation of suspect requests.
 
 A worker that hangs or dies leaves several requests whose prompts it was processing. One of them may be the cause. They
 are sent to the next workers one at a time for each worker, so a second failure hits only the request that caused it.
@@ -12,10 +12,10 @@ from contextlib import suppress
 
 
 class IsolationTurn:
-    """The right to be the only request under suspicion at some workers. `begin` it, and `end` it whatever happens.
+    """Right to be the only suspect request at some workers. Call `begin`, then `end` in every case.
 
-    `locks`: those of the workers, always in the same order. `wait`: seconds to wait for them at most; the request goes
-    on without them then. `limit`: seconds after which the turn ends by itself.
+    `locks`: those of the workers, always in the same order. `wait`: seconds to wait for the locks; after that, the
+    request goes on without them. `limit`: seconds after which the turn ends by itself.
     """
 
     def __init__(self, locks: Iterable[asyncio.Lock], *, wait: float, limit: float) -> None:
@@ -34,7 +34,7 @@ class IsolationTurn:
         self._timer = asyncio.get_running_loop().call_later(self._limit, self.end)
 
     def end(self) -> None:
-        """Idempotent."""
+        """Release the locks. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         while self._held:

@@ -1,4 +1,4 @@
-"""Values of clients in lines of the log."""
+"""Values from clients, made safe for lines of the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORD = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
 
 
 def one_word(value: object) -> str:
-    """Return one word, whatever a client wrote, so that it cannot begin a line or a field of the log. None: `-`."""
+    """Return a client's value as one word that cannot begin a line or a field of the log. None: `-`."""
     if value is None:
         return "-"
     text = str(value)

@@ -19,7 +19,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "splitserve_router:requests", "Requests taken, by route", ["route"], registry=self.registry
+            "splitserve_router:requests", "Requests received, by route", ["route"], registry=self.registry
         )
         self.errors = Counter(
             "splitserve_router:errors",
@@ -44,13 +44,15 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.disconnects = Counter(
-            "splitserve_router:disconnects", "Clients that left before their answer's end", registry=self.registry
+            "splitserve_router:disconnects",
+            "Clients that disconnected before the end of the answer",
+            registry=self.registry,
         )
         self.running = Gauge(
-            "splitserve_router:num_requests_running", "Requests that have a place", registry=self.registry
+            "splitserve_router:num_requests_running", "Requests that workers process", registry=self.registry
         )
         self.waiting = Gauge(
-            "splitserve_router:num_requests_waiting", "Requests without a place", registry=self.registry
+            "splitserve_router:num_requests_waiting", "Requests that wait for admission", registry=self.registry
         )
         self.duration = Histogram(
             "splitserve_router:request_duration_seconds",

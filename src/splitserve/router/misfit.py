@@ -1,4 +1,4 @@
-"""What two workers differ in that cannot form a pair, as one of them reported it. Pure."""
+"""Difference between two workers that cannot form a pair, read from the error of one of them. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import msgspec
 
 from splitserve.errors import IncompatiblePeerError
 
-# In the worker's message, behind its peer's address, which is for operators alone.
+# The worker's message begins with the address of its peer, which is for operators only.
 _REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)
 _MAX_CHARACTERS = 500
 
 
 class Misfit(str):
-    """The difference, with both values."""
+    """Difference between two workers, with both values."""
 
     __slots__ = ()
 
 
 def misfit_in(body: bytes) -> Misfit | None:
-    """The difference that an error reports; None: it is another error."""
+    """Return the difference that an error reports. None: the error is another one."""
     try:
         error = msgspec.json.decode(body)["error"]
         if error["code"] != IncompatiblePeerError.reason:

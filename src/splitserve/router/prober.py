@@ -144,7 +144,7 @@ async def generate(upstream: Upstream, worker: Worker) -> str | None:
 
 
 async def context_length(upstream: Upstream, worker: Worker) -> int | None:
-    """Return the tokens that a request may have there. None: the worker does not report it."""
+    """Return the tokens that a request may have on the worker. None: the worker does not report it."""
     try:
         status, answer, _ = await upstream.ask(worker, "GET", "/get_model_info")
         found = msgspec.json.decode(answer).get("max_model_len") if status == 200 else None
@@ -154,7 +154,7 @@ async def context_length(upstream: Upstream, worker: Worker) -> int | None:
 
 
 async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
-    """Have the pair serve a request of two tokens; what is wrong, a Misfit if the two cannot form a pair."""
+    """Send a request of two tokens through the pair. Return the problem: a Misfit if the two are incompatible."""
     params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
     raw = msgspec.json.encode(pair_body("/generate", body, pair.prefill.host, pair.prefill.bootstrap_port))

@@ -39,7 +39,10 @@ BlockHashes = Mapping[int, Sequence[int]]
 
 
 class PromptReader:
-    """`max_tokens`: returns the longest context served; longer prompts are not tokenized. `close` it."""
+    """Reader of prompts.
+
+    `max_tokens` returns the longest context served; longer prompts are not tokenized. `close` it after use.
+    """
 
     def __init__(self, max_tokens: Callable[[], int | None] = lambda: None) -> None:
         self._max_tokens = max_tokens

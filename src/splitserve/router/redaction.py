@@ -1,4 +1,4 @@
-"""Removal of workers' addresses from what a client reads.
+"""Removal of workers' addresses from messages for clients.
 
 An error of a worker may name its peer. That helps an operator, who finds it in the router's log, and it shows a client
 the inside of the cluster.

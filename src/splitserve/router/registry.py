@@ -31,7 +31,7 @@ from splitserve.router.proof import Proof
 from splitserve.router.worker import Pair, Worker
 
 FORGET_AFTER = 60.0
-# Seconds after which a pair that did not fit is given a request again, or is probed before.
+# Seconds after which an incompatible pair gets a request again, if no probe succeeds earlier.
 MISFIT_SECONDS = 60.0
 NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
 
@@ -110,12 +110,12 @@ class WorkerRegistry:
         return True
 
     def add_misfit(self, pair: Pair, reason: str) -> None:
-        """Remember for a while that a pair cannot serve requests. No-op if either has been replaced meanwhile."""
+        """Store for a while that a pair cannot serve requests. No-op if either worker has been replaced since."""
         if all(self._workers.get(worker.url) is worker for worker in (pair.prefill, pair.decode)):
             pair.prefill.add_misfit(pair.decode, reason, self._clock.now() + MISFIT_SECONDS)
 
     def forget_misfits(self) -> None:
-        """Drop those that are long ago, or of a partner that is not registered any more."""
+        """Drop misfits that have expired, or with a partner that is not registered any more."""
         now = self._clock.now()
         for worker in self._workers.values():
             for partner, (_, until) in list(worker.misfits.items()):
@@ -136,7 +136,7 @@ class WorkerRegistry:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest request that some worker can serve."""
+        """Return the tokens of the longest request that some worker can serve."""
         known = [w.context_length for w in self._workers.values() if w.context_length is not None]
         return max(known, default=DEFAULT_CONTEXT_LENGTH)
 
@@ -207,9 +207,9 @@ class WorkerRegistry:
         return self.select_pair(wish, avoid, decode)
 
     def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None) -> Pair:
-        """A pair that fits together, with `decode` if that was chosen and fits any.
+        """Return a compatible pair, with `decode` if it was chosen and is compatible with any prefill worker.
 
-        Raises WorkerUnavailableError naming each pool that has no healthy worker.
+        Raises WorkerUnavailableError that names each pool without a healthy worker.
         """
         missing = [
             self._describe_missing(mode)
@@ -222,7 +222,7 @@ class WorkerRegistry:
         if not prefills:
             decode, prefills = None, self._fitting_prefills(avoid)
         if not prefills:
-            raise WorkerUnavailableError(f"{NO_PAIR_FITS}: GET /workers says why")
+            raise WorkerUnavailableError(f"{NO_PAIR_FITS}: GET /workers has the reason")
         prefill = self._choose_of(DisaggregationMode.PREFILL, prefills, wish, avoid)
         if decode is None:
             decodes = [w for w in self._takers(DisaggregationMode.DECODE, avoid) if w not in prefill.misfits]
@@ -252,7 +252,7 @@ class WorkerRegistry:
         return " and ".join(reason for reason in reasons if reason is not None)
 
     def _misfit_of_ready(self) -> str | None:
-        """Why no two workers that are ready fit together; None: some do."""
+        """Return why no two ready workers are compatible. None: some are."""
         modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
         prefills, decodes = ([w for w in self.pool(mode) if w.unready_reason is None] for mode in modes)
         for prefill in prefills:
@@ -285,7 +285,7 @@ class WorkerRegistry:
         return self._policies[mode].choose(trusted, wish)
 
     def _fitting_prefills(self, avoid: Avoid, decodes: list[Worker] | None = None) -> list[Worker]:
-        """Prefill workers that can serve a request with one of `decodes`. None: with any that takes requests."""
+        """Return the prefill workers compatible with one of `decodes`. None: with any that accepts requests."""
         decodes = self._takers(DisaggregationMode.DECODE, avoid) if decodes is None else decodes
         prefills = self._takers(DisaggregationMode.PREFILL, avoid)
         return [p for p in prefills if any(d not in p.misfits for d in decodes)]

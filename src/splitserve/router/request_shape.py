@@ -1,4 +1,4 @@
-"""The shape of a request, for logs: sizes, and names of known fields. Nothing that the client wrote."""
+"""Shape of a request, for logs: sizes and names of known fields. It contains no text from the client."""
 
 from __future__ import annotations
 

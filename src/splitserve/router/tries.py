@@ -1,16 +1,16 @@
-"""One client request from its arrival to its last byte, over as many workers as it takes.
+"""Execution of one client request from its arrival to its last byte, with retries on other workers.
 
-1. It gets what stays the same in every try: an id, seeds, the time it came.
-2. Where the policy asks for it, its prompt is read. A pair is chosen and serves it, or one worker: a decode worker
-   that computes a short prompt itself, or a colocated one.
-3. A side that fails is blamed, and another is chosen. Before the first byte the whole request is sent again; after it
-   the next workers get the journal of the stream and go on behind the last delta that the client was told.
-4. There is an end to that: a request at fault, a stream without a journal, `max_retries` tries without a token, the
-   request's deadline, nobody left. Then the cause is raised, with what was tried.
-5. A worker that hangs or dies while it processes the prompt makes the request a suspect. Its next try is isolated from
-   other suspects (`isolation.py`). After `max_prefill_retries` of them it ends as a poison request.
+1. The request gets the values that are equal in every attempt: an id, seeds, its arrival time.
+2. If the policy needs it, the prompt is read. Then a pair is chosen to serve the request, or one worker: a decode
+   worker that computes a short prompt itself, or a colocated one.
+3. If a worker fails, its fault is counted and another is chosen. Before the first byte the whole request is sent again.
+   After it, the next workers get the journal of the stream and continue after the last delta that the client received.
+4. Attempts end if the request is invalid, its stream has no journal, `max_retries` retries gave no token, its deadline
+   has passed, or no worker is left. Then the cause is raised, with the attempts.
+5. A worker that hangs or dies while it processes the prompt makes the request a suspect. The next attempt is isolated
+   from other suspects (`isolation.py`). After `max_prefill_retries` such attempts it ends as a poison request.
 
-It does not know what a prompt or a token is, but how many there are.
+It counts prompts and tokens, and does not read them.
 """
 
 from __future__ import annotations
@@ -53,14 +53,17 @@ logger = logging.getLogger(__name__)
 
 # Codes of errors that are the reporting side's own. Others may quote the partner, or are nobody's fault (503).
 _OWN_FAULTS = ("engine_error", "internal_error")
-# Of an id in messages.
+# Longest part of an id that messages contain, characters.
 _SHOWN_CHARACTERS = 128
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
 class Tries:
-    """`timeout`: seconds from now for all of them. `max_retries`, `max_prefill_retries`: see above. `hang_timeout`:
-    seconds after which a worker without a sign of life counts as hung."""
+    """Attempts of one request. `timeout`: seconds from now for all of them.
+
+    `max_retries`, `max_prefill_retries`: see above. `hang_timeout`: seconds without a heartbeat after which a worker
+    counts as hung.
+    """
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class Tries:
         self._num_told = 0
         # Workers that hung or died while they processed the prompt.
         self._num_prefill_losses = 0
-        # The present try: whether its prompt has been processed, and its turn if the request is a suspect.
+        # Current attempt: whether its prompt has been processed, and its isolation turn if the request is a suspect.
         self._is_prefilled = False
         self._turn: IsolationTurn | None = None
 
@@ -121,7 +124,7 @@ class Tries:
 
     @property
     def _name(self) -> str:
-        """For messages."""
+        """Return the name of the request for messages."""
         return f"request {str(self.rid)[:_SHOWN_CHARACTERS]}"
 
     @property
@@ -159,13 +162,13 @@ class Tries:
             raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from nobody
 
     async def _isolated(self, target: Pair | Worker) -> Pair | Worker:
-        """Return when no other suspect is at `target`, or at another target if that fails meanwhile.
+        """Wait until no other suspect is at `target`. Return `target`, or another if that fails in the meantime.
 
-        At once unless this request is a suspect.
+        Returns at once unless this request is a suspect.
         """
         while self._num_prefill_losses and not self.journal.lines:
             locks = [worker.isolation for worker in _workers(target)]
-            # A hang of the suspect before this one is detected in time.
+            # Long enough to detect a hang of the previous suspect.
             wait, limit = 2.0 * self._hang_timeout, 1.5 * self._hang_timeout
             self._turn = IsolationTurn(locks, wait=min(wait, self.seconds_left), limit=limit)
             await self._turn.begin()
@@ -256,7 +259,7 @@ class Tries:
             target = self._registry.select(self._wish, self._avoid)
         except WorkerUnavailableError as nobody:
             if misfit_in(error.body):
-                # What differs is for operators.
+                # The difference is for operators only.
                 raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from None
             raise self._explained(error, f"it cannot go on elsewhere, for {nobody.message}") from None
         if self._avoid.suspects.issuperset(_workers(target)):
@@ -269,7 +272,7 @@ class Tries:
         return target
 
     def _count_prefill_loss(self, error: UpstreamError) -> None:
-        """Raises PoisonRequestError if it was one too many."""
+        """Count a worker lost in prefill. Raises PoisonRequestError if it is one too many."""
         if not error.is_worker_loss or self._is_prefilled or self.journal.lines:
             return
         self._num_prefill_losses += 1
@@ -297,7 +300,7 @@ class Tries:
             return
         if isinstance(target, Pair) and (misfit := misfit_in(error.body)):
             self._registry.add_misfit(target, misfit)
-            # One less: it takes no further attempt to learn it.
+            # An incompatible pair does not count as a failed attempt.
             self._num_failures -= 1
             return
         is_partners = error.code == PeerLostError.reason

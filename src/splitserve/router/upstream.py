@@ -33,9 +33,10 @@ _JSON = {"content-type": "application/json"}
 
 
 class Upstream:
-    """The router's way to its workers. Owns the connections to all of them; open it inside a running event loop.
+    """Connections of the router to its workers. Open it inside a running event loop.
 
-    `key_header`: what opens the workers. `tls`: for workers at https URLs. None: what the system trusts.
+    `key_header`: header with the key of the workers. `tls`: for workers at https URLs. None: the certificates that the
+    system trusts.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Upstream:
             answer.close()
 
     def lost(self, worker: Worker, side: str, error: Exception) -> UpstreamError:
-        # Clients read this: the address is in the error's `url`, for the log.
+        # For clients, so without the address. The log takes that from the error's `url`.
         name = f"the {side} worker"
         if isinstance(error, ConnectError):
             self._registry.mark_unhealthy(worker)

@@ -36,7 +36,7 @@ class Worker:
     bootstrap_port: int | None = None
     # Given on the command line: never forgotten. A registered one is, when it stays away.
     is_static: bool = False
-    # Tokens that a request may have there. None: not known yet, or the worker does not report it.
+    # Tokens that a request may have on this worker. None: not known yet, or not reported.
     context_length: int | None = None
     # False from a failed connection or health check until the next check that succeeds.
     healthy: bool = True
@@ -60,15 +60,15 @@ class Worker:
     num_running_of_rank: Counter[int] = field(default_factory=Counter)
     # Whether a request can come through there.
     proof: Proof = field(default_factory=Proof)
-    # Partners with which it cannot serve a request: what differs, and the clock time until which that counts.
+    # Incompatible partners: the difference, and the clock time until which it counts.
     misfits: dict[Worker, tuple[str, float]] = field(default_factory=dict, repr=False)
-    # Why the last attempt to connect failed, as logged. Empty: it succeeded.
+    # Reason why the last attempt to connect failed, as logged. Empty: it succeeded.
     connect_error: str = ""
     # Why its calls were broken off, while that is so.
     broken_off: str | None = None
-    # That is because it hangs. False: an operator wanted it.
+    # True: its calls were aborted because it hangs. False: an operator requested it.
     is_hung: bool = False
-    # Held by the one request under suspicion that may be there, see `isolation.py`.
+    # Held by the one suspect request that may be at this worker, see `isolation.py`.
     isolation: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
     _faults: float = 0.0
@@ -120,7 +120,7 @@ class Worker:
     def mark_healthy(self, now: float) -> None:
         if not self.healthy:
             self.returned_at = now
-            # It may have been started again, with other options.
+            # The worker may have been restarted with other options.
             self.forget_misfits()
         self.healthy = True
         self.unhealthy_since = None
@@ -132,11 +132,11 @@ class Worker:
             self.proof.begin_anew()
 
     def add_misfit(self, partner: Worker, reason: str, until: float) -> None:
-        # A plain string: only that can be encoded.
+        # `reason` may be a subclass of str, which cannot be encoded.
         self.misfits[partner] = partner.misfits[self] = str(reason), until
 
     def forget_misfits(self, partner: Worker | None = None) -> None:
-        """Forget that it does not fit `partner`. None: any of them."""
+        """Forget that this worker is incompatible with `partner`. None: with any."""
         for other in list(self.misfits) if partner is None else [partner]:
             self.misfits.pop(other, None)
             other.misfits.pop(self, None)

@@ -1,4 +1,4 @@
-"""TLS of clients of the workers: which certificates workers must present, and which one the client presents."""
+"""TLS contexts for connections to workers: trusted authorities, and the client's own certificate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ CA_OPTION, CERT_OPTION, KEY_OPTION = "--worker-ssl-ca-certs", "--worker-ssl-cert
 
 
 def worker_tls(ca_certs: Path | None, certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
-    """Return the context of clients of workers at https URLs. None: what the system trusts, and no own certificate.
+    """Return the context for workers at https URLs.
+
+    None: no own certificate, and the certificates that the system trusts.
 
     `ca_certs`: authority of the workers' certificates. `certfile`, `keyfile`: for workers that require a certificate.
     Raises ConfigError.
@@ -26,7 +28,7 @@ def worker_tls(ca_certs: Path | None, certfile: Path | None, keyfile: Path | Non
         raise ConfigError(f"{CA_OPTION} {ca_certs}: {error.strerror or 'no PEM certificate'}") from None
     if certfile is not None:
         try:
-            # An empty password: no user is there to enter one.
+            # An empty password, because no user can enter one.
             context.load_cert_chain(certfile, keyfile, password="")
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error

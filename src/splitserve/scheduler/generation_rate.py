@@ -1,8 +1,8 @@
-"""The rate at which a scheduler generates, measured while it is busy."""
+"""Rate at which a scheduler generates tokens, measured while it is busy."""
 
 from __future__ import annotations
 
-# Seconds over which a rate is measured, at least.
+# Shortest interval over which a rate is measured, seconds.
 INTERVAL = 1.0
 
 
@@ -26,7 +26,7 @@ class GenerationRate:
             self._began = now
 
     def stop(self, now: float) -> None:
-        """The scheduler became idle. A busy time shorter than an interval still gives a rate."""
+        """End the interval, because the scheduler is idle. A busy time shorter than an interval still gives a rate."""
         if not self._is_measured:
             self._close(now)
         self._began, self._num_tokens, self._is_measured = None, 0, False

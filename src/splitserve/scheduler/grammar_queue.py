@@ -1,12 +1,12 @@
-"""Requests whose grammar is being compiled, before any role knows them: they hold no page, no row and no room.
+"""Queue of requests that wait for their compiled grammar, before they enter a role: no page, row or room is held.
 
-1. `add` finds the grammar in the cache, or gives it to a pool of threads; equal grammars are compiled once.
-2. A thread that is done wakes the scheduler, whose next `pop` starts a matcher for each request. Requests whose first
-   mask is ready are handed out, so a prompt never waits for one when its last chunk is computed.
-3. A request whose grammar is at fault, or not compiled by its deadline, comes back with its error. What a thread has
-   begun goes on and enters the cache, so that the request may succeed when it is sent again.
+1. `add` finds the grammar in the cache, or submits it to a pool of threads. Equal grammars are compiled once.
+2. A thread that is done wakes the scheduler, whose next `pop` starts a matcher for each request. `pop`
+   returns requests with their first mask ready, so the last chunk of a prompt never waits for a mask.
+3. `pop` returns a request with an error if its grammar is invalid or not compiled by the deadline. A compilation in
+   progress goes on and enters the cache, so that a retry of the request may succeed.
 
-It knows neither the library behind the compiler nor roles.
+It depends neither on the library behind the compiler nor on roles.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class GrammarQueue:
 
 
 def _is_decided(request: Request, future: Future[CompiledGrammar]) -> bool:
-    """Whether the request's matcher is ready or cannot be. Starts the matcher if the grammar is compiled."""
+    """Return whether the request's matcher is ready or has failed. Starts the matcher if the grammar is compiled."""
     if not future.done():
         return False
     if request.grammar is None:

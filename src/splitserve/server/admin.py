@@ -160,7 +160,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
 
 
 def _internal_state(front: FrontEnd, state: SchedulerState) -> dict[str, Any]:
-    """One scheduler's snapshot, with the fields that SGLang's clients read."""
+    """Return one scheduler's state with the fields that SGLang's clients read."""
     num_drafts = state.spec_decode_num_drafts_total
     accepted = 1.0 + state.spec_decode_num_accepted_tokens_total / num_drafts if num_drafts else None
     return {

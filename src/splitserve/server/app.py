@@ -73,7 +73,7 @@ def build_app(
         timeout=config.server.limits.body_timeout,
         memory=front.request_memory,
     )
-    # Added last, so checked first: without a key no body is read.
+    # Added last, so it runs first: without a key no body is read.
     if config.server.api_key_file is not None:
         keys = ApiKeys(read_keys(Path(config.server.api_key_file), "--api-key-file"))
         app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())

@@ -68,14 +68,14 @@ class FrontEnd:
     metrics: WorkerMetrics
     # None where the role stays what it is.
     role_switch: RoleSwitchPort | None = None
-    # None: nothing asks for one.
+    # None: the schedulers' heartbeat is not checked.
     heartbeat: Heartbeat | None = None
     # While it changes: the role it is to have.
     switching_to: DisaggregationMode | None = None
     # By data parallel rank.
     scheduler_pids: tuple[int, ...] = ()
     clock: Clock = field(default_factory=SystemClock)
-    # Memory that requests take in this process.
+    # Memory of the requests in this process.
     request_memory: RequestMemory = field(default_factory=RequestMemory)
     prompt_pool: PromptPool = field(default_factory=PromptPool)
 
@@ -89,7 +89,7 @@ class FrontEnd:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a request may have. Until the model is loaded: the usual number."""
+        """Return the tokens that a request may have. Until the model is loaded: a default."""
         info = self.scheduler.info
         return DEFAULT_CONTEXT_LENGTH if info is None else info.max_total_tokens_per_request
 

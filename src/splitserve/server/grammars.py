@@ -1,6 +1,6 @@
-"""From what a client asks its output to look like to a GrammarSpec, or an InvalidRequestError that names the field.
+"""Conversion of a request's output constraints to a GrammarSpec, or an InvalidRequestError that names the field.
 
-Only the outer form is checked here: one constraint at a time, valid JSON, size, depth and references. The compiler
+This module checks only the outer form: one constraint at a time, valid JSON, size, depth and references. The compiler
 checks the grammar itself, before the request is scheduled or paired.
 """
 

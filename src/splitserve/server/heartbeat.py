@@ -1,4 +1,4 @@
-"""The heartbeat of a worker's schedulers. `/health` reads its age and does not wait for a scheduler itself."""
+"""Heartbeat of a worker's schedulers. `/health` reads its age and does not wait for a scheduler itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitserve.messages import SchedulerState
 
 # Seconds between two requests for a heartbeat.
 INTERVAL = 5.0
-# Seconds without one after which the schedulers count as dead: several times the longest step.
+# Age of the last heartbeat after which schedulers count as dead, seconds: several times the longest step.
 MAX_AGE = 60.0
 
 
@@ -20,7 +20,7 @@ class StatesPort(Protocol):
 
 
 class Heartbeat:
-    """`run` it as a task."""
+    """Age of the last heartbeat. Run `run` as a task."""
 
     def __init__(self, schedulers: StatesPort, clock: Clock) -> None:
         self._schedulers = schedulers
@@ -28,18 +28,18 @@ class Heartbeat:
         self._last = clock.now()
 
     async def run(self, interval: float = INTERVAL) -> None:
-        """Ask until cancelled. Schedulers that ended are reported otherwise."""
+        """Request heartbeats until cancelled. Ended schedulers are reported elsewhere."""
         while True:
             try:
                 await self._schedulers.states(timeout=interval)
                 self._last = self._clock.now()
             except SplitserveError:
-                # The next one may come: the age counts.
+                # A later one may succeed: only the age counts.
                 pass
             await asyncio.sleep(interval)
 
     def problem(self) -> str | None:
-        """Why no request can be served. None: the last heartbeat is recent."""
+        """Return why no request can be served. None: the last heartbeat is recent."""
         age = self._clock.now() - self._last
         if age <= MAX_AGE:
             return None

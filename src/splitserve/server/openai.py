@@ -36,7 +36,7 @@ from splitserve.server.stream import stream_response, unless_disconnected
 DEFAULT_COMPLETION_TOKENS = 16
 
 B = TypeVar("B", bound=OpenAIBody)
-# Returns the form of the response and its samples, from the body, its ids, and one name for messages.
+# Function of the body, its ids and a name for messages. Returns the form of the response and its samples.
 Prepare = Callable[[FrontEnd, B, str | list[str], str], tuple[Form, FanOut]]
 
 

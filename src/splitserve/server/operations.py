@@ -1,4 +1,4 @@
-"""Descriptions of the routes that a router and its workers both have, with the same bodies and answers."""
+"""OpenAPI descriptions of the routes that router and workers share, with the same bodies and answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Threads that parse, render and tokenize large requests, so that the event loop goes on with the others.
+"""Threads that parse, render and tokenize large requests, so that these do not block the event loop.
 
-Small requests are worked on at once, in the event loop. The others wait in one of two lanes by size. Each lane has its
+Small requests are processed at once, in the event loop. The others wait in one of two lanes by size. Each lane has its
 own thread, so that a client that sends the largest requests delays only requests of that size.
 """
 
@@ -15,17 +15,17 @@ from splitserve.errors import CapacityError, DeadlineExceededError
 
 T = TypeVar("T")
 
-# Bytes of a body that is worked on in the event loop, at most: some milliseconds of tokenization.
+# Largest body that is processed in the event loop, bytes: some milliseconds of tokenization.
 INLINE_BYTES = 8 << 10
-# Bytes of a body in the lane of medium requests, at most.
+# Largest body in the lane of medium requests, bytes.
 MEDIUM_BYTES = 256 << 10
 MAX_WAITING = 256
-# Seconds a request may wait for its lane and be worked on there.
+# Seconds that a request may take in its lane, with its wait.
 TIMEOUT = 60.0
 
 
 class PromptPool:
-    """`max_waiting`: requests in each lane. `timeout`: seconds of each. `close` it."""
+    """Two lanes of threads. `max_waiting`: requests in each lane. `timeout`: seconds per request. `close` it."""
 
     def __init__(self, max_waiting: int = MAX_WAITING, timeout: float = TIMEOUT) -> None:
         self._medium = _Lane("medium-prompts", max_waiting, timeout)
@@ -41,7 +41,7 @@ class PromptPool:
         return await (self._medium if num_bytes <= MEDIUM_BYTES else self._large).run(work)
 
     def close(self) -> None:
-        """Cancel what has not begun. Idempotent."""
+        """Cancel work that has not begun. Idempotent."""
         self._medium.close()
         self._large.close()
 

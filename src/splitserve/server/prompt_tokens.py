@@ -15,14 +15,14 @@ from splitserve.server.tools import ToolUse, readable_calls
 
 
 def tokenize(tokenizer: Tokenizer, prompt: str | list[int], max_tokens: int | None = None) -> list[int]:
-    """Raises PromptTooLongError for a text that certainly has more than `max_tokens` tokens, before it is tokenized."""
+    """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes all of a text that is too long."""
     return tokenizer.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else prompt
 
 
 def chat_tokens(
     tokenizer: Tokenizer, body: ChatBody, max_tokens: int | None = None
 ) -> tuple[list[int], ToolUse | None]:
-    """The conversation as its model reads it, and what may be called. Raises InvalidRequestError as `tokenize`."""
+    """Return the tokens of a conversation and its callable tools. Raises InvalidRequestError as `tokenize`."""
     continues = bool(body.continue_final_message)
     template = tokenizer.chat_template
     chat = validation.chat_messages(body.messages, continue_final_message=continues)

@@ -1,4 +1,4 @@
-"""From the body of a request to what a route makes of it, off the event loop if the body is large."""
+"""Conversion of a request's body to the values that its route needs, off the event loop if the body is large."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
-# Warnings that were logged: each text once, and this many texts.
+# Warnings that were logged: each text once, up to this many texts.
 _MAX_LOGGED = 256
 _logged: set[str] = set()
 
 
 async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict[str, Any]], T]) -> T:
-    """Return what `prepare` makes of the body's JSON object. It may run in another thread.
+    """Return the result of `prepare` for the body's JSON object. It may run in another thread.
 
-    Raises InvalidRequestError, what `prepare` raises, and WorkerUnavailableError if the role of the worker changed.
+    Raises InvalidRequestError, the errors of `prepare`, and WorkerUnavailableError if the role of the worker changed.
     """
     raw = await request.body()
     mode, limits = front.mode, front.config.server.limits
@@ -37,7 +37,7 @@ async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict
 
 
 async def read_body(front: FrontEnd, request: Request, model: type[B]) -> B:
-    """Return the body as `model`, for routes that do not warn of unknown fields. Raises as `read_object`."""
+    """Return the body as `model`, for routes that do not warn about unknown fields. Raises as `read_object`."""
     return await read_object(front, request, lambda body: validation.parse(model, body))
 
 

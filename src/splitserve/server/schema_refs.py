@@ -10,9 +10,9 @@ from typing import Any
 
 from splitserve.errors import InvalidRequestError
 
-# Keywords whose values are data, in which "$ref" is a name like any other.
+# Keywords with data as their value. "$ref" in that data is an ordinary name.
 _DATA = frozenset(["const", "default", "enum", "example", "examples"])
-# Keywords whose values are objects of schemas by name.
+# Keywords with an object of schemas by name as their value.
 _NAMED_SCHEMAS = frozenset(
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"]
 )
@@ -68,7 +68,7 @@ def _references(value: object, path: str) -> Iterator[tuple[str, str, object]]:
 
 
 def _leads_somewhere(schema: Any, target: str) -> bool:
-    """Whether the JSON pointer after "#" leads to a value in `schema`."""
+    """Return whether the JSON pointer after "#" leads to a value in `schema`."""
     for escaped in target.split("/")[1:]:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):

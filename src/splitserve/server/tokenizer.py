@@ -21,9 +21,9 @@ from splitserve.server.chat_template import ChatTemplate, Messages
 _PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast", "TokenizersBackendFast"})
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Characters of a token of usual text, at most: shorter prompts are tokenized without a check of their length.
+# Characters per token of usual text, at most. A text that is short by this measure is tokenized without a check.
 _USUAL_CHARS_PER_TOKEN = 8
-# Characters that the check tokenizes at once, and tokens that a cut between two pieces adds at most.
+# Characters that the check tokenizes at once, and the most tokens that a cut between two pieces adds.
 _PIECE_CHARS = 32_768
 _TOKENS_PER_CUT = 64
 
@@ -59,21 +59,22 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Raises PromptTooLongError before it tokenizes a text that has far more than `max_tokens` tokens."""
+        """Return the tokens of a text. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`."""
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # `backend.encode` holds the interpreter's lock until it ends, which stops every other thread. This does not.
+        # `backend.encode` holds the interpreter's lock until it ends, which blocks every other thread. `encode_batch`
+        # does not.
         [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def _check_length(self, text: str, max_tokens: int) -> None:
-        """Count the tokens of one piece after the other until they are too many.
+        """Count the tokens piece by piece and raise PromptTooLongError as soon as they are too many.
 
-        A cut between two pieces may split a token, or a word in another way: those few tokens are allowed for.
+        A cut between two pieces may split a token or a word differently. The count allows for these few tokens.
         """
         if len(text) <= _USUAL_CHARS_PER_TOKEN * max_tokens:
             return
@@ -84,14 +85,14 @@ class Tokenizer:
             if num_tokens > max_tokens:
                 raise PromptTooLongError(
                     f"the prompt has {len(text)} characters, its first {start + len(piece)} more than {max_tokens} "
-                    "tokens, which is all that a request has room for: shorten it",
+                    "tokens, which is the limit of a request: shorten it",
                 )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def encode_chat(self, messages: Messages, *, max_tokens: int | None = None, **options: Any) -> list[int]:
-        """Prompt tokens of a conversation; `options` as for ChatTemplate.render, `max_tokens` as for `encode`."""
+        """Return the tokens of a conversation. `options` as for ChatTemplate.render, `max_tokens` as for `encode`."""
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions or /generate with a plain prompt",

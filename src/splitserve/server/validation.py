@@ -172,7 +172,7 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 _CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Characters of a wrong value that an error repeats.
+# Longest part of a wrong value that an error repeats, characters.
 _MAX_ECHO = 32
 
 

@@ -55,8 +55,9 @@ class FakeGrammar:
 
 
 class FakeMatcher:
-    """GrammarMatcher whose masks are ready unless a test sets `is_slow`; with
-    `is_expected`, the scheduler expects them.
+    """GrammarMatcher with masks that are ready unless a test sets `is_slow`.
+
+    With `is_expected`, the scheduler expects a slow mask within the step.
     """
 
     failure: SplitserveError | None = None

@@ -4,7 +4,7 @@
   reply   ticket id, length of the refusal | refusal                              receiver -> sender
 
 A range is (region u32, offset u64, length u64) of the receiver's memory. The bytes of a write follow as the backend
-sends them. An empty refusal says yes; to what, the backend says.
+sends them. An empty refusal means acceptance; the backend defines of what.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Groups of two: the classes of torch.distributed, for one connection between two workers and no longer.
+"""Groups of two members in torch.distributed, each for the lifetime of one connection between two workers.
 
-1. Both ends make their half at the same time and meet as `rendezvous.py` says; gloo's waits as `meeting.py` does.
+1. Both ends create the group at the same time (`rendezvous.py`). Gloo's wait is in `meeting.py`.
 2. Tensors are sent and received in order. A receiver's wait ends with the data connection, or at its deadline.
-3. `close` is the fence: no memory handed to the group is read or written any more. A group is never mended.
+3. `close` is the fence: no memory handed to the group is read or written any more. A broken group is never repaired.
 
-The process's default group, which tensor parallelism may use, is not touched. Knows tensors only.
+The process's default group, which tensor parallelism may use, is not used. This module handles tensors only.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """When this returns, no tensor is read or written any more. Shuts the data connection. Idempotent."""
+        """Close the group and shut the data connection. On return, no tensor is read or written. Idempotent."""
         ...
 
 
 class GlooGroup:
     """Gloo over TCP, on the address at which the data connection runs.
 
-    Gloo has no abort. What breaks a group is a wait that times out; it closes the pair's connection, and from then on
-    gloo's thread touches no buffer. Nor does a wait for an operation that is half-way end when the group breaks: only
-    those do that have not begun. So every tensor is followed by a mark of one byte, and it is the mark that is
-    waited for: when it has come, so has the tensor.
+    Gloo has no abort. A group breaks when a wait times out: gloo then closes the pair's connection, and its thread uses
+    no buffer any more. If a group breaks, gloo ends the waits for operations that have not begun, but not for those
+    that are half done. So each tensor is followed by a mark of one byte, and only the wait for the mark counts: if the
+    mark has arrived, so has the tensor.
     """
 
     def __init__(self, sock: socket.socket, rank: int, deadline: Deadline) -> None:

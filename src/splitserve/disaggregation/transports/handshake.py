@@ -1,13 +1,13 @@
-"""The handshake of a data connection, the same for every backend.
+"""Handshake of a data connection, the same for every backend.
 
   hello      magic, version, nonce, length of the session id | session id             sender -> receiver
   challenge  magic, version, nonce, proof                                              receiver -> sender
   answer     proof                                                                     sender -> receiver
-  welcome    length of a refusal, length of what the sender must know | both           receiver -> sender
+  welcome    length of a refusal, length of the data for the sender | both                receiver -> sender
 
 A proof is an HMAC-SHA256 under the cluster token over both nonces, the session and the end that sends it: each end
-proves that it holds the token without showing it. What follows the welcome is the backend's own protocol.
-All integers are little-endian. Magic and version never move, so that a mismatch of versions can be named.
+proves that it holds the token without sending it. What follows the welcome is the backend's own protocol.
+All integers are little-endian. Magic and version never move, so that an error can report both versions.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _WELCOME = struct.Struct("<II")
 
 
 class ProtocolError(Exception):
-    """The other end does not speak our protocol, breaks it, or is rejected."""
+    """Violation of the protocol by the peer, another protocol, or a rejection by the peer."""
 
 
 def introduce(sock: socket.socket, session_id: str, token: bytes, deadline: Deadline) -> bytes:
-    """Authenticate as the sender of a session; what its receiver sends in return. Raises OSError, ProtocolError.
+    """Authenticate as the sender of a session and return the data in the receiver's welcome.
 
-    Shutting the socket ends it. The socket's timeouts are left as they come.
+    Raises OSError, ProtocolError. Shutting the socket ends the handshake. The socket's timeouts are not changed.
     """
     set_send_timeout(sock, deadline.remaining())
     name, ours = session_id.encode(), secrets.token_bytes(NONCE_BYTES)
     sock.sendall(_HELLO.pack(MAGIC, VERSION, ours, len(name)) + name)
     magic, version, theirs, proof = _CHALLENGE.unpack(receive_exactly(sock, _CHALLENGE.size, deadline))
     if magic != MAGIC:
-        raise ProtocolError("the other side is no Splitserve transport")
+        raise ProtocolError("the peer is no Splitserve transport")
     if version != VERSION:
         raise ProtocolError(f"{_version_difference(VERSION, version)}")
     if not hmac.compare_digest(proof, _proof(token, b"receiver", ours, theirs, name)):
@@ -63,27 +63,27 @@ def introduce(sock: socket.socket, session_id: str, token: bytes, deadline: Dead
 
 
 def welcome_frame(welcome: bytes = b"", refusal: str = "") -> bytes:
-    """The receiver's last part."""
+    """Return the last frame of the receiver."""
     text = refusal.encode()
     return _WELCOME.pack(len(text), len(welcome)) + text + welcome
 
 
 class ReceiverHandshake:
-    """The receiver's part up to the answer, fed with bytes as they come: no socket, no waiting.
+    """Receiver's part of the handshake up to the answer, without a socket and without waiting.
 
-    Feed at most `wanted` bytes at a time, and send what `feed` returns. It is over when `session_id` is set: the sender
-    has authenticated; or `problem`: reject it.
+    Feed at most `wanted` bytes at a time, and send what `feed` returns. The part is over when one of two fields is set:
+    `session_id`, because the sender has authenticated, or `problem`, because it must be rejected.
     """
 
     def __init__(self, token: bytes) -> None:
         self._token = token
         self._data = b""
-        # The sender's nonce, once its hello is there, and then the name of its session.
+        # The sender's nonce and then the id of its session, once its hello is there.
         self._theirs: bytes | None = None
         self._name: bytes | None = None
         self._ours = secrets.token_bytes(NONCE_BYTES)
         self._version = VERSION
-        # Bytes of the part that is being received.
+        # Received bytes of the current part.
         self._size = _HELLO.size
         self.session_id: str | None = None
         self.problem: str | None = None
@@ -94,11 +94,11 @@ class ReceiverHandshake:
 
     @property
     def wanted(self) -> int:
-        """Bytes still missing of the part that is being received."""
+        """Return the number of bytes that the current part still needs."""
         return self._size - len(self._data)
 
     def feed(self, data: bytes) -> bytes:
-        """Take received bytes; returns what to send."""
+        """Process received bytes and return the bytes to send."""
         self._data += data
         reply = b""
         while not self.is_over and not self.wanted:
@@ -110,7 +110,7 @@ class ReceiverHandshake:
         if self._theirs is None:
             return self._take_hello(part)
         if self._version != VERSION:
-            # Only now: closing before the sender's last byte is read could destroy our version on its way.
+            # Not earlier: a close before the sender's last byte is read could discard our version on its way.
             self.problem = _version_difference(VERSION, self._version)
             return b""
         if self._name is None:
@@ -127,7 +127,7 @@ class ReceiverHandshake:
         if magic != MAGIC or self._size > MAX_SESSION_BYTES:
             self.problem = "it sent no hello"
             return b""
-        # A sender of another version reads ours from it and gives up.
+        # A sender of another version reads our version from it and gives up.
         return b"" if self._version == VERSION else self._challenge(bytes(PROOF_BYTES))
 
     def _challenge(self, proof: bytes) -> bytes:

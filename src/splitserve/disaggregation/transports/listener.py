@@ -1,4 +1,4 @@
-"""The listener of a transport: the data port of a worker, the same for every backend.
+"""Listener of a transport: the data port of a worker, the same for every backend.
 
 1. One thread accepts connections and does their handshakes (`handshake.py`), all at once and without waiting for any.
 2. Connections that have not authenticated are few and short-lived (`pending.py`): each costs a descriptor, no thread.
@@ -21,13 +21,13 @@ from splitserve.disaggregation.transports.sockets import abort, set_receive_time
 
 logger = logging.getLogger(__name__)
 
-# Seconds an authenticated peer may take to read its welcome, or a refusal.
+# Seconds that an authenticated peer may take to read its welcome or a refusal.
 GRACE_SECONDS = 10.0
-# Connections that wait for the listener in the kernel.
+# Size of the kernel's queue of connections that are not accepted yet.
 BACKLOG = 1024
-# Accepted in a row, before handshakes go on.
+# Connections accepted in a row, before handshakes go on.
 _MAX_ACCEPTS = 32
-# Seconds until the next attempt after a connection could not be accepted, such as for want of memory.
+# Seconds until the next attempt after a connection could not be accepted, for example because memory is short.
 _PAUSE_SECONDS = 0.1
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -36,11 +36,11 @@ class SessionHost(Protocol):
     """Owner of a listener: decides about sessions and serves those that are admitted."""
 
     def enter(self, connection: PeerConnection, session_id: str) -> bytes:
-        """What the sender must know; the connection is registered under the session. Raises ProtocolError to refuse."""
+        """Register the connection under its session. Return the data for the sender. Raises ProtocolError to refuse."""
         ...
 
     def serve(self, connection: PeerConnection, session_id: str) -> None:
-        """Runs in the connection's own thread until it ends."""
+        """Serve the connection until it ends. Runs in the connection's own thread."""
         ...
 
 
@@ -52,14 +52,14 @@ class _PendingConnection:
 
 
 class DataListener:
-    """Listens on a free port of `host` and admits peers that hold the token."""
+    """Listener on a free port of `host` that admits peers with the cluster token."""
 
     def __init__(self, host: str, token: bytes, sessions: SessionHost) -> None:
         self._token = token
         self.sessions = sessions
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        # Before anything connects: the window's scale is agreed on in the first packets.
+        # Before a peer connects: the first packets of a connection fix the scale of its window.
         tune(self._socket)
         self._socket.setblocking(False)
         name = f"[{host}]" if ":" in host else host
@@ -75,7 +75,7 @@ class DataListener:
 
     @property
     def connections(self) -> list[PeerConnection]:
-        """Those that have authenticated."""
+        """Return the connections that have authenticated."""
         with self._lock:
             return list(self._connections)
 
@@ -100,7 +100,8 @@ class DataListener:
             selector.register(self._socket, selectors.EVENT_READ)
             while not self._closed.is_set():
                 events = selector.select(self.pending.seconds_left())
-                # Handshakes before new connections, and before deadlines: what is there is in time.
+                # Handshakes come before new connections and before deadlines, so bytes that have arrived count as in
+                # time.
                 for key, _ in events:
                     if key.data is not None:
                         self._advance(selector, key.data)
@@ -137,12 +138,12 @@ class DataListener:
         self._closed.wait(_PAUSE_SECONDS)
 
     def _advance(self, selector: selectors.BaseSelector, connection: _PendingConnection) -> None:
-        """Go on with a handshake as far as its peer has sent something."""
+        """Continue a handshake with the bytes that its peer has sent so far."""
         handshake = connection.handshake
         try:
             data = connection.socket.recv(handshake.wanted)
             reply = handshake.feed(data)
-            # A few bytes on a new connection: there is room for them.
+            # The frame has few bytes and the connection is new, so its buffer has room.
             if reply and connection.socket.send(reply) < len(reply):
                 handshake.problem = "it did not read its challenge"
         except BlockingIOError:
@@ -167,7 +168,7 @@ class DataListener:
         try:
             connection.start()
         except RuntimeError as error:
-            # A system that has no more threads.
+            # The system has no threads left.
             logger.warning("a data connection was closed: %s", error)
             self.discard(connection)
             sock.close()
@@ -194,7 +195,7 @@ class PeerConnection:
         self._thread.start()
 
     def stop(self) -> None:
-        """When this returns, the connection's thread has ended and the sender has been notified."""
+        """Close the connection. On return, its thread has ended and the sender has been notified."""
         abort(self.socket)
         self._thread.join()
 
@@ -219,5 +220,5 @@ class PeerConnection:
             sock.sendall(welcome_frame(refusal=str(refusal)))
             raise
         sock.sendall(welcome_frame(welcome))
-        # From here on the sender's deadlines count: a connection may be idle for long.
+        # From here on the sender's deadlines count: a connection may be idle for a long time.
         set_receive_timeout(sock, 0)

@@ -1,23 +1,24 @@
 """KV pages through Mooncake's TransferEngine: large pieces at its speed, whatever the pages look like.
 
 Life of a write:
-1. The sender says over the data connection which ranges it will fill; the receiver checks all of them and agrees.
-   A small write carries its bytes in the same frame (`aux_data.py`), and that is that: see `mooncake_wire.py`.
+1. The sender announces over the data connection which ranges it will fill; the receiver checks and confirms them.
+   A small write carries its bytes in the same frame (`aux_data.py`) and is then complete: see `mooncake_wire.py`.
 2. The sender gathers its pieces, slot by slot, into a staging buffer and has the engine write each slot into the same
    slot of the receiver's staging buffer. The engine needs large pieces: it moves 4 KiB ones at a tenth of its speed.
 3. A slot that has arrived, acknowledged by the receiver's library, is announced over the connection. The receiver's
-   own thread scatters it into place and says so; the slot is free again. When all are, the write is done.
+   own thread scatters it into place and confirms it, which frees the slot. The write ends with its last slot.
 
-The two ends are `mooncake_send.py` and `mooncake_receive.py`; what they say to each other is `mooncake_wire.py`.
+The two ends are `mooncake_send.py` and `mooncake_receive.py`; their messages are in `mooncake_wire.py`.
 
-Why staging, and not straight into the pages: the library can shut out no peer, cannot cancel a transfer, and knows no
-token (`mooncake_engine.py`). Here no page is registered. What peers and strangers can reach through the library is a
-buffer of one connection that is never used again after it; only our own thread writes pages, for a peer that has
-authenticated, and the fence is that this thread has ended. A late transfer lands in memory that nobody reads.
+Why staging buffers: the library cannot exclude a peer, cannot cancel a transfer, and has no authentication
+(`mooncake_engine.py`). No page is registered with it. Peers, authenticated or not, can reach only the staging buffer
+of one connection through the library, and that buffer is not used again after the connection. Only our thread
+writes pages, for an authenticated peer, and the end of this thread is the fence. A late transfer writes to memory that
+is not read any more.
 
-Where pages and staging buffers lie, on a GPU or not, `staging_choice.py` knows; both ends need not be alike.
+`staging_choice.py` decides where staging buffers are, on a GPU or not. The two ends may differ.
 
-The library's listening ports are open on every address of the machine, whatever `host` says: shield them.
+The library's listening ports are open on every address of the machine, whatever `host` is: shield them.
 """
 
 from __future__ import annotations

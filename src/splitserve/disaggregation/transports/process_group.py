@@ -1,13 +1,12 @@
 """KV pages between the two members of a group of torch.distributed: gloo between hosts, NCCL between GPUs.
 
-1. The listener admits a sender; both ends make a group for this connection (`rendezvous.py`, `groups.py`) and show each
-   other a secret through it, for the library's own connections know no token.
+1. The listener admits a sender. Both ends create a group for this connection (`rendezvous.py`, `groups.py`). They
+   exchange a secret through it, because the library's own connections do not authenticate.
 2. A write: the sender's frame over the data connection (`frames.py`), the receiver's answer, then the bytes through
    the group, piece by piece (`tensors.py`), each acknowledged over the data connection once it is in place.
-3. The sender keeps at most WINDOW pieces under way, and the receiver as many awaited: one moves while the next is
-   gathered, or the one before scattered.
-4. Whatever goes wrong, the group is closed with its connection, and the next write makes another. A member lost costs
-   its own pair and nobody else's.
+3. At most WINDOW pieces are in flight: one moves while the next is gathered, or the previous one is scattered.
+4. After any failure the group is closed with its connection, and the next write creates another. The loss of a member
+   affects its own pair only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How the two ends of a group of torch.distributed meet: over the data connection, which stays open.
+"""Rendezvous of the two members of a torch.distributed group, over the data connection, which stays open.
 
-1. The receiver tells an authenticated sender its library and a fresh secret (`Welcome`).
-2. What the library would say through a store, it says through a `ConnectionStore`: no other port listens for it.
-3. The group is made, and each end shows the other a half of the secret through it.
+1. The receiver sends an authenticated sender its library and a fresh secret (`Welcome`).
+2. The library exchanges its keys through a `ConnectionStore` instead of a store with a port of its own.
+3. The group is created, and each end sends the other one half of the secret through it.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _welcomes = msgspec.msgpack.Decoder(Welcome)
 
 
 class ConnectionStore(Store):
-    """A rendezvous over the data connection: what one end sets is sent to the other.
+    """Store of a rendezvous over the data connection: a key set by one end is sent to the other.
 
-    After `seal` it stays what it is, for the connection has other uses from then on. Until then it has a descriptor of
-    its own: a library may still read from it when the connection's owner has closed his.
+    After `seal` its content is fixed, because the connection then carries other data. Until then it has its own
+    descriptor: a library may still read from it after the connection's owner has closed the original.
     """
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:

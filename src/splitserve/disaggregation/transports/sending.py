@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_WRITES = 1024
 # Sent and not proven: the receiver takes one while the next is sent. Each may be several that go as one.
 MAX_UNPROVEN_WRITES = 2
-# Handshakes attempted for one connection, if the receiver ends them, and seconds between two.
+# Attempts at the handshake of one connection if the receiver closes it, and seconds between two attempts.
 MAX_HANDSHAKES = 5
 HANDSHAKE_PAUSE = 0.05
 _NOTHING = copy_table([])
@@ -304,18 +304,18 @@ class Sender:
         return outgoing
 
     def _introduce(self, deadline: Deadline) -> tuple[socket.socket, bytes]:
-        """A connection on which we have authenticated, and its welcome. Raises OSError, ProtocolError."""
+        """Connect and authenticate. Return the connection and its welcome. Raises OSError, ProtocolError."""
         for attempts_left in reversed(range(MAX_HANDSHAKES)):
             sock = connect(self._peer.endpoint, deadline, lambda: self._stopped is not None)
             with self._lock:
-                # From here on `stop` ends whatever is waited for.
+                # From here on `stop` ends every wait.
                 self._socket = sock
                 if self._stopped:
                     shut(sock)
             try:
                 return sock, introduce(sock, self._peer.session_id, self._options.token, deadline)
             except ConnectionError:
-                # The receiver may be under a flood of connections, and have dropped this one for a newer.
+                # Under a flood of connections, the receiver may have dropped this one for a newer one.
                 if self._stopped or not attempts_left:
                     raise
             self._disconnect()

@@ -1,8 +1,8 @@
-"""What all transports between processes have in common: tickets, sessions, the drain.
+"""Common part of all transports between processes: tickets, sessions, the drain.
 
-A backend brings the two ends of a connection (`backend.py`). `listener.py` admits connections; `sending.py` knows
-the order of writes and what a failure proves. One thread and one connection for each session, on either side, so a
-slow or stopped peer holds up no other.
+A backend implements the two ends of a connection (`backend.py`). `listener.py` admits connections. `sending.py` defines
+the order of writes and what a failure proves. Each session has one thread and one connection at each end, so a slow or
+stopped peer does not delay another.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class SessionTransport:
 
 
 class _Sessions:
-    """The sessions we opened, each with the connection that uses it. Decides for the listener about sessions."""
+    """Sessions that this worker opened, each with its connection. Admits connections for the listener."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

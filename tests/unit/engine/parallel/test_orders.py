@@ -148,7 +148,7 @@ def test_ranks_that_cannot_be_told_end_the_worker(tiny_model: Callable[[TinyKind
 
     world = World(tiny_model("llama"))
     driver = ModelRunner(tiny_model("llama"), world.attentions[0], PAGE_SIZE, world.table, fails)
-    with pytest.raises(RanksLostError, match="could not be told of a step: BrokenPipeError: nobody there"):
+    with pytest.raises(RanksLostError, match="could not be sent a step: BrokenPipeError: nobody there"):
         driver.begin(StepPlan((step(0, (5, 6), 0),)))
 
 
