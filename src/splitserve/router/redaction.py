@@ -1,7 +1,7 @@
 """Removal of workers' addresses from messages for clients.
 
-An error of a worker may name its peer. That helps an operator, who finds it in the router's log, and it shows a client
-the inside of the cluster.
+An error of a worker may name its peer. An operator needs that address and finds it in
+the router's log. Clients must not learn the addresses inside the cluster.
 """
 
 from __future__ import annotations
