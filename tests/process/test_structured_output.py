@@ -239,3 +239,39 @@ def test_a_grammar_compiles_beside_requests_without_one(deployment):
             return [plain, await compiling]
 
     assert [r.status_code for r in asyncio.run(ask())] == [200, 200]
+
+
+# Each token multiplies the ways in which the output can be read.
+AMBIGUOUS = """
+root ::= (a | b | a a | b b | root root)
+a ::= "a" | "aa" | root "a"
+b ::= "b" | "a" | "ab"
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_ambiguous_grammar_ends_its_requests_alone_while_streams_go_on(deployment, mode):
+    url = deployment.url(mode)
+    hostile = {"text": "aab", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True, "ebnf": AMBIGUOUS}}
+    plain = {"text": "One, two,", "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
+
+    async def ask() -> tuple[list[httpx.Response], int]:
+        async with httpx.AsyncClient(timeout=280) as client:
+            streams = [{"stream": number == 0} for number in range(4)]
+            attack = [asyncio.create_task(client.post(f"{url}/generate", json=hostile | s)) for s in streams]
+            num_plain = 0
+            while not all(task.done() for task in attack):
+                response = await client.post(f"{url}/generate", json=plain)
+                assert response.status_code == 200, response.text
+                num_plain += 1
+            return await asyncio.gather(*attack), num_plain
+
+    answers, num_plain = asyncio.run(ask())
+    # Plain requests begin and end during the attack.
+    assert num_plain >= 2
+    for response in answers[1:]:
+        assert response.status_code == 422, response.text
+        error = response.json()["error"]
+        assert error["code"] == "grammar_over_budget"
+        assert "--grammar-step-budget" in error["message"]
+    assert "grammar_over_budget" in answers[0].text

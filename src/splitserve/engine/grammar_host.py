@@ -2,22 +2,24 @@
 
 `GrammarHost.compile` starts a process for the grammar (`grammar_process.py`). Each matcher sends a token when it is
 accepted and receives the mask of the next one. A token is allowed if its bit is set, so `accept` need not wait.
-One thread reads and writes all connections.
+The thread that needs a mask reads it: a thread of its own for the connections would compete with the model for the
+interpreter. One thread only wakes the scheduler when a mask arrives that was late.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +44,9 @@ from splitserve.errors import EngineError, GrammarBudgetError, InvalidRequestErr
 
 # Approximate memory of a process besides its grammar, bytes.
 _PROCESS_BYTES = 6 << 20
+# Seconds between two checks for the end while a grammar is compiled.
+_POLL_TIMEOUT = 1.0
+_RECEIVE_BYTES = 1 << 20
 _CLOSING = "the worker is shutting down"
 # CPU seconds below which the next mask is expected within a step.
 _QUICK = 0.002
@@ -56,7 +61,7 @@ _REMEDY = (
 class GrammarHost:
     """GrammarCompiler that starts its server with the first grammar, which takes seconds longer.
 
-    `wake` is called from the thread of the connections when a mask has arrived or a matcher has failed.
+    `wake` is called from a thread when a late mask has arrived or its process has ended.
     """
 
     def __init__(
@@ -71,24 +76,23 @@ class GrammarHost:
         self._command = [sys.executable, "-m", "splitserve.engine.grammar_process", msgspec.json.encode(setup).decode()]
         self._eos_token_ids = eos_token_ids
         self._budget = budget
-        self._wake = wake
         self._lock = threading.Lock()
         self._is_closed = False
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="grammar-links", daemon=True)
+        self._watch = _Watch(wake)
         self._links: weakref.WeakSet[_Link] = weakref.WeakSet()
 
     def compile(self, spec: GrammarSpec) -> RemoteGrammar:
         """Compile a grammar and wait for it. Raises InvalidRequestError, GrammarBudgetError, EngineError."""
-        link = _Link(self._loop, spec, self._budget, self._wake)
-        self._connect(link)
+        link = self._connect(spec)
         link.send(Compile(spec.kind, spec.text, spec.strict))
         try:
-            num_bytes = link.compiled.result()
-        except GrammarBudgetError:
-            self._check_server()
+            num_bytes = link.wait_compiled()
+        except SplitserveError as error:
+            link.close()
+            if isinstance(error, GrammarBudgetError):
+                self._check_server()
             raise
         return RemoteGrammar(link, num_bytes + _PROCESS_BYTES, self._eos_token_ids)
 
@@ -98,25 +102,16 @@ class GrammarHost:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._server is None or self._control is None:
-                self._loop.close()
-                return
-            self._control.close()
-            self._server.kill()
-            self._server.wait()
-        links = list(self._links)
-        for link in links:
-            link.failure = EngineError(_CLOSING)
-            link.close()
-        for link in links:
-            link.closed.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            for link in list(self._links):
+                link.interrupt(EngineError(_CLOSING))
+            if self._server is not None and self._control is not None:
+                self._control.close()
+                self._server.kill()
+                self._server.wait()
+        self._watch.close()
 
-    def _connect(self, link: _Link) -> None:
-        """Start a process and connect `link` with it."""
-        # The lock is held until the loop has connected, so that `close` does not stop the loop before.
+    def _connect(self, spec: GrammarSpec) -> _Link:
+        """Start a process."""
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSING)
@@ -124,15 +119,15 @@ class GrammarHost:
                 self._start_server()
             assert self._control is not None
             ours, theirs = socket.socketpair()
+            link = _Link(ours, spec, self._budget, self._watch)
             with theirs:
                 try:
                     socket.send_fds(self._control, [b"f"], [theirs.fileno()])
                 except OSError as error:
-                    ours.close()
+                    link.close()
                     raise EngineError(f"the grammar server has ended: {error}. Retry") from error
-            connecting = self._loop.create_connection(lambda: link, sock=ours)
-            asyncio.run_coroutine_threadsafe(connecting, self._loop).result()
             self._links.add(link)
+            return link
 
     def _check_server(self) -> None:
         """Raise EngineError if the server of all grammar processes has ended."""
@@ -145,8 +140,7 @@ class GrammarHost:
     def _start_server(self) -> None:
         if self._control is not None:
             self._control.close()
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._watch.start()
         self._control, theirs = socket.socketpair()
         # Threads would not survive a fork.
         env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -154,93 +148,172 @@ class GrammarHost:
             self._server = subprocess.Popen(self._command, stdin=theirs.fileno(), env=env)
 
 
-class _Link(asyncio.Protocol):
-    """The connection to one grammar process."""
+class _Watch:
+    """Calls `wake` once when a connection that was passed to `add` can be read."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, spec: GrammarSpec, budget: GrammarBudget, wake: Callable[[], None]
-    ) -> None:
-        self._loop = loop
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._epoll = select.epoll()
+        self._end, self._ended = socket.socketpair()
+        self._epoll.register(self._ended, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="grammar-watch", daemon=True)
+
+    def start(self) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def register(self, connection: socket.socket) -> None:
+        self._epoll.register(connection, select.EPOLLONESHOT)
+
+    def add(self, connection: socket.socket) -> None:
+        # OSError, ValueError: closed by another thread.
+        with suppress(OSError, ValueError):
+            self._epoll.modify(connection, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def close(self) -> None:
+        self._end.close()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._ended.close()
+        self._epoll.close()
+
+    def _run(self) -> None:
+        while not any(fd == self._ended.fileno() for fd, _ in self._epoll.poll()):
+            self._wake()
+
+
+class _Link:
+    """The connection to one grammar process. Used by the threads of scheduler and engine."""
+
+    def __init__(self, connection: socket.socket, spec: GrammarSpec, budget: GrammarBudget, watch: _Watch) -> None:
+        connection.setblocking(False)
+        watch.register(connection)
+        self._connection = connection
         self._spec = spec
         self._budget = budget
-        self._wake = wake
-        self._transport: asyncio.Transport | None = None
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._unsent = bytearray()
         self._received = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(FromGrammar)
+        self._decoder: msgspec.msgpack.Decoder[FromGrammar] = msgspec.msgpack.Decoder(FromGrammar)
         # Matchers that their requests still use, by number.
         self._matchers: weakref.WeakValueDictionary[int, RemoteMatcher] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        # Size of the compiled grammar, bytes.
-        self.compiled: Future[int] = Future()
-        self.closed: Future[None] = Future()
+        # Numbers of matchers to forget, sent with the next message.
+        self._dropped: deque[int] = deque()
+        # Size of the compiled grammar, bytes. None: it is not compiled yet.
+        self._num_bytes: int | None = None
         # Error after which the process serves no matcher. None: it serves.
         self.failure: SplitserveError | None = None
 
+    def wait_compiled(self) -> int:
+        """Return the size of the compiled grammar. Raises the failure."""
+        while self._num_bytes is None and self.failure is None:
+            self.pull(_POLL_TIMEOUT)
+        if self.failure is not None:
+            raise type(self.failure)(self.failure.message, param=self.failure.param)
+        assert self._num_bytes is not None
+        return self._num_bytes
+
     def add(self, matcher: RemoteMatcher) -> int:
         number = next(self._numbers)
-        self._matchers[number] = matcher
+        with self._lock:
+            self._matchers[number] = matcher
         return number
 
+    def drop(self, number: int) -> None:
+        """Forget a matcher. Takes no lock: the garbage collector may call it anywhere."""
+        self._dropped.append(number)
+
     def send(self, message: ToGrammar) -> None:
-        payload = msgspec.msgpack.encode(message)
-        # RuntimeError: the loop is closed.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._write, struct.pack("!i", len(payload)) + payload)
+        """Send now what the connection takes, and the rest in later calls."""
+        with self._lock:
+            while self._dropped:
+                self._unsent += _frame(Drop(self._dropped.popleft()))
+            self._unsent += _frame(message)
+            self._flush()
+
+    def pull(self, timeout: float = 0.0) -> None:
+        """Take what has arrived. If nothing has, wait for something for up to `timeout` seconds."""
+        with self._lock:
+            self._flush()
+            if timeout > 0:
+                self._wait(timeout)
+            try:
+                data = self._connection.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                self._received += data
+                self._take_frames()
+            else:
+                self._lose()
+
+    def watch(self) -> None:
+        """Wake the scheduler when something arrives."""
+        self._watch.add(self._connection)
+
+    def interrupt(self, error: SplitserveError) -> None:
+        """Fail with `error`. A thread that waits for this connection returns."""
+        self.failure = error
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._abort)
+        self._connection.close()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            # The process has ended, which `pull` finds.
+            self._unsent.clear()
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        while len(self._received) >= 4:
-            end = 4 + int.from_bytes(self._received[:4], "big")
+    def _wait(self, timeout: float) -> None:
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poller.poll(timeout * 1000)
+
+    def _take_frames(self) -> None:
+        start = 0
+        while len(self._received) - start >= 4:
+            end = start + 4 + int.from_bytes(self._received[start : start + 4], "big")
             if len(self._received) < end:
-                return
-            message = self._decoder.decode(memoryview(self._received)[4:end])
-            del self._received[:end]
-            self._take(message)
+                break
+            self._take(self._decoder.decode(self._received[start + 4 : end]))
+            start = end
+        del self._received[:start]
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def _take(self, message: FromGrammar) -> None:
+        match message:
+            case Compiled():
+                self._num_bytes = message.num_bytes
+            case Rejected():
+                self.failure = InvalidRequestError(message.message, param=self._spec.kind)
+            case Broken() if message.number < 0:
+                self.failure = EngineError(f"its grammar could not be compiled: {message.message}")
+            case _:
+                if (matcher := self._matchers.get(message.number)) is not None:
+                    matcher.take(message)
+
+    def _lose(self) -> None:
+        """Fail for good: the process has ended."""
         self.failure = self.failure or GrammarBudgetError(
             f"its {self._spec.kind} ended the process that computes it: one call needed more than "
             f"{self._budget.compile:g} s of CPU time to compile, several times {self._budget.step:g} s for a token, or "
             f"more memory than {self._budget.memory >> 20} MiB. {_REMEDY}",
             param=self._spec.kind,
         )
-        if not self.compiled.done():
-            self.compiled.set_exception(self.failure)
-        for matcher in list(self._matchers.values()):
-            matcher.fail(self.failure)
-        self.closed.set_result(None)
-        self._wake()
 
-    def _write(self, frame: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(frame)
 
-    def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _take(self, message: FromGrammar) -> None:
-        match message:
-            case Compiled():
-                self.compiled.set_result(message.num_bytes)
-                return
-            case Rejected():
-                self.compiled.set_exception(InvalidRequestError(message.message, param=self._spec.kind))
-                return
-            case Broken() if message.number < 0:
-                self.compiled.set_exception(EngineError(f"its grammar could not be compiled: {message.message}"))
-                return
-        matcher = self._matchers.get(message.number)
-        if matcher is not None and matcher.take(message):
-            self._wake()
+def _frame(message: ToGrammar) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return struct.pack("!i", len(payload)) + payload
 
 
 class RemoteGrammar:
@@ -268,12 +341,9 @@ class RemoteMatcher:
     def __init__(self, grammar: RemoteGrammar, output_ids: Sequence[int]) -> None:
         self._grammar = grammar
         self._link = grammar.link
-        self._mask = b""
-        # Set when a mask, the end or a failure has arrived.
-        self._arrived = threading.Event()
+        # The next mask. None: it has not arrived.
+        self._mask: bytes | None = None
         self._is_quick = True
-        # True: the scheduler found the mask not ready, and must be woken.
-        self._is_awaited = False
         self._is_terminated = False
         self._given = output_ids
         self._failure: SplitserveError | None = None
@@ -281,7 +351,7 @@ class RemoteMatcher:
         self._link.send(Advance(self._number, list(output_ids)))
 
     def __del__(self) -> None:
-        self._link.send(Drop(self._number))
+        self._link.drop(self._number)
 
     @property
     def failure(self) -> SplitserveError | None:
@@ -290,7 +360,10 @@ class RemoteMatcher:
     def is_ready(self, *, soon: bool = False) -> bool:
         if soon and self._is_quick:
             return True
-        return self._arrives_within(0.0)
+        if not self._arrives_by(0.0):
+            self._link.watch()
+            return False
+        return True
 
     def accept(self, token_id: int) -> bool:
         if not self._allows(token_id):
@@ -298,59 +371,54 @@ class RemoteMatcher:
         if token_id in self._grammar.eos_token_ids:
             self._is_terminated = True
             return True
-        self._arrived.clear()
+        self._mask = None
         self._link.send(Advance(self._number, [token_id]))
         return True
 
     def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
         """Write the mask, as GrammarMatcher defines it. Raises the failure."""
-        if not self._arrives_within(timeout):
+        if not self._arrives_by(time.monotonic() + timeout):
             # The mask is late: do not plan with the next one before it is ready.
             self._is_quick = False
             return False
         if (failure := self.failure) is not None:
-            raise failure
+            # A copy: the traceback of the original would keep this matcher, and with it the process.
+            raise type(failure)(failure.message)
+        assert self._mask is not None
         words.cast("B")[:] = self._mask
         return True
 
     def is_terminated(self) -> bool:
         # Without an end-of-sequence token, only the library can find the end.
         if not self._grammar.eos_token_ids:
-            self._arrived.wait(_END_TIMEOUT)
+            self._arrives_by(time.monotonic() + _END_TIMEOUT)
         return self._is_terminated
 
-    def take(self, message: NextMask | Refused | OverBudget | Broken) -> bool:
-        """Store the reply to the last tokens. Return whether the scheduler waits for it."""
+    def take(self, message: NextMask | Refused | OverBudget | Broken) -> None:
+        """Store the reply to the last tokens."""
         match message:
             case NextMask():
                 self._mask = message.words
                 self._is_terminated = not message.words
                 self._is_quick = message.seconds < _QUICK
-                self._arrived.set()
             case Refused():
-                self.fail(refused_output(self._given[message.index], message.index))
+                self._failure = refused_output(self._given[message.index], message.index)
             case OverBudget():
-                self.fail(
-                    GrammarBudgetError(f"its grammar is too slow: {message.message}. To make it faster, {_REMEDY}")
-                )
+                self._failure = GrammarBudgetError(f"its grammar is too slow: {message.message}. {_REMEDY}")
             case Broken():
-                self.fail(EngineError(f"its grammar failed: {message.message}"))
-        is_awaited, self._is_awaited = self._is_awaited, False
-        return is_awaited or self._failure is not None
+                self._failure = EngineError(f"its grammar failed: {message.message}")
 
-    def _arrives_within(self, timeout: float) -> bool:
-        if self._arrived.is_set():
-            return True
-        # Before the second check, so that an arrival between the two is not missed.
-        self._is_awaited = True
-        return self._arrived.wait(timeout)
-
-    def fail(self, error: SplitserveError) -> None:
-        self._failure = error
-        self._arrived.set()
+    def _arrives_by(self, deadline: float) -> bool:
+        """Return whether a mask or a failure arrives by `deadline`, in seconds of the monotonic clock."""
+        while self._mask is None and self.failure is None:
+            remaining = max(0.0, deadline - time.monotonic())
+            self._link.pull(remaining)
+            if remaining == 0.0:
+                break
+        return self._mask is not None or self.failure is not None
 
     def _allows(self, token_id: int) -> bool:
         """Return whether the current mask has the token."""
-        if self.failure is not None or not self._arrived.is_set() or token_id >> 3 >= len(self._mask):
+        if self.failure is not None or self._mask is None or token_id >> 3 >= len(self._mask):
             return False
         return bool(self._mask[token_id >> 3] >> (token_id & 7) & 1)

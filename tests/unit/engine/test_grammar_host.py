@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import psutil
 import pytest
 
 from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
@@ -135,13 +136,16 @@ def test_the_scheduler_is_woken_when_a_mask_that_it_waits_for_arrives(open_host)
 
 def test_a_grammar_that_nothing_refers_to_ends_its_process(open_host):
     host = open_host(GrammarBudget(step=20.0))
+    before = set(psutil.Process().children(recursive=True))
     grammar = host.compile(LETTERS)
-    link, matcher = grammar.link, grammar.matcher()
+    started = set(psutil.Process().children(recursive=True)) - before
+    matcher = grammar.matcher()
     del grammar
     assert first_allowed(matcher) >= 0
-    assert not link.closed.done()
+    assert len(started) == 2
     del matcher
-    link.closed.result(TIMEOUT)
+    gone, alive = psutil.wait_procs(started, timeout=5.0)
+    assert (len(gone), len(alive)) == (1, 1)
 
 
 def test_closing_ends_a_compilation_in_progress(open_host):
