@@ -292,6 +292,7 @@ ATTACKS: dict[str, Attack] = {
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 100_000, "max_tokens": 2}
     ),
     "ambiguous-grammar": _many(4, "/generate", _ambiguous),
+    "35-ambiguous-grammars": _many(35, "/generate", _ambiguous),
     "grammar-bombs": _many(35, "/generate", _bomb),
     "stop-token-ids": _to_all("/v1/completions", _completion(stop_token_ids=list(range(1_000_000)))),
     "logit-bias": _to_all("/v1/completions", _completion(logit_bias={str(i): 1 for i in range(1_000_000)})),
