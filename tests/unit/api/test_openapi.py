@@ -16,19 +16,28 @@ from starlette.types import ASGIApp
 
 from splitserve.api.openapi import DOCS_PATHS
 from splitserve.config import ServerConfig, WorkerConfig
+from splitserve.errors import WorkerUnavailableError
+from splitserve.messages import SchedulerState
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs
 from splitserve.server.app import build_app
-from splitserve.server.scheduler_client import SchedulerClient
-from splitserve.server.scheduler_group import SchedulerGroup
 
 API_PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 
 
+class LoadingScheduler:
+    """A scheduler whose model is not loaded."""
+
+    info = failure = None
+
+    async def states(self, timeout: float) -> list[SchedulerState]:
+        raise WorkerUnavailableError("it is loading")
+
+
 def worker_app(keys: Path | None = None) -> FastAPI:
     config = WorkerConfig(server=ServerConfig(api_key_file=None if keys is None else str(keys)))
-    scheduler = SchedulerGroup([SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")])
-    return build_app(config=config, scheduler=scheduler, tokenizer=None, model_path="/m")  # type: ignore[arg-type]
+    parts = {"scheduler": LoadingScheduler(), "tokenizer": None}
+    return build_app(config=config, model_path="/m", **parts)  # type: ignore[arg-type]
 
 
 def fastapi_of(app: ASGIApp) -> FastAPI:
