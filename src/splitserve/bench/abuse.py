@@ -48,6 +48,8 @@ _FILL_TOKENS = 1024
 _RECOVERY_TIMEOUT = 60.0
 # Seconds between two samples of memory, and between two checks of the streams.
 _SAMPLE_INTERVAL = 0.1
+# Share of a core that samples of memory may take.
+_SAMPLE_SHARE = 0.05
 # Seconds that the process of an attack may take beyond its duration, to start and to build its bodies.
 _ATTACK_GRACE = 60.0
 
@@ -175,7 +177,7 @@ class _Abuse:
         self._console.print(f"attack: {name}", highlight=False)
         for client in self._clients:
             client.errors.clear()
-        memory = _MemoryWatch(self._cluster.children)
+        memory = await asyncio.to_thread(_MemoryWatch, self._cluster.children)
         watching = asyncio.create_task(memory.watch())
         began = time.perf_counter()
         try:
@@ -201,7 +203,7 @@ class _Abuse:
             name=name,
             urls=[self._cluster.router_url, *workers],
             model=self._options.model,
-            internal_ports=_internal_ports(self._cluster),
+            internal_ports=await asyncio.to_thread(_internal_ports, self._cluster),
             duration=self._options.duration,
         )
         process = await asyncio.create_subprocess_exec(
@@ -250,9 +252,11 @@ class _MemoryWatch:
         self.growth = 0
 
     async def watch(self) -> None:
+        """Sample in a thread: the sizes of many grammar processes take longer than a gap between two tokens."""
         while True:
-            self._sample()
-            await asyncio.sleep(_SAMPLE_INTERVAL)
+            began = time.perf_counter()
+            await asyncio.to_thread(self._sample)
+            await asyncio.sleep(max(_SAMPLE_INTERVAL, (time.perf_counter() - began) / _SAMPLE_SHARE))
 
     def _sample(self) -> None:
         sizes = self._sizes()

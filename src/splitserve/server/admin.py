@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
-from splitserve.api.limits import effective_limits
+from splitserve.api.limits import worker_limits
 from splitserve.api.openapi import BOOLEAN, INDEX, INTEGER, OBJECT, TEXT, fields, index, list_of, operation
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import SamplingParams
@@ -155,7 +155,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "scheduler_pids": front.scheduler_pids,
         "internal_states": [_internal_state(front, state) for state in await front.states()],
         "kv_events": _describe_kv_events(front),
-        "limits": effective_limits(front.config.server.limits, front.context_length),
+        "limits": worker_limits(front.config, front.context_length),
     }
 
 

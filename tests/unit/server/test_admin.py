@@ -83,6 +83,8 @@ async def test_server_info_says_what_this_worker_is(start_worker: StartWorker, p
         assert (state["last_gen_throughput"], state["avg_spec_accept_length"]) == (12.5, None)
         assert state["effective_max_running_requests_per_dp"] > 0
         assert info["tokenizer_path"] == "/models/tiny"
+        limits = {"max_messages": 4096, "max_request_bytes": 1 << 20, "grammar_step_budget": 0.25}
+        assert limits.items() <= info["limits"].items()
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
