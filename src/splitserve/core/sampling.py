@@ -8,6 +8,8 @@ from splitserve.core.grammar import GrammarSpec
 from splitserve.errors import InvalidRequestError
 
 _MASK64 = (1 << 64) - 1
+# Larger than any vocabulary, and a number that messages can carry.
+MAX_TOP_K = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class SamplingParams:
             ("max_new_tokens", self.max_new_tokens >= 1, "it must be at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "it must be in [0, max_new_tokens]"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "it must be in [0, 100]"),
-            ("top_k", self.top_k >= -1, "it must be -1 (off) or at least 1"),
+            ("top_k", -1 <= self.top_k <= MAX_TOP_K, f"it must be -1 (off) or in [1, {MAX_TOP_K}]"),
             ("top_p", 0.0 < self.top_p <= 1.0, "it must be in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "it must be in [0, 1]"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "it must be in (0, 10]"),

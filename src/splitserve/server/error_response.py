@@ -52,7 +52,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_unknown(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _json(error_body(error), 500, None)
+        # After this response the server closes the connection: without the header a router would reuse it.
+        return _json(error_body(error), 500, {"Connection": "close"})
 
     app.add_exception_handler(SplitserveError, on_known)
     app.add_exception_handler(HTTPException, on_http)

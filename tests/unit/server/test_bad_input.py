@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from splitserve.server.tokenizer import Tokenizer
+
 from .conftest import StartWorker, Worker
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -43,6 +45,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p is 0"),
     ({"top_k": -2}, "top_k is -2"),
+    ({"top_k": 10**30}, "top_k is 1000000"),
     ({"min_p": 2}, "min_p is 2"),
     ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ({"frequency_penalty": 3}, "frequency_penalty is 3"),
@@ -219,6 +222,15 @@ async def test_a_large_field_is_rejected_by_a_short_error(
     error = await refused(worker, path, body)
     assert named in error["message"]
     assert len(error["message"]) <= 1_500
+
+
+async def test_a_defect_of_ours_is_a_500_that_says_that_its_connection_ends(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
+    response = await worker.http.post("/generate", json={"text": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert response.headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
