@@ -70,12 +70,14 @@ class HttpClient:
         request = _request(method, target, path, body, headers)
         answer = Answer(self._loop, seconds, idle_timeout)
         connection = self._idle_connection(target)
+        if connection is not None:
+            connection.send(request, answer)
+            return answer
         limit = self._connect_timeout if connect_timeout is None else connect_timeout
-        if connection is None:
-            self._open_for(target, request, answer, limit)
-        else:
-            # The server may be closing it at this moment.
-            connection.send(request, answer, lambda: self._open_for(target, request, answer, limit))
+        task = self._loop.create_task(self._open_and_send(target, request, answer, limit))
+        answer.opening = task
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
         return answer
 
     async def close(self) -> None:
@@ -103,12 +105,6 @@ class HttpClient:
                 old.transport.close()
             idle.clear()
         return None
-
-    def _open_for(self, target: _Target, request: bytes, answer: Answer, limit: float) -> None:
-        task = self._loop.create_task(self._open_and_send(target, request, answer, limit))
-        answer.opening = task
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
 
     async def _open_and_send(self, target: _Target, request: bytes, answer: Answer, limit: float) -> None:
         try:

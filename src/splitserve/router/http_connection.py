@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -13,9 +12,6 @@ from splitserve.router.http_answer import Answer, BrokenConnectionError
 
 # The body of these ends where they say; any other ends with its connection.
 _LENGTHS = ("content-length", "transfer-encoding")
-# A server that closes a reused connection sooner than this after a request, without a byte of response, closed it
-# before it read the request. A worker that died of the request would reject the next connection.
-_STALE_SECONDS = 0.25
 
 
 class HttpConnection(asyncio.Protocol):
@@ -36,17 +32,11 @@ class HttpConnection(asyncio.Protocol):
         self._stays_open = False
         self.closed: asyncio.Future[None] = loop.create_future()
         self.is_paused = False
-        # Set until the first byte of a response on a reused connection.
-        self._send_again: Callable[[], None] | None = None
-        self._sent_at = 0.0
         # Clock time since which nobody uses it.
         self.idle_since = 0.0
 
-    def send(self, request: bytes, answer: Answer, send_again: Callable[[], None] | None = None) -> None:
-        """Send a request. `send_again`: called if the server closes the connection at once instead of reading it."""
+    def send(self, request: bytes, answer: Answer) -> None:
         self._answer = answer
-        self._send_again = send_again
-        self._sent_at = self._loop.time()
         answer.connection = self
         self.transport.write(request)
 
@@ -79,7 +69,6 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
-        self._send_again = None
         if answer is None:
             # Nobody has asked.
             self.transport.abort()
@@ -98,10 +87,6 @@ class HttpConnection(asyncio.Protocol):
             self._idle.remove(self)
         answer, self._answer = self._answer, None
         if answer is None:
-            return
-        if self._send_again is not None and self._loop.time() - self._sent_at < _STALE_SECONDS:
-            answer.connection = None
-            self._send_again()
             return
         if answer.status and error is None and not any(name in answer.headers for name in _LENGTHS):
             answer.finish()

@@ -314,27 +314,6 @@ async def test_a_connection_that_was_lost_while_idle_is_replaced() -> None:
         assert server.num_connections == 3
 
 
-async def test_a_request_on_a_connection_that_the_server_is_closing_is_sent_again() -> None:
-    async def one_each(server: Server, request: bytes, writer: Writer) -> bool:
-        # The second request on a connection finds it closed.
-        if len(server.requests) % 2:
-            writer.write(OK)
-        return len(server.requests) % 2 == 1
-
-    async with served(one_each) as server, opened() as client:
-        assert await read(post(client, server.url, b"0")) == (200, b"hi")
-        assert await read(post(client, server.url, b"1")) == (200, b"hi")
-        assert server.num_connections == 2
-        assert [request[-1:] for request in server.requests] == [b"0", b"1", b"1"]
-
-
-async def test_a_request_that_a_new_connection_does_not_answer_is_not_sent_again() -> None:
-    async with served(says(close=True)) as server, opened() as client:
-        with pytest.raises(BrokenConnectionError):
-            await read(post(client, server.url))
-        assert len(server.requests) == 1
-
-
 async def test_whoever_gives_an_answer_up_decides_what_its_reader_hears() -> None:
     async with served(says(b"")) as server, opened() as client:
         answer = post(client, server.url)
