@@ -1,6 +1,6 @@
 """Masks of the tokens that the grammars of a step's rows allow.
 
-Masks are computed elsewhere while the model runs (`grammar_host.py`). `Bitmasks.rows` collects them after the forward
+Masks are computed elsewhere while the model runs (`grammar_link.py`). `Bitmasks.rows` collects them after the forward
 pass. A row whose mask is not there within a few milliseconds is not sampled in this step, so no other row waits for it.
 `forbid` then sets the logits of all tokens that a mask excludes to minus infinity.
 """
