@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from splitserve.config import LimitsConfig
+from splitserve.core.grammar import GrammarKind
 from splitserve.errors import InvalidRequestError
-
-_GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
@@ -34,8 +33,8 @@ def _check_sampling(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
         _check_chars("stop", stop, limits.max_stop_chars)
     _check_entries("stop_token_ids", fields.get("stop_token_ids"), limits.max_stop_token_ids)
     _check_entries("logit_bias", fields.get("logit_bias"), limits.max_logit_bias)
-    for name in _GRAMMAR_FIELDS:
-        _check_chars(name, fields.get(name), limits.max_grammar_chars)
+    for kind in GrammarKind:
+        _check_chars(kind.value, fields.get(kind), limits.max_grammar_chars)
     n = fields.get("n")
     if isinstance(n, int) and n > limits.max_n:
         raise InvalidRequestError(f"n is {n}: at most {limits.max_n} samples of a prompt are generated", param="n")

@@ -13,7 +13,7 @@ _WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body"}
 )
 # Unknown fields named in one warning, and characters of a name.
-_MAX_NAMED = 8
+MAX_NAMED = 8
 _MAX_NAME_CHARS = 64
 
 
@@ -23,7 +23,7 @@ def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = 
     `prefix`: name of the object that holds them, with a dot.
     """
     names = list(known)
-    return [f"{prefix}{_described(name, names)}" for name in islice(_unknown(body, set(names)), _MAX_NAMED)]
+    return [f"{prefix}{_described(name, names)}" for name in islice(_unknown(body, names), MAX_NAMED)]
 
 
 def warning(unknown: Sequence[str]) -> str:
@@ -31,8 +31,9 @@ def warning(unknown: Sequence[str]) -> str:
     return f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}"
 
 
-def _unknown(body: Mapping[str, Any], known: set[str]) -> Iterator[str]:
-    return (name for name, value in body.items() if value is not None and name not in known | _WITHOUT_EFFECT)
+def _unknown(body: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
+    accepted = _WITHOUT_EFFECT.union(known)
+    return (name for name, value in body.items() if value is not None and name not in accepted)
 
 
 def _described(name: str, known: Sequence[str]) -> str:

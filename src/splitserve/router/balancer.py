@@ -163,7 +163,7 @@ class MiniLoadBalancer:
         await self._fail(visit, client, error.side, error.status, body, error.headers)
 
     def _log_failure(self, visit: Visit, side: str, status: int, body: bytes, url: str = "-") -> None:
-        rid = "-" if visit.tries is None else one_word(visit.tries.rid)
+        rid = one_word(None if visit.tries is None else visit.tries.rid)
         logger.warning(
             "request failed rid=%s route=%s side=%s worker=%s status=%d error=%s",
             rid,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 
 from splitserve.api.json_body import parse_object
-from splitserve.api.unknown_fields import WARNING_HEADER, unknown_fields, warning
+from splitserve.api.unknown_fields import MAX_NAMED, WARNING_HEADER, unknown_fields, warning
 from splitserve.errors import InvalidRequestError
 from splitserve.server import validation
 from splitserve.server.front_end import FrontEnd
@@ -53,7 +53,7 @@ def check_unknown(front: FrontEnd, found: dict[str, Any], model: type[Body], sam
     for part in parts if isinstance(parts, list) else [parts]:
         if isinstance(part, dict) and sampling is not None:
             unknown += unknown_fields(part, sampling.model_fields, "sampling_params.")
-    unknown = list(dict.fromkeys(unknown))[:8]
+    unknown = list(dict.fromkeys(unknown))[:MAX_NAMED]
     if not unknown:
         return ""
     text = warning(unknown)
