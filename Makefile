@@ -5,14 +5,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup missing-packages system-packages demo test check bench performance soak chaos format clean
+.PHONY: help setup missing-packages system-packages demo test check walk bench performance soak chaos docs format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
-	@echo "make test    all tests            make check   ruff, ruff format, mypy"
+	@echo "make test    all tests            make check   ruff, mypy, shape of the code"
 	@echo "make bench   figures, half an hour make soak    the long random test"
 	@echo "make performance  the figures and plots of docs/performance.md"
+	@echo "make walk    files and functions of one chat request, by process"
 	@echo "make chaos   ten minutes of workers that die under load"
+	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
 setup: .venv/.installed
@@ -58,6 +60,10 @@ check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_rooms.py tests/unit/test_shape.py
+
+walk: setup
+	@$(BIN)/python tests/support/walk/walk.py
 
 format: .venv/.installed
 	$(BIN)/ruff format .
@@ -80,6 +86,14 @@ soak: setup
 
 chaos: setup
 	@$(BIN)/splitserve chaos --seconds 600 --append-to docs/log.md
+
+# Needs no torch: only the extra `docs`. A broken link is an error (but not with --quiet, which drops warnings).
+docs:
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	  | PIP_REQUIRE_VIRTUALENV=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from splitserve.disaggregation.transports import missing
+from splitserve.transfer.transports import missing
 
 # Nothing is said here about time: machines are shared.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,15 +1,15 @@
-"""The command `splitserve`, also `python -m splitserve`: signal handlers first, then the slow imports."""
+"""Entry point of `splitserve` and `python -m splitserve`. Installs signal handlers before the slow imports."""
 
 import sys
 
-from splitserve.core.process_end import install, leave, watch_starter
+from splitserve.process.process_end import install, leave, watch_starter
 
 
 def main() -> None:
     install()
     if "--exit-with-parent" in sys.argv:
         watch_starter()
-    from splitserve.core.owned_folder import sweep
+    from splitserve.process.owned_folder import sweep
 
     sweep()
     from splitserve.cli import main as run_command

@@ -11,17 +11,17 @@ import weakref
 import numpy as np
 import pytest
 
-from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import TransferBackend, create_transport, missing
-from splitserve.disaggregation.transports.base import TransportOptions, WriteState
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import TransferBackend, create_transport, missing
+from splitserve.transfer.transports.base import TransportOptions, WriteState
 
 if problem := missing(TransferBackend.NIXL):
     pytest.skip(problem, allow_module_level=True)
 
-from splitserve.disaggregation.transports import nixl, nixl_requests, write_gate
-from splitserve.disaggregation.transports.nixl_lane import Lane
+from splitserve.transfer.transports import nixl, nixl_requests, write_gate
+from splitserve.transfer.transports.nixl_lane import Lane
 
 DEADLINE = 20.0
 N = 8 << 20

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import create_transport, missing, sockets
-from splitserve.disaggregation.transports.base import TransportOptions, WriteState
-from splitserve.disaggregation.transports.groups import GlooGroup
-from splitserve.disaggregation.transports.process_group import Gloo
-from splitserve.disaggregation.transports.rendezvous import RECEIVER, SENDER, Welcome
-from splitserve.disaggregation.transports.sockets import Deadline
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import create_transport, missing, sockets
+from splitserve.transfer.transports.base import TransportOptions, WriteState
+from splitserve.transfer.transports.groups import GlooGroup
+from splitserve.transfer.transports.process_group import Gloo
+from splitserve.transfer.transports.rendezvous import RECEIVER, SENDER, RendezvousWelcome
+from splitserve.transfer.transports.sockets import Deadline
 
 DEADLINE = 20.0
 N = 32 << 20
@@ -92,9 +92,9 @@ def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peer
 
 HALF_WAY = """
 import socket, sys, torch
-from splitserve.disaggregation.transports.groups import GlooGroup
-from splitserve.disaggregation.transports.rendezvous import SENDER
-from splitserve.disaggregation.transports.sockets import Deadline
+from splitserve.transfer.transports.groups import GlooGroup
+from splitserve.transfer.transports.rendezvous import SENDER
+from splitserve.transfer.transports.sockets import Deadline
 group = GlooGroup(socket.socket(fileno=int(sys.argv[1])), SENDER, Deadline(60))
 works = group.send(torch.ones(int(sys.argv[2]), dtype=torch.uint8))
 sys.stdin.read()
@@ -246,7 +246,9 @@ def test_a_member_that_does_not_know_the_secret_of_the_connection_is_turned_away
     src, dst = gloo(8), gloo(8)
     src.memory[0][:] = 1
     session = dst.transport.open_session()
-    monkeypatch.setattr(Welcome, "read", classmethod(lambda cls, data, library: Welcome.to(library)))
+    monkeypatch.setattr(
+        RendezvousWelcome, "read", classmethod(lambda cls, data, library: RendezvousWelcome.to(library))
+    )
     assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.FAILED
     assert not dst.memory[0].any()
 
@@ -285,7 +287,7 @@ def test_nccl_says_what_it_lacks_without_loading_torch():
     with pytest.raises(ConfigError, match="CUDA"):
         create_transport("nccl", TransportOptions())
     script = (
-        "import sys; from splitserve.disaggregation.transports import missing; "
+        "import sys; from splitserve.transfer.transports import missing; "
         "assert missing('nccl'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

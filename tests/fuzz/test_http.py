@@ -24,7 +24,7 @@ from schemathesis.core import NOT_SET
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
-from splitserve.launch.cluster_token import write_token_file
+from splitserve.process.cluster_token import write_token_file
 from splitserve.testing.processes import running, wait_ready
 from splitserve.testing.tiny_models import make_tiny_model
 

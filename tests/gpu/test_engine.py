@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from splitserve.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu
-from splitserve.bench.gpu_model import Shape, random_model
-from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
 from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
+from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu
+from splitserve.tools.bench.gpu_model import ModelShape, random_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is missing: pip install 'splitserve[cuda]'"
 )
 
-GREEDY = SamplingParams(temperature=0.0)
-SHAPE = Shape(
+GREEDY = ResolvedSampling(temperature=0.0)
+SHAPE = ModelShape(
     "tiny",
     {
         "vocab_size": 300,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import create_transport, missing
-from splitserve.disaggregation.transports.base import TransportOptions, WriteState
-from splitserve.disaggregation.transports.device import find_device
-from splitserve.errors import ConfigError
 from splitserve.testing.transfer_peer import End, PeerProcess, digest
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import create_transport, missing
+from splitserve.transfer.transports.base import TransportOptions, WriteState
+from splitserve.transfer.transports.device import find_device
 
 PROBLEM = missing("mooncake") or (None if torch.cuda.is_available() else "no CUDA device")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import create_transport, missing
-from splitserve.disaggregation.transports.base import PeerAddress, TransportOptions, WriteState
-from splitserve.disaggregation.transports.device import CudaDevice
-from splitserve.disaggregation.transports.tensors import DeviceMemory, Ranges
 from splitserve.testing.transfer_peer import End
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import create_transport, missing
+from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
+from splitserve.transfer.transports.device import CudaDevice
+from splitserve.transfer.transports.tensors import DeviceMemory, Ranges
 
 NUM_GPUS = 0 if missing("nccl") else torch.cuda.device_count()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.testing.reference import Reference, greedy_reference
 from splitserve.testing.tiny_models import TinyKind, make_tiny_model

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.core.grammar import GrammarKind, GrammarSpec
+from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.messages import GenerateRequest
 from splitserve.testing.local_grammar import LocalCompiler
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
@@ -47,7 +47,7 @@ def settings(loaded):
 
 def request(number: int) -> GenerateRequest:
     """Greedy and seeded ones in turn, some with logprobs."""
-    params = SamplingParams(
+    params = ResolvedSampling(
         max_new_tokens=600,
         temperature=0.0 if number % 3 == 0 else 1.0,
         seed=number,

@@ -2,8 +2,8 @@
 
 import random
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.sim import ColocatedWorld
 
@@ -15,7 +15,7 @@ POOL = {"num_pages": 24, "page_size": PAGE_SIZE, "token_budget": 32}
 def run(engine, prompts: list[list[int]], **settings) -> tuple[ColocatedWorld, list[list[int]]]:
     """Each prompt in every round, one after the other."""
     world = ColocatedWorld(**POOL, make_engine=engine, **settings)
-    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    params = ResolvedSampling(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     outputs = []
     for number in range(NUM_ROUNDS):
         for i, prompt in enumerate(prompts):

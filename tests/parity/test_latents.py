@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
-from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.metadata import MetadataBuffers
+from splitserve.core.config import ModelConfig
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.speculation import Speculation
@@ -17,9 +16,10 @@ from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.reference import greedy_reference
 from splitserve.testing.tiny_models import MLA_KINDS, make_tiny_model
+from splitserve.transfer.metadata import MetadataBuffers
 
 NUM_NEW = 12
-GREEDY = SamplingParams(max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, temperature=0.0)
 # Elements of a token in one layer: a latent of 32 and 8 with positions; three layers of float32.
 BYTES_PER_TOKEN = 3 * (32 + 8) * 4
 

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.core.grammar import GrammarKind, GrammarSpec
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.messages import AbortRequest, GenerateRequest
 from splitserve.testing.local_grammar import LocalCompiler
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
@@ -33,7 +33,7 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
     rng = random.Random(3)
     requests = []
     for i in range(NUM_REQUESTS):
-        params = SamplingParams(
+        params = ResolvedSampling(
             max_new_tokens=rng.randrange(1, 40),
             min_new_tokens=1 if i % 4 else 0,
             temperature=0.0 if i % 2 else 0.9,

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.sim import ColocatedWorld, SimWorker
@@ -24,7 +24,7 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
     rng = random.Random(6)
     requests = []
     for i in range(NUM_REQUESTS):
-        params = SamplingParams(
+        params = ResolvedSampling(
             max_new_tokens=NUM_OUTPUT_TOKENS,
             temperature=0.8 * (i % 2),
             seed=i,

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from splitserve.config import ModelConfig
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import ModelConfig
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
-from splitserve.messages import GenerateRequest
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.speculation import Speculation
 from splitserve.testing.pair import PairWorld
@@ -35,7 +35,7 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
     rng = random.Random(6)
     requests = []
     for i in range(NUM_REQUESTS):
-        params = SamplingParams(
+        params = ResolvedSampling(
             max_new_tokens=NUM_OUTPUT_TOKENS,
             min_new_tokens=20,
             temperature=0.6 * (i % 2),
@@ -122,7 +122,7 @@ def test_a_draft_finds_its_kv_of_a_cached_prefix(tiny):
     speculate(world, "draft")
     prompt = list(range(40))
     for rid, tail in (("cold", [50]), ("warm", [60])):
-        params = SamplingParams(max_new_tokens=21, min_new_tokens=21, temperature=0.0)
+        params = ResolvedSampling(max_new_tokens=21, min_new_tokens=21, temperature=0.0)
         world.submit(GenerateRequest(rid=rid, prompt_ids=prompt + tail, params=params))
         world.run_until_idle()
     assert world.cached("warm") == 40

@@ -6,15 +6,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from splitserve.config import ModelConfig
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import ModelConfig
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.sources import resolve_model
-from splitserve.launch.passage import PASSAGE
-from splitserve.messages import GenerateRequest
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.sim import ColocatedWorld
+from splitserve.tools.passage import PASSAGE
 
 MODEL, NUM_OUTPUT_TOKENS = "smollm2", 32
 
@@ -39,7 +39,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 def run(loaded: LoadedModel, prompts: list[list[int]], **settings) -> ColocatedWorld:
     world = ColocatedWorld(num_pages=512, max_running=16, make_engine=real_engine(loaded), **settings)
-    params = SamplingParams(max_new_tokens=NUM_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    params = ResolvedSampling(max_new_tokens=NUM_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         world.submit(GenerateRequest(rid=f"r{i}", prompt_ids=prompt, params=params))
     world.run_until_idle()

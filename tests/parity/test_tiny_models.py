@@ -7,15 +7,15 @@ import random
 
 import pytest
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.reference import LENGTHS, NUM_OUTPUT_TOKENS
 from splitserve.testing.sim import ColocatedWorld
 
 # The reference keeps EOS from ending an answer by masking it; so do we.
-GREEDY = SamplingParams(max_new_tokens=NUM_OUTPUT_TOKENS, min_new_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=NUM_OUTPUT_TOKENS, min_new_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
 SETTINGS = {"num_pages": 1024, "page_size": 16, "max_running": 16}
 
 
@@ -81,7 +81,8 @@ def test_seeded_sampling_is_the_same_in_any_mode_and_any_company(tiny):
     loaded, _ = tiny
     prompts = prompts_of(loaded.vocab_size)[:12]
     params = [
-        SamplingParams(max_new_tokens=32, temperature=0.8, top_p=0.95, seed=i, ignore_eos=True) for i in range(12)
+        ResolvedSampling(max_new_tokens=NUM_OUTPUT_TOKENS, temperature=0.8, top_p=0.95, seed=i, ignore_eos=True)
+        for i in range(12)
     ]
     answers = []
     for mode, at_a_time in ((colocated, 1), (colocated, 12), (disaggregated, 5)):

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.core.layout import first_token_read
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.messages import GenerateRequest
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.reference import Reference, greedy_reference
@@ -18,7 +18,7 @@ from splitserve.testing.sim import ColocatedWorld
 from splitserve.testing.tiny_models import make_tiny_model
 
 WINDOW, CHUNK, NUM_TOKENS = 20, 16, 60
-GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, temperature=0.0)
 LENGTHS = (1, 19, 21, 77, 130)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import ModelConfig
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.messages import GenerateRequest
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.real_engine import real_engine
 from splitserve.testing.reference import Reference, greedy_reference
@@ -17,7 +17,7 @@ from splitserve.testing.sim import ColocatedWorld, SimWorker
 from splitserve.testing.tiny_models import make_tiny_model
 
 WINDOW, PAGE_SIZE, NUM_TOKENS = 20, 4, 80
-GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, temperature=0.0)
 LENGTHS = (1, 7, 19, 20, 21, 40, 77, 130)
 
 

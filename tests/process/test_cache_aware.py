@@ -6,8 +6,8 @@ import time
 import aiohttp
 import pytest
 
-from splitserve.cluster.deployment import LocalDeployment
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.router.args import PrefillConfig
 from splitserve.testing.router_world import start_router
 from splitserve.testing.tiny_models import make_tiny_model

@@ -17,14 +17,14 @@ import httpx
 import psutil
 import pytest
 
-from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
-from splitserve.cluster.control import ClusterStatus, ControlClient, ProcessStatus, socket_path
-from splitserve.core.owned_folder import RUN_FOLDER_VARIABLE
-from splitserve.errors import WorkerUnavailableError
-from splitserve.launch.child import POLL_INTERVAL, ChildProcess
+from splitserve.core.errors import WorkerUnavailableError
+from splitserve.deploy.control import ClusterStatus, ControlClient, ProcessStatus, socket_path
+from splitserve.process.child import POLL_INTERVAL, ChildProcess
+from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE
 from splitserve.testing import ray_nodes
 from splitserve.testing.processes import running, wait_ready
 from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.chaos.streams import follow_all, follow_undisturbed, make_requests
 
 pytestmark = pytest.mark.process
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from splitserve.disaggregation.transports import missing
+from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.transfer.transports import missing
 
 pytestmark = pytest.mark.process
 
@@ -17,26 +18,27 @@ def splitserve(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+TRANSPORTS = (["tcp"], ["shm"], ["shm", "--hand-over"], ["gloo"], ["mooncake"], ["nixl"])
+
+
 # Over tcp test_parity.py has the real model, over shm test_offline.py; the contract suite has every transport.
 @pytest.mark.parametrize(
-    "transport",
+    ("model", "transport"),
     [
-        pytest.param(["tcp"], marks=pytest.mark.soak),
-        pytest.param(["shm"], marks=pytest.mark.soak),
-        ["shm", "--hand-over"],
-        pytest.param(["gloo"], marks=pytest.mark.soak),
-        pytest.param(["mooncake"], marks=pytest.mark.soak),
-        pytest.param(["nixl"], marks=pytest.mark.soak),
+        ("tiny", ["shm", "--hand-over"]),
+        *(pytest.param("smollm2", options, marks=pytest.mark.soak) for options in TRANSPORTS),
     ],
-    ids=" ".join,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_verify_proves_equality_over_every_transport(tmp_path, transport):
+def test_verify_proves_equality_over_every_transport(tmp_path, model, transport):
     if problem := missing(transport[0]):
         pytest.skip(problem)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "The capital of France is"}\n{"input_ids": [19556, 28]}\n"One, two, three,"\n')
+    prompts.write_text('{"text": "The capital of France is"}\n{"input_ids": [195, 28]}\n"One, two, three,"\n')
     options = ["--prompts", str(prompts), "--max-tokens", "4", "--threads", "1", "--json"]
-    done = splitserve("verify", "smollm2", "--transfer-backend", *transport, *options)
+    if model == "tiny":
+        model = str(make_tiny_model("llama", tmp_path / "llama"))
+    done = splitserve("verify", model, "--transfer-backend", *transport, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["equal"], report["prompts"], report["mismatches"]) == (True, 3, [])

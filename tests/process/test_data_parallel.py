@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.local import LocalCluster
-from splitserve.launch.shape import WorkerShape
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.testing.deployment import Deployment
 from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
 from splitserve.testing.tiny_models import make_tiny_model

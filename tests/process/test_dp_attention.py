@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
-from splitserve.chaos.leaks import held
+from splitserve.core.errors import USAGE_EXIT_CODE
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import USAGE_EXIT_CODE
-from splitserve.launch.child import ChildProcess
-from splitserve.launch.shape import WorkerShape
+from splitserve.core.shape import WorkerShape
+from splitserve.observe.leaks import held
+from splitserve.process.child import ChildProcess
 from splitserve.testing.processes import wait_ready
 from splitserve.testing.reference import Reference, greedy_reference
 from splitserve.testing.shapes import Shapes

@@ -17,14 +17,14 @@ import httpx
 import psutil
 import pytest
 
-from splitserve.chaos.injector import order_fault, replace_worker, signal_worker
-from splitserve.chaos.orders import PROGRAM, Fault
-from splitserve.chaos.points import Stage
-from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, follow_undisturbed, make_requests
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
+from splitserve.tools.chaos.orders import PROGRAM, Fault
+from splitserve.tools.chaos.points import FaultStage
+from splitserve.tools.chaos.saboteur import order_fault, replace_worker, signal_worker
+from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 
@@ -37,28 +37,30 @@ ROUTER_ARGS = ["--hang-timeout", str(HANG_TIMEOUT), "--health-interval", "0.5"]
 # Long prompts take several chunks.
 WORKER_ARGS = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64"]
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
-CASES = list(itertools.product((signal.SIGKILL, signal.SIGSTOP), (PREFILL, DECODE), Stage))
+CASES = list(itertools.product((signal.SIGKILL, signal.SIGSTOP), (PREFILL, DECODE), FaultStage))
 
 
 @dataclass
 class World:
     deployment: Deployment
     requests: list[StreamRequest]
-    expected: dict[int, Outcome]
+    expected: dict[int, StreamOutcome]
     num_replaced: int = 0
 
     @property
     def cluster(self) -> LocalCluster:
         return self.deployment.cluster
 
-    def run_with_fault(self, number: signal.Signals, role: DisaggregationMode, stage: Stage) -> dict[int, Outcome]:
+    def run_with_fault(
+        self, number: signal.Signals, role: DisaggregationMode, stage: FaultStage
+    ) -> dict[int, StreamOutcome]:
         """All streams, with the first worker of that role failing at that stage; it is there again afterwards."""
         victim = self.cluster.children_of(role)[0]
         url = self.cluster.router_url
         # The cases before left their prompts in the caches, whose chunks nobody would have to compute or send.
         self.deployment.flush()
         try:
-            if stage is Stage.MID_STREAM:
+            if stage is FaultStage.MID_STREAM:
                 outcomes = follow_all(
                     url,
                     self.requests,
@@ -127,7 +129,7 @@ def test_with_one_of_each_every_stream_ends_in_time_and_says_why():
             outcomes = w.run_with_fault(number, role, stage)
             errors = [o.error for o in outcomes.values() if o.error is not None]
             assert all(o.is_done for o in outcomes.values()), (number, role, stage)
-            if (role, stage) == (PREFILL, Stage.MID_STREAM):
+            if (role, stage) == (PREFILL, FaultStage.MID_STREAM):
                 # Nobody needs it any more.
                 assert not errors
             else:

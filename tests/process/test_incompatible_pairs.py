@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from splitserve.launch.child import POLL_INTERVAL
-from splitserve.launch.cluster_token import write_token_file
+from splitserve.process.child import POLL_INTERVAL
+from splitserve.process.cluster_token import write_token_file
 from splitserve.testing.processes import running, wait_ready
 from splitserve.testing.tiny_models import make_tiny_model
 

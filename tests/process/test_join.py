@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from splitserve.chaos.streams import Outcome, StreamRequest, follow_all, follow_undisturbed, make_requests
-from splitserve.launch.child import POLL_INTERVAL
-from splitserve.launch.cluster_token import write_token_file
+from splitserve.process.child import POLL_INTERVAL
+from splitserve.process.cluster_token import write_token_file
 from splitserve.testing.hosts import Wire, missing, standing_on, two_hosts
 from splitserve.testing.processes import running, wait_ready
 from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 
 pytestmark = pytest.mark.process
 
@@ -36,8 +36,8 @@ class Joined:
     router_url: str
     call: Any
 
-    def streams(self, requests: list[StreamRequest], **more: Any) -> dict[int, Outcome]:
-        found: dict[int, Outcome] = self.call(follow_all, self.router_url, requests, timeout=DEADLINE, **more)
+    def streams(self, requests: list[StreamRequest], **more: Any) -> dict[int, StreamOutcome]:
+        found: dict[int, StreamOutcome] = self.call(follow_all, self.router_url, requests, timeout=DEADLINE, **more)
         return found
 
     def workers(self) -> dict[str, dict[str, Any]]:

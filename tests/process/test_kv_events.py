@@ -6,11 +6,11 @@ import time
 import aiohttp
 import pytest
 
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.events.discovery import find_publishers, follow, load_index
-from splitserve.events.index import BlockIndex
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
+from splitserve.observe.events.discovery import find_publishers, follow, load_index
+from splitserve.observe.events.index import BlockIndex
 from splitserve.testing.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process

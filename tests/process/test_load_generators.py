@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from splitserve.cluster.deployment import LocalDeployment
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.testing.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]

@@ -17,16 +17,16 @@ import httpx
 import psutil
 import pytest
 
-from splitserve.chaos.injector import order_fault, signal_worker
-from splitserve.chaos.orders import PROGRAM, Fault
-from splitserve.chaos.points import Stage
-from splitserve.chaos.streams import Outcome, follow, follow_all, make_requests, open_session
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.child import POLL_INTERVAL
-from splitserve.launch.local import LocalCluster
-from splitserve.launch.metrics_page import sum_samples
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
+from splitserve.process.child import POLL_INTERVAL
 from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.chaos.orders import PROGRAM, Fault
+from splitserve.tools.chaos.points import FaultStage
+from splitserve.tools.chaos.saboteur import order_fault, signal_worker
+from splitserve.tools.chaos.streams import StreamOutcome, follow, follow_all, make_requests, open_session
+from splitserve.tools.metrics_page import sum_samples
 
 pytestmark = pytest.mark.process
 
@@ -40,11 +40,11 @@ DEADLINE = 120.0
 
 def run(
     url: str, count: int, disturb: Callable[[], object] | None = None, num_tokens: int = NUM_TOKENS
-) -> dict[int, Outcome]:
+) -> dict[int, StreamOutcome]:
     return follow_all(url, make_requests(count, num_tokens), timeout=DEADLINE, disturb=disturb, after=3)
 
 
-def check_same(outcomes: dict[int, Outcome], expected: dict[int, Outcome]) -> None:
+def check_same(outcomes: dict[int, StreamOutcome], expected: dict[int, StreamOutcome]) -> None:
     assert {i: problem for i, o in outcomes.items() if (problem := o.difference(expected[i]))} == {}
 
 
@@ -53,14 +53,14 @@ def migrations(url: str) -> float:
 
 
 @contextmanager
-def serving(folder: Any, *router_args: str, prefill: int = 2) -> Iterator[LocalCluster]:
+def serving(folder: Any, *router_args: str, prefill: int = 2, decode: int = 2) -> Iterator[LocalCluster]:
     model = str(make_tiny_model("llama", folder / "llama"))
     args = ["--max-total-tokens", "20000"]
     with LocalCluster(
         LocalDeployment(
             model=model,
             prefill=prefill,
-            decode=2,
+            decode=decode,
             dtype="float32",
             threads=1,
             worker_args=args,
@@ -77,14 +77,14 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
         url = cluster.router_url
         expected = run(url, 6)
         first, second = cluster.children_of(DECODE)
-        order_fault(first, Fault(Stage.MID_STREAM, signal.SIGKILL, skip=NUM_TOKENS // 3))
+        order_fault(first, Fault(FaultStage.MID_STREAM, signal.SIGKILL, skip=NUM_TOKENS // 3))
         check_same(run(url, 6), expected)
         assert migrations(url) > 0
         # Nothing of these prompts may be cached: a chunk that is not computed is not met.
         for child in (*cluster.children_of(PREFILL), second):
             httpx.post(f"{child.ready.url}/flush_cache").raise_for_status()
         # A prefill that goes is not noticed at all, whatever half of a write it leaves behind.
-        order = order_fault(cluster.children_of(PREFILL)[0], Fault(Stage.MID_TRANSFER, signal.SIGKILL))
+        order = order_fault(cluster.children_of(PREFILL)[0], Fault(FaultStage.MID_TRANSFER, signal.SIGKILL))
         check_same(run(url, 6), expected)
         assert order.is_taken
         # Nobody is left. (A fifth would be text in a schema, which ends when it likes.)
@@ -98,9 +98,9 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
 
 
 def test_a_request_that_kills_its_prefill_worker_twice_ends_and_the_third_worker_serves_on(tmp_path):
-    with serving(tmp_path, prefill=3) as cluster:
+    with serving(tmp_path, prefill=3, decode=1) as cluster:
         url = cluster.router_url
-        orders = [order_fault(c, Fault(Stage.QUEUED, signal.SIGKILL)) for c in cluster.children_of(PREFILL)]
+        orders = [order_fault(c, Fault(FaultStage.QUEUED, signal.SIGKILL)) for c in cluster.children_of(PREFILL)]
         response = httpx.post(f"{url}/generate", json={"text": "a poison", "rid": "mine"}, timeout=DEADLINE)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (500, "poison_request")
@@ -116,7 +116,7 @@ def test_streams_outlive_a_decode_worker_that_is_stopped(tmp_path):
     with serving(tmp_path, "--hang-timeout", "3", "--health-interval", "0.5") as cluster:
         expected = run(cluster.router_url, 12)
         first, _ = cluster.children_of(DECODE)
-        order_fault(first, Fault(Stage.MID_STREAM, signal.SIGSTOP, skip=NUM_TOKENS // 3))
+        order_fault(first, Fault(FaultStage.MID_STREAM, signal.SIGSTOP, skip=NUM_TOKENS // 3))
         try:
             check_same(run(cluster.router_url, 12), expected)
             assert migrations(cluster.router_url) > 0
@@ -133,7 +133,7 @@ def test_every_worker_is_restarted_under_load_and_no_request_notices(tmp_path):
         assert migrations(url) > 0
 
 
-async def _restart_all(cluster: LocalCluster, expected: dict[int, Outcome]) -> None:
+async def _restart_all(cluster: LocalCluster, expected: dict[int, StreamOutcome]) -> None:
     is_over = False
     num_rounds = 0
     requests = make_requests(len(expected), NUM_TOKENS)
@@ -142,7 +142,7 @@ async def _restart_all(cluster: LocalCluster, expected: dict[int, Outcome]) -> N
         async def load() -> None:
             nonlocal num_rounds
             while not is_over:
-                outcomes = {i: Outcome() for i in expected}
+                outcomes = {i: StreamOutcome() for i in expected}
                 await asyncio.gather(*(follow(client, cluster.router_url, requests[i], o) for i, o in outcomes.items()))
                 check_same(outcomes, expected)
                 num_rounds += 1

@@ -7,14 +7,14 @@ import pytest
 import torch
 import transformers
 
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.metadata import MetadataBuffers
-from splitserve.launch.local import LocalCluster
-from splitserve.launch.shape import WorkerShape
-from splitserve.launch.transfers import read_transfers
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.testing.reference import greedy_reference
 from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.transfers import read_transfers
+from splitserve.transfer.metadata import MetadataBuffers
 
 pytestmark = pytest.mark.process
 

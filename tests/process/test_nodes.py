@@ -19,10 +19,10 @@ import torch
 import transformers
 
 from splitserve.core.request import DisaggregationMode
+from splitserve.core.shape import WorkerShape
 from splitserve.engine.sources import resolve_model
-from splitserve.launch.child import ChildProcess
-from splitserve.launch.cluster_token import write_token_file
-from splitserve.launch.shape import WorkerShape
+from splitserve.process.child import ChildProcess
+from splitserve.process.cluster_token import write_token_file
 from splitserve.testing.deployment import MODEL
 from splitserve.testing.hosts import missing, standing_on, two_hosts
 from splitserve.testing.processes import running, wait_ready

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from splitserve.cluster.deployment import LocalDeployment
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
 
 pytestmark = pytest.mark.process

@@ -15,21 +15,21 @@ import pytest
 import torch
 import transformers
 
-from splitserve.chaos.streams import follow_all, follow_undisturbed, make_requests
-from splitserve.cluster.deployment import LocalDeployment
+from splitserve.core.errors import USAGE_EXIT_CODE
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import USAGE_EXIT_CODE
-from splitserve.launch.child import ChildProcess
-from splitserve.launch.local import LocalCluster
-from splitserve.launch.shape import WorkerShape
+from splitserve.process.child import ChildProcess
 from splitserve.testing import failing_follower
 from splitserve.testing.deployment import MODEL, Deployment
 from splitserve.testing.failing_follower import MESSAGE
 from splitserve.testing.processes import wait_ready
 from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
 from splitserve.testing.shapes import Shapes, make_divisible_model
+from splitserve.tools.chaos.streams import follow_all, follow_undisturbed, make_requests
+from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 
 pytestmark = pytest.mark.process
 

@@ -1,6 +1,6 @@
 """The promise: output of prefill and decode apart equals transformers' own `generate`, and colocated serving.
 
-float32, greedy, 32 tokens for each of seven prompts of 1 to 513 tokens, all at once, cold and warm, in chunks of 64; of
+float32, greedy, 20 tokens for each of seven prompts of 1 to 513 tokens, all at once, cold and warm, in chunks of 64; of
 some alone. `make soak` runs the whole cross: 20 prompts of up to 3,000 tokens with 64 tokens each, in chunks of 64 and
 2,048.
 """

@@ -1,6 +1,6 @@
-"""Workers of the real model change their roles under load: every stream ends with the output of an undisturbed run.
+"""Workers change their roles under load: every stream ends with the output of an undisturbed run.
 
-`make soak` goes on with null, several ranks, other transports and both kinds of drain.
+`make soak` does this with the real model, and adds null, several ranks, other transports and both kinds of drain.
 """
 
 from __future__ import annotations
@@ -9,17 +9,26 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import httpx
 import pytest
 
-from splitserve.chaos.streams import Outcome, StreamRequest, follow, follow_undisturbed, make_requests, open_session
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.local import LocalCluster
-from splitserve.launch.shape import WorkerShape
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
 from splitserve.testing.deployment import MODEL, Deployment
+from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.chaos.streams import (
+    StreamOutcome,
+    StreamRequest,
+    follow,
+    follow_undisturbed,
+    make_requests,
+    open_session,
+)
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +43,7 @@ Switch = tuple[str, DisaggregationMode, str]
 class World:
     deployment: Deployment
     requests: list[StreamRequest]
-    expected: dict[int, Outcome]
+    expected: dict[int, StreamOutcome]
 
     @property
     def router(self) -> str:
@@ -60,7 +69,7 @@ class World:
         async def load(session: aiohttp.ClientSession, i: int, request: StreamRequest) -> None:
             nonlocal num_done
             while not is_over:
-                outcome = Outcome()
+                outcome = StreamOutcome()
                 await follow(session, self.router, request, outcome, has_begun.set)
                 assert outcome.difference(self.expected[i]) == "", i
                 num_done += 1
@@ -90,13 +99,19 @@ class World:
 
 @contextmanager
 def world(
-    num_requests: int, num_tokens: int, *, backend: str = "tcp", dp_size: int = 1, worker_args: Sequence[str] = ()
+    model: str,
+    num_requests: int,
+    num_tokens: int,
+    *,
+    backend: str = "tcp",
+    dp_size: int = 1,
+    worker_args: Sequence[str] = (),
 ) -> Iterator[World]:
     args = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64", *worker_args]
     with (
         LocalCluster(
             LocalDeployment(
-                model=MODEL,
+                model=model,
                 prefill=1,
                 decode=2,
                 prefill_shape=WorkerShape(dp_size=dp_size),
@@ -115,8 +130,9 @@ def world(
         yield World(Deployment(cluster, client), requests, expected)
 
 
-def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices():
-    with world(5, 16) as w:
+def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices(tmp_path: Path):
+    model = make_tiny_model("llama", tmp_path / "llama")
+    with world(str(model), 5, 160) as w:
         num_done = w.switch_under_load(("decode-2", PREFILL, "migrate"), ("decode-2", DECODE, "complete"))
         assert num_done >= len(w.requests)
         assert w.roles() == {"prefill-1": PREFILL, "decode-1": DECODE, "decode-2": DECODE}
@@ -150,7 +166,7 @@ ROUND: list[Switch] = [
     ],
 )
 def test_everybody_becomes_everything_under_load(backend: str, dp_size: int, worker_args: Sequence[str]):
-    with world(12, 40, backend=backend, dp_size=dp_size, worker_args=worker_args) as w:
+    with world(MODEL, 12, 40, backend=backend, dp_size=dp_size, worker_args=worker_args) as w:
         for _ in range(3):
             w.switch_under_load(*ROUND)
             assert w.roles() == {"prefill-1": PREFILL, "decode-1": DECODE, "decode-2": DECODE}

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from splitserve.cluster.deployment import LocalDeployment
-from splitserve.launch.child import POLL_INTERVAL
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
+from splitserve.process.child import POLL_INTERVAL
 from splitserve.testing.deployment import Deployment
 from splitserve.testing.sglang_router import SglangRouter, sglang_router
 from splitserve.testing.tiny_models import make_tiny_model

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.process
 # `up` with options of the router and of the workers.
 RUN_UP = """
 import json, sys
-from splitserve.core.process_end import install, leave
+from splitserve.process.process_end import install, leave
 install()
-from splitserve.cluster.deployment import LocalDeployment
-from splitserve.cluster.up import run_up
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.up import run_up
 model, worker_args, router_args = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 leave(run_up(LocalDeployment(model=model, threads=1, worker_args=worker_args, router_args=router_args)))
 """

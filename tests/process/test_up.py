@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from splitserve.launch.child import POLL_INTERVAL
+from splitserve.process.child import POLL_INTERVAL
 from splitserve.testing.commands import DEADLINE, RunningCommand, running_command
 from splitserve.testing.tiny_models import make_tiny_model
 
@@ -26,16 +26,16 @@ KEY, OPERATOR, WORKER = "client-key-0123456789", "operator-key-0123456789", "wor
 # `up` with options of the router.
 RUN_UP = """
 import json, sys
-from splitserve.core.process_end import install, leave
+from splitserve.process.process_end import install, leave
 install()
-from splitserve.cluster.deployment import LocalDeployment
-from splitserve.cluster.up import run_up
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.up import run_up
 model, options = sys.argv[1], json.loads(sys.argv[2])
 worker_args = ["--max-total-tokens", "4096"]
 deployment = LocalDeployment(model=model, dtype="float32", threads=1, worker_args=worker_args, router_args=options)
 leave(run_up(deployment))
 """
-CERT = Path(__file__).parents[1] / "unit" / "launch" / "tls" / "cert.pem"
+CERT = Path(__file__).parents[1] / "unit" / "worker" / "tls" / "cert.pem"
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,7 @@ def test_a_killed_up_takes_its_processes_with_it_and_the_next_command_removes_it
         assert list(command.temporary.rglob("*.log")) != []
         # Its cluster is not up any more, and no folder hinders the next one of its name.
         status = [sys.executable, "-m", "splitserve", "cluster", "status", "--name", name]
-        env = {**os.environ, "TMPDIR": str(command.temporary)}
-        done = subprocess.run(status, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        done = subprocess.run(status, env=command.env, capture_output=True, text=True, timeout=DEADLINE, check=False)
         assert "no cluster" in done.stderr
         command.check_nothing_is_left()
 

@@ -10,13 +10,13 @@ import transformers
 
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.metadata import MetadataBuffers
-from splitserve.launch.shape import WorkerShape
-from splitserve.launch.transfers import read_transfers
+from splitserve.core.shape import WorkerShape
 from splitserve.testing.processes import wait_ready
 from splitserve.testing.reference import Reference, greedy_reference
 from splitserve.testing.shapes import Shapes
 from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.transfers import read_transfers
+from splitserve.transfer.metadata import MetadataBuffers
 
 pytestmark = pytest.mark.process
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.core.batch import TokenLogprob
+from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest, TokenOutput
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_grammar import multiples
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld, SimWorker
@@ -47,7 +47,7 @@ def check_every_cut(whole, continued) -> None:
 @settings(deadline=None, max_examples=25)
 @given(LIVES, st.integers(0, 20))
 def test_a_colocated_worker_goes_on_with_what_another_began(life: dict[str, Any], min_new: int) -> None:
-    params = SamplingParams(**life, min_new_tokens=min(min_new, life["max_new_tokens"]))
+    params = ResolvedSampling(**life, min_new_tokens=min(min_new, life["max_new_tokens"]))
 
     def run(output_ids: list[int]) -> tuple[list[int], list[TokenLogprob], Any]:
         world = ColocatedWorld(eos_token_ids=EOS)
@@ -65,7 +65,7 @@ def test_a_colocated_worker_goes_on_with_what_another_began(life: dict[str, Any]
 @settings(deadline=None, max_examples=8)
 @given(LIVES, st.integers(0, 2**32))
 def test_a_pair_goes_on_with_what_another_began(life: dict[str, Any], seed: int) -> None:
-    params = SamplingParams(**life, min_new_tokens=1)
+    params = ResolvedSampling(**life, min_new_tokens=1)
     settings = {"eos_token_ids": EOS}
 
     def run(output_ids: list[int]) -> tuple[list[int], list[TokenLogprob], Any]:
@@ -84,7 +84,7 @@ def test_a_pair_goes_on_with_what_another_began(life: dict[str, Any], seed: int)
 def test_the_prompts_logprobs_are_those_of_the_prompt_alone() -> None:
     world = ColocatedWorld(prefix=True)
     for rid, given_ids in (("whole", []), ("rest", [7, 8, 9])):
-        params = SamplingParams(max_new_tokens=6, temperature=0.0)
+        params = ResolvedSampling(max_new_tokens=6, temperature=0.0)
         world.submit(
             GenerateRequest(
                 rid=rid, prompt_ids=PROMPT, params=params, return_logprob=True, logprob_start=0, output_ids=given_ids
@@ -97,7 +97,7 @@ def test_the_prompts_logprobs_are_those_of_the_prompt_alone() -> None:
 
 def test_output_that_its_grammar_does_not_allow_is_refused() -> None:
     world = ColocatedWorld()
-    params = SamplingParams(max_new_tokens=6, grammar=multiples(3, 4))
+    params = ResolvedSampling(max_new_tokens=6, grammar=multiples(3, 4))
     world.submit(GenerateRequest(rid="r", prompt_ids=PROMPT, params=params, output_ids=[3, 4]))
     world.run_until_idle()
     finish = world.finish("r")
@@ -106,7 +106,7 @@ def test_output_that_its_grammar_does_not_allow_is_refused() -> None:
 
 def test_prompt_and_output_that_do_not_fit_are_refused_together() -> None:
     world = ColocatedWorld(num_pages=4, page_size=16)
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = ResolvedSampling(max_new_tokens=60, ignore_eos=True)
     world.submit(GenerateRequest(rid="r", prompt_ids=PROMPT, params=params, output_ids=[1] * 44))
     world.run_until_idle()
     assert world.finish("r").status_code == 400
@@ -116,7 +116,7 @@ def test_prompt_and_output_that_do_not_fit_are_refused_together() -> None:
 def test_a_continued_request_may_give_way_and_come_back(retracts: bool) -> None:
     """Two requests in a pool that holds both only at first."""
     world = ColocatedWorld(num_pages=8 if retracts else 64, page_size=8, num_reserved_decode_tokens=1)
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    params = ResolvedSampling(max_new_tokens=30, ignore_eos=True)
 
     def submit(rid: str, output_ids: list[int]) -> None:
         world.submit(GenerateRequest(rid=rid, prompt_ids=PROMPT[:10], params=params, output_ids=output_ids))

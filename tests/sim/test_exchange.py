@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import FakeEngine, expected_tokens
 from splitserve.testing.pair import PairWorld
 
 PAGES, PAGE_SIZE = 64, 16
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_under_pressure_pages_go_over_again_and_every_token_is_right(host_memory
         prefill_settings={"shared": prefill, "make_engine": engine},
         decode_settings={"shared": decode, "make_engine": engine, **pressed},
     )
-    params = SamplingParams(max_new_tokens=150, temperature=0.0)
+    params = ResolvedSampling(max_new_tokens=150, temperature=0.0)
     prompts = {f"r{i}": [i * 7 + j for j in range(20 + 9 * i)] for i in range(16)}
     for i, (rid, prompt) in enumerate(prompts.items()):
         world.submit(rid, prompt, params, room=i + 1)

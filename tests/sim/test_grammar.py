@@ -4,21 +4,21 @@ import random
 
 import pytest
 
+from splitserve.core.errors import GrammarBudgetError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
+from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import GrammarBudgetError
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_grammar import FakeCompiler, FakeMatcher, HeldPool, multiples
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld
 
 EOS = 511
-PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+PLAIN = ResolvedSampling(max_new_tokens=8, ignore_eos=True)
 
 
-def params(step: int, count: int, **more) -> SamplingParams:
-    return SamplingParams(**({"max_new_tokens": 20, "grammar": multiples(step, count)} | more))
+def params(step: int, count: int, **more) -> ResolvedSampling:
+    return ResolvedSampling(**({"max_new_tokens": 20, "grammar": multiples(step, count)} | more))
 
 
 def colocated(**settings) -> ColocatedWorld:
@@ -150,7 +150,7 @@ def test_a_token_the_engine_should_never_have_drawn_fails_its_request_on_either_
 
 
 def test_an_invalid_grammar_is_the_clients_fault_and_nothing_is_paired():
-    bad = SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "nonsense"))
+    bad = ResolvedSampling(grammar=GrammarSpec(GrammarKind.REGEX, "nonsense"))
     world = pair(1)
     world.submit("bad", [1, 2, 3], bad, room=1)
     world.prefill.turn()

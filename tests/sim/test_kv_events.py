@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from splitserve.events.subscriber import KVEventSubscriber
-from splitserve.testing.kv_events_world import Link, TellingWorker
+from splitserve.observe.events.subscriber import KVEventSubscriber
+from splitserve.testing.kv_events_world import PublishingSimWorker, TcpRelay
 
 DEADLINE = 60.0
 
@@ -20,7 +20,7 @@ def make_worker():
     made = []
 
     def make(seed, **options):
-        made.append(TellingWorker(seed, **options))
+        made.append(PublishingSimWorker(seed, **options))
         return made[-1]
 
     yield make
@@ -31,7 +31,7 @@ def make_worker():
 @contextlib.asynccontextmanager
 async def following(worker, **options):
     """A subscriber through two links, and the one that carries its events."""
-    async with Link(worker.publisher.endpoint) as events, Link(worker.publisher.replay_endpoint) as replay:
+    async with TcpRelay(worker.publisher.endpoint) as events, TcpRelay(worker.publisher.replay_endpoint) as replay:
         subscriber = KVEventSubscriber(events.endpoint, replay.endpoint, **options)
         task = asyncio.create_task(subscriber.run())
         try:

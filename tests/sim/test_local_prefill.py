@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest, TokenOutput
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.guesser import Guesser
+from splitserve.testing.guesser import RandomProposer
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld, SimWorker
 
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 PROMPT = list(range(100))
 
 
@@ -41,7 +41,7 @@ def test_a_prompt_without_a_room_is_computed_on_decode_and_prefill_hears_nothing
 
 def test_streams_go_on_beside_a_long_prompt_a_bounded_chunk_at_a_time() -> None:
     world = PairWorld(2, decode_settings={"prompt_budget": 5})
-    long = SamplingParams(max_new_tokens=40, temperature=0.0)
+    long = ResolvedSampling(max_new_tokens=40, temperature=0.0)
     for room in range(3):
         world.submit(f"s{room}", [room] * 8, long, room=room)
     happen_until(world, lambda: all(world.decode.tokens(f"s{room}") for room in range(3)))
@@ -102,7 +102,7 @@ def outcome(worker: SimWorker, rid: str) -> Any:
 def test_logprobs_grammars_and_output_of_others_are_as_in_a_colocated_worker(grammar: Any, given: list[int]) -> None:
     if grammar is not None:
         given = [6, 9][: len(given)]
-    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, grammar=grammar)
+    params = ResolvedSampling(max_new_tokens=8, temperature=1.0, seed=5, grammar=grammar)
     asked: dict[str, Any] = {"return_logprob": True, "num_top_logprobs": 2, "logprob_start": 0, "output_ids": given}
     colocated = ColocatedWorld(token_budget=16)
     pair = PairWorld(4, decode_settings={"prompt_budget": 16})
@@ -119,7 +119,7 @@ def test_a_local_prompt_that_came_first_is_not_passed_by_prompts_of_prefill() ->
     """It needs most of the pool; those that come after it would fit, one by one, for ever."""
     settings = {"num_pages": 16, "page_size": 4, "num_reserved_decode_tokens": 1}
     world = PairWorld(5, decode_settings=settings)
-    short = SamplingParams(max_new_tokens=12, temperature=0.0)
+    short = ResolvedSampling(max_new_tokens=12, temperature=0.0)
     for i in range(3):
         world.submit(f"s{i}", [i] * 6, short, room=i)
     happen_until(world, lambda: world.decode.tokens("s0"))
@@ -135,7 +135,7 @@ def test_a_local_prompt_that_came_first_is_not_passed_by_prompts_of_prefill() ->
 def test_a_prompt_of_prefill_that_came_first_is_not_passed_by_local_ones() -> None:
     settings = {"num_pages": 16, "page_size": 4, "num_reserved_decode_tokens": 1}
     world = PairWorld(6, decode_settings=settings)
-    short = SamplingParams(max_new_tokens=12, temperature=0.0)
+    short = ResolvedSampling(max_new_tokens=12, temperature=0.0)
     for i in range(3):
         world.submit_local(f"s{i}", [i] * 6, short)
     happen_until(world, lambda: world.decode.tokens("s0"))
@@ -152,7 +152,7 @@ def test_a_prompt_of_prefill_that_came_first_is_not_passed_by_local_ones() -> No
 def test_who_has_to_give_way_and_has_no_copy_is_computed_again_here() -> None:
     tight = {"num_pages": 12, "page_size": 4, "num_reserved_decode_tokens": 1, "host_memory": 0}
     world = PairWorld(7, decode_settings=tight)
-    params = SamplingParams(max_new_tokens=24, temperature=0.0)
+    params = ResolvedSampling(max_new_tokens=24, temperature=0.0)
     for rid in "ab":
         world.submit_local(rid, [ord(rid)] * 8, params)
     world.run_until_idle()
@@ -196,19 +196,19 @@ def random_lives(seed: int) -> None:
             "host_memory": rng.choice([0, 1 << 20]),
             "prefix": rng.random() < 0.8,
             "pre_alloc_size": rng.choice([1, 8]),
-            "proposer": Guesser(random.Random(seed)) if proposes else None,
+            "proposer": RandomProposer(random.Random(seed)) if proposes else None,
             "late_steps": random.Random(seed) if rng.random() < 0.5 and not proposes else None,
         },
         num_slots=rng.choice([1, 3, 16]),
     )
     longest = min(world.prefill.longest, world.decode.longest)
-    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    asked: dict[str, tuple[list[int], ResolvedSampling]] = {}
     local: set[str] = set()
     aborted: set[str] = set()
     for i in range(14):
         rid, length = f"r{i}", rng.randrange(1, longest)
         prompt = [rng.randrange(3) for _ in range(length)]
-        params = SamplingParams(max_new_tokens=rng.randrange(1, 30), temperature=rng.choice([0.0, 1.0]), seed=i)
+        params = ResolvedSampling(max_new_tokens=rng.randrange(1, 30), temperature=rng.choice([0.0, 1.0]), seed=i)
         if rng.random() < 0.5:
             local.add(rid)
             world.submit_local(rid, prompt, params)

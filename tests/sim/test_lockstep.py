@@ -7,17 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from splitserve.core.batch import StepPlan, StepResult
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError, RanksLostError
-from splitserve.messages import AbortRequest, GenerateRequest
-from splitserve.scheduler.lockstep import Broken, Called, Complete, Hub, Joined, LockstepEngine, Member
+from splitserve.core.errors import EngineError, RanksLostError
+from splitserve.core.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.scheduler.lockstep import Called, Complete, Hub, Joined, LockstepBroken, LockstepEngine, Member
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.lockstep import LockstepWorker, LockstepWorld
 
 
 def ask(worker: LockstepWorker, rid: str, num_prompt_tokens: int = 3, **params) -> GenerateRequest:
     prompt = [(7 * i + sum(rid.encode())) % 512 for i in range(num_prompt_tokens)]
-    params = SamplingParams(**({"max_new_tokens": 8, "temperature": 0.0} | params))
+    params = ResolvedSampling(**({"max_new_tokens": 8, "temperature": 0.0} | params))
     message = GenerateRequest(rid=rid, prompt_ids=prompt, params=params)
     worker.submit(message)
     return message
@@ -131,7 +131,7 @@ def test_the_hub_refuses_a_rank_that_is_out_of_step():
     assert hub.join(Joined(1, 0, 0)) == [(rank, Complete(0, (5, 0))) for rank in range(2)]
     orders = hub.join(Joined(1, 7, 1))
     assert [rank for rank, _ in orders] == [0, 1]
-    assert all(isinstance(order, Broken) and "joined step 7" in order.reason for _, order in orders)
+    assert all(isinstance(order, LockstepBroken) and "joined step 7" in order.reason for _, order in orders)
     assert hub.join(Joined(0, 1, 1)) == [(0, orders[0][1])]
     assert hub.leave(0, "again") == []
 

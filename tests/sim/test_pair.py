@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from splitserve.config import DisaggregationConfig
+from splitserve.core.config import DisaggregationConfig
+from splitserve.core.errors import EngineError
+from splitserve.core.messages import AbortRequest
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.metadata import MetadataBuffers
-from splitserve.errors import EngineError
-from splitserve.messages import AbortRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.pair import PairWorld
+from splitserve.transfer.metadata import MetadataBuffers
 
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -86,7 +86,7 @@ def test_without_a_prefix_cache_on_decode_whole_prompts_move():
 
 def test_a_request_of_one_token_ends_with_the_hand_over():
     world = PairWorld(1)
-    world.submit("a", [1, 2, 3], SamplingParams(max_new_tokens=1, temperature=0.0), room=1)
+    world.submit("a", [1, 2, 3], ResolvedSampling(max_new_tokens=1, temperature=0.0), room=1)
     world.run_until_idle()
     assert world.decode.finish("a").type is FinishType.LENGTH
     assert world.decode.fake_engine.step_sizes == []
@@ -132,6 +132,19 @@ def test_a_prompt_given_up_after_its_hand_over_is_remembered_all_the_same():
     world.run_until_idle()
     assert world.decode.cached("warm") == 48
     world.check_nothing_is_held()
+
+
+def test_tokens_in_transfer_are_pre_allocated_and_those_that_wait_for_pages_are_not():
+    world = PairWorld(3, decode_settings={"num_pages": 4})
+    for room in (1, 2):
+        world.submit(str(room), list(range(50)), GREEDY, room=room)
+    while (state := world.decode.scheduler.state()).num_decode_transfer_queue_reqs == 0:
+        assert state.num_tokens_pre_allocated == 0
+        world.happen()
+    assert state.num_decode_prealloc_queue_reqs == 1
+    assert state.num_tokens_pre_allocated == 50
+    world.run_until_idle()
+    assert world.decode.scheduler.state().num_tokens_pre_allocated == 0
 
 
 def test_an_engine_failure_on_prefill_reaches_the_client_of_decode():
@@ -189,11 +202,11 @@ def random_lives(seed: int) -> None:
         num_slots=rng.choice([1, 3, 16]),
     )
     longest = min(world.prefill.longest, world.decode.longest)
-    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    asked: dict[str, tuple[list[int], ResolvedSampling]] = {}
     aborted: set[str] = set()
     for i in range(12):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, longest))]
-        params = SamplingParams(max_new_tokens=rng.randrange(1, 12), temperature=rng.choice([0.0, 1.0]), seed=i)
+        params = ResolvedSampling(max_new_tokens=rng.randrange(1, 12), temperature=rng.choice([0.0, 1.0]), seed=i)
         world.submit(f"r{i}", prompt, params, room=i)
         asked[f"r{i}"] = prompt, params
         for _ in range(rng.randrange(60)):

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from splitserve.core.batch import StepPlan
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.staged_engine import PipelineWorld
 
@@ -20,7 +20,7 @@ def pipeline(pp_size: int, **settings) -> PipelineWorld:
 
 
 def ask(world: PipelineWorld, rid: str, num_prompt_tokens: int, max_new_tokens: int, **more) -> GenerateRequest:
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+    params = ResolvedSampling(max_new_tokens=max_new_tokens, temperature=0.0)
     prompt = [(7 * i + sum(rid.encode())) % 512 for i in range(num_prompt_tokens)]
     message = GenerateRequest(rid=rid, prompt_ids=prompt, params=params, **more)
     world.submit(message)

@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 
-from splitserve.config import SchedulePolicy
+from splitserve.core.config import SchedulePolicy
+from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import FakeEngine, expected_tokens
-from splitserve.testing.guesser import Guesser
+from splitserve.testing.guesser import RandomProposer
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld, SimWorker
 
@@ -90,14 +90,14 @@ def settings_of(rng: random.Random, page_size: int, longest: int) -> dict:
         "prefix_host_memory": rng.choice([0, 3 * 8 * page_size, 1 << 20]),
         "policy": rng.choice(list(SchedulePolicy)),
         "has_priorities": rng.random() < 0.3,
-        "proposer": Guesser(rng) if rng.random() < 0.5 else None,
+        "proposer": RandomProposer(rng) if rng.random() < 0.5 else None,
         "num_draft_tokens": rng.choice([1, 4, 30]),
     }
 
 
 def ask_of(rng: random.Random, number: int, longest: int) -> GenerateRequest:
     num_prompt_tokens = rng.randrange(1, rng.choice([4, 4, longest]))
-    sampling = SamplingParams(
+    sampling = ResolvedSampling(
         max_new_tokens=rng.randrange(1, longest),
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.randrange(1000),

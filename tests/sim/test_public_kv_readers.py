@@ -1,8 +1,8 @@
 """Subscribers of others read our events: written on msgspec structs of the public formats alone, and on pyzmq.
 
-Nothing of splitserve.events is used to read. The structs are those that vLLM and SGLang declare, by generation, field
-by field in their order; what has no default there must be on the wire. A decoder of such a type refuses what does not
-fit.
+Nothing of splitserve.observe.events is used to read. The structs are those that vLLM and SGLang declare, by generation,
+field by field in their order; what has no default there must be on the wire. A decoder of such a type refuses what
+does not fit.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
-from splitserve.testing.kv_events_world import Link, TellingWorker
+from splitserve.observe.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
+from splitserve.testing.kv_events_world import PublishingSimWorker, TcpRelay
 
 DEADLINE = 60.0
 END = (-1).to_bytes(8, "big", signed=True)
@@ -202,9 +202,9 @@ class PublicSubscriber:
 
 
 @contextlib.asynccontextmanager
-async def following(worker: TellingWorker, batch_type: Any):
+async def following(worker: PublishingSimWorker, batch_type: Any):
     """A subscriber through two links, and the one that carries its events."""
-    async with Link(worker.publisher.endpoint) as events, Link(worker.publisher.replay_endpoint) as replay:
+    async with TcpRelay(worker.publisher.endpoint) as events, TcpRelay(worker.publisher.replay_endpoint) as replay:
         with zmq.asyncio.Context() as context:
             subscriber = PublicSubscriber(context, batch_type, events.endpoint, replay.endpoint)
             task = asyncio.create_task(subscriber.run())
@@ -229,7 +229,7 @@ async def until(is_true, task):
     [("vllm-maps", {}), ("vllm-arrays", {"as_arrays": True}), ("sglang-maps", {"replay_topic": False})],
 )
 async def test_a_public_subscriber_ends_with_the_workers_index(reader, options):
-    worker = TellingWorker(11, **options)
+    worker = PublishingSimWorker(11, **options)
     try:
         async with following(worker, READERS[reader][0]) as (subscriber, link, task):
             for target in range(2000, 12_000, 2000):

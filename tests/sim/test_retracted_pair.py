@@ -2,12 +2,12 @@
 
 import pytest
 
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.pair import PairWorld
 
 PAGE = 4
-GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=24, temperature=0.0)
 TIGHT = {"num_pages": 12, "page_size": PAGE, "num_reserved_decode_tokens": 1, "host_memory": 0}
 # Forward passes of an answer on decode: prefill makes its first token.
 DECODES = GREEDY.max_new_tokens - 1
@@ -124,7 +124,7 @@ def test_transfers_go_on_into_extra_rows_while_the_running_set_is_full():
     settings = {"max_running": 1, "pre_alloc_size": 2, "num_reserved_decode_tokens": 8}
     world = PairWorld(3, decode_settings=settings)
     for room, rid in enumerate("abcd"):
-        world.submit(rid, prompt_of(rid), SamplingParams(max_new_tokens=400, temperature=0.0), room=room)
+        world.submit(rid, prompt_of(rid), ResolvedSampling(max_new_tokens=400, temperature=0.0), room=room)
     happen_until(world, lambda: len(world.decode.running.prebuilt) == 2)
     state = world.decode.scheduler.state()
     assert (state.num_running_reqs, state.rows_free, state.num_decode_prealloc_queue_reqs) == (1, 0, 1)

@@ -6,18 +6,18 @@ import random
 
 import pytest
 
+from splitserve.core.errors import EngineError
+from splitserve.core.messages import AbortRequest, GenerateRequest, RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import DisaggregationMode, FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError
-from splitserve.messages import AbortRequest, GenerateRequest, RoleReply, RoleRequest, RoleStep
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.sim import ColocatedWorld
 from splitserve.testing.switching import DECODE, NULL, PREFILL, SwitchingWorker, SwitchWorld
 
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 
 
-def check_tokens(world: SwitchWorld, rid: str, prompt: list[int], params: SamplingParams) -> None:
+def check_tokens(world: SwitchWorld, rid: str, prompt: list[int], params: ResolvedSampling) -> None:
     worker = world.served[rid][-1]
     finish = worker.finish(rid)
     assert finish is not None
@@ -39,14 +39,14 @@ def test_no_request_notices_that_roles_change(seed: int, late: bool) -> None:
     memory = {"num_pages": 12, "num_reserved_decode_tokens": 1, "host_memory": 0} if tight else {}
     world = SwitchWorld(seed, [PREFILL, PREFILL, DECODE, DECODE, NULL], late=late, **memory)
     rng = random.Random(seed)
-    requests: dict[str, tuple[list[int], SamplingParams]] = {}
+    requests: dict[str, tuple[list[int], ResolvedSampling]] = {}
     aborted: set[str] = set()
     # Some prompts begin alike, so that what one role has cached another one finds.
     heads = [list(range(k, k + 48)) for k in (0, 200, 400)]
     for number in range(60):
         rid = f"r{number}"
         prompt = rng.choice(heads) + [rng.randrange(512) for _ in range(rng.randrange(1, 40))]
-        seeded = SamplingParams(max_new_tokens=rng.randrange(1, 100 if tight else 40), temperature=1.0, seed=number)
+        seeded = ResolvedSampling(max_new_tokens=rng.randrange(1, 100 if tight else 40), temperature=1.0, seed=number)
         if world.submit(rid, prompt, seeded):
             requests[rid] = prompt, seeded
         if rng.random() < 0.1:
@@ -107,14 +107,14 @@ def answer(worker: SwitchingWorker | ColocatedWorld) -> RoleReply | None:
     return reply
 
 
-def colocated(prompt: list[int], params: SamplingParams = GREEDY) -> GenerateRequest:
+def colocated(prompt: list[int], params: ResolvedSampling = GREEDY) -> GenerateRequest:
     return GenerateRequest(rid=f"r{prompt[0]}", prompt_ids=prompt, params=params)
 
 
 def test_a_settling_worker_takes_nothing_and_goes_on_where_the_deadline_comes_first() -> None:
     world = SwitchWorld(0, [NULL])
     (worker,) = world.workers
-    worker.submit(colocated([1, 2, 3], SamplingParams(max_new_tokens=50, temperature=0.0)))
+    worker.submit(colocated([1, 2, 3], ResolvedSampling(max_new_tokens=50, temperature=0.0)))
     order(worker, RoleStep.SETTLE, timeout=1.0)
     reply = answer(worker)
     assert reply is not None

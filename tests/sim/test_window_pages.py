@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import FakeEngine, expected_tokens
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld
 
-PARAMS = SamplingParams(max_new_tokens=40, temperature=0.0)
+PARAMS = ResolvedSampling(max_new_tokens=40, temperature=0.0)
 
 
 def hybrid(window: int, num_window_pages: int, **settings) -> dict:
@@ -22,7 +22,7 @@ def hybrid(window: int, num_window_pages: int, **settings) -> dict:
     return {"make_engine": engine, "page_size": 4} | settings
 
 
-def expected(prompt: list[int], params: SamplingParams, window: int) -> list[int]:
+def expected(prompt: list[int], params: ResolvedSampling, window: int) -> list[int]:
     return expected_tokens(prompt, params, params.max_new_tokens, window=window, is_hybrid=True)
 
 

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import FakeEngine, expected_tokens
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld
 
-PARAMS = SamplingParams(max_new_tokens=40, temperature=0.0)
+PARAMS = ResolvedSampling(max_new_tokens=40, temperature=0.0)
 
 
 def windowed(window: int | None, **settings) -> dict:
@@ -38,7 +38,7 @@ def test_as_many_run_together_as_their_windows_have_room(window, num_at_once):
 
 def test_who_gave_way_comes_back_with_what_is_still_seen_and_saves_no_more():
     world = ColocatedWorld(**windowed(6, num_pages=12, prefix=False, num_reserved_decode_tokens=1))
-    prompts, params = {f"r{i}": [i] * 30 for i in range(2)}, SamplingParams(max_new_tokens=18)
+    prompts, params = {f"r{i}": [i] * 30 for i in range(2)}, ResolvedSampling(max_new_tokens=18)
     for rid, prompt in prompts.items():
         world.submit(GenerateRequest(rid=rid, prompt_ids=prompt, params=params))
         for _ in range(3):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from splitserve import __version__, cli
 from splitserve.cli.familiar import expand_lists
-from splitserve.launch.checks import num_bytes
+from splitserve.worker.checks import num_bytes
 
 
 def run(*argv: str) -> int:
@@ -200,7 +200,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 
 def test_a_report_can_say_how_its_command_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("splitserve.bench.compare.run_compare", lambda options: seen.append(options.command) or 0)
+    monkeypatch.setattr("splitserve.tools.bench.compare.run_compare", lambda options: seen.append(options.command) or 0)
     assert run("bench", "compare", "a model", "--system", "null", "--system", "disaggregated", "--quick") == 0
     assert run("bench", "compare") == 0
     assert seen == [
@@ -221,7 +221,7 @@ def test_verify_compares_in_float32_unless_weights_are_quantized(
     options: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("splitserve.launch.verify.run_verify", lambda found, as_json: seen.append(found.dtype) or 0)
+    monkeypatch.setattr("splitserve.tools.verify.run_verify", lambda found, as_json: seen.append(found.dtype) or 0)
     assert run("verify", *options) == 0
     assert seen == [dtype]
 

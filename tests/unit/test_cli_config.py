@@ -19,9 +19,10 @@ from splitserve.cli.router_options import ROUTER_OPTIONS, router, router_config
 from splitserve.cli.serve import serve
 from splitserve.cli.up import UpCommand, up
 from splitserve.cli.worker_options import WORKER_DEFAULTS, WORKER_OPTIONS, worker_config
-from splitserve.config import LimitsConfig, WorkerConfig
-from splitserve.launch.join import settle_place
+from splitserve.core.config import LimitsConfig, WorkerConfig
+from splitserve.core.errors import ConfigError
 from splitserve.router.args import LBArgs, PrefillConfig
+from splitserve.worker.join import settle_place
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = {"serve": (serve, Command), "router": (router, Command), "up": (up, UpCommand)}
@@ -98,9 +99,19 @@ def test_values_reach_their_fields() -> None:
 
 def test_the_values_of_a_router_reach_their_fields() -> None:
     words = ["--prefill", "http://a:1", "8998", "http://b:1", "--decode", "http://c:1", "http://d:1"]
+    words += ["--cors-origin", "http://a", "--cors-origin", "*", "--workers-file", "workers", "--api-key-file", "keys"]
+    words += ["--policy", "random", "--rate-limit", "0.5", "--rate-limit-burst", "3", "--max-running-requests", "8"]
     config = router_config(values_of("router", *words, "--disable-access-log", "--max-request-bytes", "5K"))
     assert config.prefill == (PrefillConfig("http://a:1", 8998), PrefillConfig("http://b:1"))
     assert config.decode == ("http://c:1", "http://d:1")
+    assert config.cors_origins == ("http://a", "*")
+    assert (config.workers_file, config.api_key_file) == (Path("workers"), Path("keys"))
+    assert (config.policy, config.rate_limit, config.rate_limit_burst, config.max_running_requests) == (
+        "random",
+        0.5,
+        3,
+        8,
+    )
     assert not config.access_log
     assert config.limits.max_request_bytes == 5 << 10
 
@@ -174,6 +185,9 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("quantization: fp8", "--quantization fp8: choose one of int8, w8a8"),
         ("trust-remote-code: true", "code from a model's folder is never run"),
         ("- page-size", "--config"),
+        ("page-size: 8\n\npage-size: 16", "c.yaml, line 3: the key 'page-size' occurs twice; keep one of them"),
+        ("page-size: 8\npage_size: 16", "c.yaml: page-size and page_size are the same option; keep one of them"),
+        ("tp: 1\ntensor-parallel-size: 2", "c.yaml: tp and tensor-parallel-size are the same option"),
         ("a: b: c", "write one option per line"),
     ],
 )
@@ -182,7 +196,36 @@ def test_a_wrong_config_file_is_refused(
 ) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    assert message in error_of(["serve", "--config", str(file)], capsys)
+    error = error_of(["serve", "--config", str(file)], capsys)
+    assert message in error
+    assert error.startswith(f"error: --config {file}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-failed-starts: 0", "--max-failed-starts: "),
+        ("threads: 0", "--threads 0: it must be in"),
+        ("prefix-host-memory: 4X", "--prefix-host-memory"),
+        ("request-timeout: -1.0", "--request-timeout must be above 0"),
+        ("hand-over: true", "--hand-over needs --transfer-backend shm"),
+        ("policy: fastest", "--policy"),
+    ],
+)
+def test_errors_of_values_name_the_config_file(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert error_of(["up", "--config", str(file)], capsys).startswith(f"error: --config {file}: {message}")
+
+
+def test_errors_of_the_command_line_do_not_name_the_config_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("threads: 2\npage-size: 8")
+    assert error_of(["up", "--config", str(file), "--threads", "0"], capsys).startswith("error: --threads 0: ")
 
 
 def test_a_config_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +250,7 @@ def test_a_config_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixtur
         (["--enable-prefix-caching"], []),
         (["--enforce-eager"], ["--disable-cuda-graph"]),
         (["--enable-chunked-prefill"], []),
+        (["--enable-chunked-prefill=True", "--enable-metrics=1"], []),
         (["--disaggregation-ib-device", "mlx5_0"], ["--transfer-option", "device=mlx5_0"]),
         (["--pdlb-url", "http://r:1"], ["--router", "http://r:1"]),
         (["--speculative-algo", "draft"], ["--speculative-algorithm", "draft"]),
@@ -234,6 +278,19 @@ def test_familiar_names_are_options_here(words: list[str], same: list[str]) -> N
 )
 def test_familiar_names_of_routers_are_options_here(words: list[str], same: list[str]) -> None:
     assert values_of("router", *words) == values_of("router", *same)
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "remedy"),
+    [
+        ("serve", "--enable-chunked-prefill=false", "--chunked-prefill-size sets the tokens per step"),
+        ("up", "--enable-metrics=false", "leave it out"),
+        ("router", "--mini-lb=no", "leave it out"),
+    ],
+)
+def test_a_flag_that_is_always_on_cannot_be_turned_off(command: str, word: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{word}: this flag is always on; {remedy}"):
+        values_of(command, word)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -268,6 +325,11 @@ def test_a_name_with_another_meaning_is_noted(capsys: pytest.CaptureFixture[str]
         (["serve", "--trust-remote-code"], "--trust-remote-code: code from a model's folder is never run"),
         (["up", "--api-key", "sk-1"], "write it to a file and give --api-key-file FILE"),
         (["serve", "--kv-transfer-config", "{}"], "give --disaggregation-mode"),
+        (
+            ["serve", "--enable-chunked-prefill=false"],
+            "--enable-chunked-prefill=false: this flag is always on; --chunked-prefill",
+        ),
+        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: prefill is always chunked; --chunked"),
         (["serve", "--ep-size", "2"], "--ep-size: give --enable-expert-parallel"),
         (["router", "--service-discovery"], "workers register themselves"),
         (["serve", "--tensor-paralel-size", "2"], "no such option; did you mean --tensor-parallel-size?"),

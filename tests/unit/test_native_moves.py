@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve._native import moves, tables
-from splitserve._native.library import Numbers
+from splitserve._native.library import Int64Array
 from splitserve._native.moves import ScatterCopy, copy_few, gather_pieces, scatter_pieces
-from splitserve.disaggregation.copies import copy_table, num_bytes
-from splitserve.disaggregation.transports.iovec import iovec_table
+from splitserve.transfer.copies import copy_table, num_bytes
+from splitserve.transfer.transports.iovec import iovec_table
 
 LENGTHS = [0, 1, 15, 63, 64, 65, 511, 512, 1023, 1024, 1087, 1088, 1089, 4096, 70_001] * 3
 
@@ -39,7 +39,7 @@ def scatter_copy(copies, sources, targets):
 
 def begins(array):
     """The one region that `array` is."""
-    return Numbers([array.ctypes.data])
+    return Int64Array([array.ctypes.data])
 
 
 def table(sources, targets, lengths):
@@ -76,7 +76,7 @@ def test_few_bytes_are_copied_at_once(way, num_pieces):
     starts = [end - n for end, n in zip(ends, lengths, strict=True)]
     rows = table(starts, [start + 1 for start in starts], lengths)
     here, there = random.integers(0, 256, ends[-1], dtype=np.uint8), np.zeros(ends[-1] + 2, np.uint8)
-    assert copy_few(rows, ends[-1], begins(here), begins(there), Numbers([len(there)])) == ends[-1]
+    assert copy_few(rows, ends[-1], begins(here), begins(there), Int64Array([len(there)])) == ends[-1]
     assert (there[1:-1] == here).all()
     assert there[0] == there[-1] == 0
 
@@ -84,7 +84,7 @@ def test_few_bytes_are_copied_at_once(way, num_pieces):
 def test_of_too_many_bytes_none_is_copied_and_their_number_is_told(way):
     here, there = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
     rows = table([0, 2048], [0, 2048], [2048, 2048])
-    assert copy_few(rows, 4095, begins(here), begins(there), Numbers([4096])) == 4096
+    assert copy_few(rows, 4095, begins(here), begins(there), Int64Array([4096])) == 4096
     assert not there.any()
 
 
@@ -92,7 +92,7 @@ def test_of_too_many_bytes_none_is_copied_and_their_number_is_told(way):
 def test_where_one_target_is_outside_nothing_is_copied_and_it_is_named(way, region, offset, length):
     here, there = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
     rows = copy_table([(0, 0, 0, 0, 100), (0, 0, region, offset, length), (0, 0, 0, 100, 100)])
-    assert copy_few(rows, 1 << 62, begins(here), begins(there), Numbers([4096])) == ~1
+    assert copy_few(rows, 1 << 62, begins(here), begins(there), Int64Array([4096])) == ~1
     assert not there.any()
 
 
@@ -153,7 +153,7 @@ def test_pieces_of_a_large_copy_are_taken_by_the_pages_of_their_sources(pages):
 
 
 def test_no_pieces_are_complete_at_once(way):
-    nothing = Numbers([])
+    nothing = Int64Array([])
     assert scatter_copy(copy_table([]), nothing, nothing).is_complete
 
 
@@ -162,8 +162,8 @@ def test_copies_go_between_the_regions_that_they_name(way):
     here[:] = [[1], [2], [3]]
     copy = scatter_copy(
         copy_table([(2, 0, 0, 50, 10), (0, 90, 1, 0, 10), (1, 5, 2, 99, 1)]),
-        Numbers(row.ctypes.data for row in here),
-        Numbers(row.ctypes.data for row in there),
+        Int64Array(row.ctypes.data for row in here),
+        Int64Array(row.ctypes.data for row in there),
     )
     copy.advance(1 << 30)
     assert copy.is_complete

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve._native import tables
-from splitserve._native.library import Numbers, open_library
+from splitserve._native.library import Int64Array, open_library
 from splitserve._native.tables import blocks_of, bytes_inside, coalesce, in_source_order, parts_of
-from splitserve.disaggregation.copies import copy_table, num_bytes
+from splitserve.transfer.copies import copy_table, num_bytes
 
 U64 = st.integers(0, 2**64 - 1) | st.integers(0, 200)
 
@@ -24,7 +24,7 @@ def test_copies_are_added_up_unless_one_is_outside_its_region(rows, lengths, is_
         return region < len(lengths) and offset + length <= lengths[region]
 
     expected = next((~i for i, row in enumerate(rows) if not is_inside(row)), sum(row[4] for row in rows))
-    copies, limits = copy_table(rows), Numbers(lengths)
+    copies, limits = copy_table(rows), Int64Array(lengths)
     assert bytes_inside(copies, limits, is_target=is_target) == expected
     assert tables._bytes_inside_slowly(copies, limits.array, "dst" if is_target else "src") == expected
 
@@ -82,7 +82,7 @@ def test_parts_hold_the_same_bytes_in_order_in_bounded_tables(rows, max_bytes, m
 )
 def test_pieces_are_numbered_as_blocks_of_one_size_unless_one_is_none(rows, scale, is_target, num_regions):
     copies = copy_table((s, a * 2, d, b * scale, n * scale) for s, a, d, b, n in rows)
-    firsts, side = Numbers(i * 1000 for i in range(num_regions)), 2 if is_target else 0
+    firsts, side = Int64Array(i * 1000 for i in range(num_regions)), 2 if is_target else 0
     ends = [(row[side], row[side + 1], row[4]) for row in copies.tolist()]
     are_blocks = all(n == scale and region < num_regions and at % scale == 0 for region, at, n in ends)
     expected = [region * 1000 + at // scale for region, at, _ in ends] if are_blocks else None
@@ -95,9 +95,9 @@ def test_pieces_are_numbered_as_blocks_of_one_size_unless_one_is_none(rows, scal
 
 def test_few_bytes_stay_in_their_order(monkeypatch):
     rows = copy_table([(0, 8192, 0, 0, 1), (0, 0, 0, 1, 1)])
-    assert in_source_order(rows, 2, Numbers([0])) is rows
+    assert in_source_order(rows, 2, Int64Array([0])) is rows
     monkeypatch.setattr(tables, "_library", None)
-    assert in_source_order(rows, 1 << 40, Numbers([0])) is rows
+    assert in_source_order(rows, 1 << 40, Int64Array([0])) is rows
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -106,7 +106,7 @@ def test_rows_that_do_not_lie_together_are_joined_and_numbered_too(is_native, mo
         monkeypatch.setattr(tables, "_library", None)
     copies = copy_table([(0, 4, 0, 8, 4), (1, 0, 1, 0, 1), (0, 8, 0, 12, 4), (1, 1, 1, 1, 1)])
     assert coalesce(copies[::2]).tolist() == [(0, 4, 0, 8, 8)]
-    assert blocks_of(copies[::2], 4, Numbers([10]), is_target=True).tolist() == [12, 13]
+    assert blocks_of(copies[::2], 4, Int64Array([10]), is_target=True).tolist() == [12, 13]
 
 
 def test_a_build_of_other_sources_says_what_to_do():

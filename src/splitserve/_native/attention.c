@@ -1,39 +1,40 @@
-/* Attention of single new tokens over paged keys and values, as decode steps are: bounded by how fast these are read.
+/* Attention of single new tokens over paged keys and values, as in decode steps: limited by memory bandwidth.
  *
- * 1. A request's visible keys are cut into parts, so that few requests or few KV heads still occupy all threads.
- * 2. A unit of work is one part of one request under one KV head, for all query heads that share it: keys are read once.
- *    It goes block by block: scores, the running maximum, weights, weighted values. It leaves sums that are not divided.
+ * 1. A request's visible keys are split into parts, so that few requests or few KV heads still occupy all threads.
+ * 2. A unit of work is one part of one request under one KV head, for all query heads that share it, so that keys are
+ *    read once. It runs block by block: scores, the running maximum, weights, weighted values. Its sums are not divided
+ *    yet.
  * 3. When all units are done the parts of each head are joined.
  *
- * How a request is cut depends on nothing but its length, so its result does not change with its company.
+ * The split of a request depends on its length only, so its result does not depend on other requests.
  */
 #include "vectors.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-/* Keys whose scores are worked on together; a page may be larger or smaller. */
+/* Keys that are scored together; a page may be larger or smaller. */
 #define BLOCK 64
-/* splitserve/engine/native/library.py refuses larger ones. */
+/* splitserve/engine/native/library.py rejects larger ones. */
 #define MAX_HEAD_SIZE 256
 #define MAX_GROUP 16
 
-/* ctypes knows this structure too: splitserve/engine/native/library.py. */
+/* The same structure for ctypes: splitserve/engine/native/library.py. */
 struct attention {
     const bf16 *queries;     /* [tokens, num_kv_heads x group, head_size], tokens `query_stride` apart */
     const bf16 *keys;        /* [pages, page_size, num_kv_heads, head_size] */
     const bf16 *values;      /* [pages, page_size, num_kv_heads, value_size] */
     bf16 *outputs;           /* [tokens, num_kv_heads x group, value_size] */
     float *partials;         /* [num_units, num_kv_heads, group, value_size + 2]: sums, their weight, the maximum */
-    const int64_t *tokens;   /* [num_requests]: the place of each in the step */
+    const int64_t *tokens;   /* [num_requests]: index of each in the step */
     const int64_t *pages;    /* [num_requests, pages_stride] */
-    const int64_t *units;    /* [num_units, 3]: request, first key, end of keys; a request's units in a row */
+    const int64_t *units;    /* [num_units, 3]: request, first key, end of keys; units of a request are adjacent */
     const int64_t *firsts;   /* [num_requests + 1]: a request's first unit */
     uint64_t query_stride, pages_stride, num_requests, num_units, num_kv_heads, group, head_size, value_size, page_size;
     float scale, softcap;    /* softcap 0: none */
     int32_t num_threads;
 };
 
-/* Some keys in a row and their values, by their addresses. */
+/* Addresses of some consecutive keys and their values. */
 struct block {
     size_t n;
     const bf16 *keys[BLOCK], *values[BLOCK];
@@ -42,18 +43,18 @@ struct block {
 struct state {
     float queries[MAX_GROUP * MAX_HEAD_SIZE];
     float scores[MAX_GROUP * BLOCK];
-    /* In turn: the next one's keys are on their way from memory while this one's values are summed. */
+    /* Used in turn: the next block's keys are prefetched while this one's values are summed. */
     struct block blocks[2];
 };
 
-/* Have a row of numbers on its way from memory; rows are found by page numbers, which no CPU foresees. */
+/* Prefetch a row of numbers; rows are found by page numbers, which no CPU predicts. */
 INLINE void fetch(const bf16 *row, size_t size)
 {
     for (size_t i = 0; i < size; i += 64 / sizeof(bf16))
         __builtin_prefetch(row + i);
 }
 
-/* Up to BLOCK keys from `first` on; none from `end` on. */
+/* Find up to BLOCK keys from `first` on; none from `end` on. */
 static void find(const struct attention *a, struct block *b, uint64_t request, uint64_t head, size_t first, size_t end)
 {
     const int64_t *page = a->pages + request * a->pages_stride + first / a->page_size;
@@ -71,14 +72,14 @@ static void find(const struct attention *a, struct block *b, uint64_t request, u
     }
 }
 
-/* The sums of four vectors. */
+/* Compute the sums of four vectors. */
 INLINE void sums_of(const vfloat *v, float *sums)
 {
     for (int i = 0; i < 4; i++)
         sums[i] = sum_of(v[i]);
 }
 
-/* Four keys against some heads: each part of a key is widened once for all of them. */
+/* Score four keys against some heads: each part of a key is widened once for all of them. */
 INLINE void score_four(const struct attention *a, struct state *s, size_t i, const bf16 *const *k, size_t g, int heads)
 {
     const size_t size = a->head_size;
@@ -101,7 +102,7 @@ INLINE void score_four(const struct attention *a, struct state *s, size_t i, con
         sums_of(sums[h], s->scores + (g + h) * BLOCK + i);
 }
 
-/* BLOCK is a multiple of four: what stands behind the last key is never read. */
+/* BLOCK is a multiple of four: scores behind the last key are never read. */
 static void score_keys(const struct attention *a, struct state *s, const struct block *b)
 {
     for (size_t i = 0; i < b->n; i += 4) {
@@ -118,7 +119,7 @@ static void score_keys(const struct attention *a, struct state *s, const struct 
     }
 }
 
-/* Scores to weights e^(score - maximum); returns how much what was summed before weighs under the new maximum. */
+/* Convert scores to weights e^(score - maximum). Returns the factor of earlier sums under the new maximum. */
 static float weigh(const struct attention *a, float *scores, size_t n, float *maximum, float *weight)
 {
     float most = *maximum;
@@ -146,7 +147,7 @@ static float *partial(const struct attention *a, uint64_t unit, uint64_t head, u
     return a->partials + ((unit * a->num_kv_heads + head) * a->group + g) * (a->value_size + 2);
 }
 
-/* Weighted values onto the sums of some heads, two vectors of them at a time (or one, at the end of an odd number). */
+/* Add weighted values to the sums of some heads, two vectors at a time (or one, at the end of an odd number). */
 INLINE void add_part(const struct state *s, const struct block *b, float *const *sums, const float *before, size_t g,
                      int heads, size_t d, int vectors)
 {
@@ -235,7 +236,7 @@ static void work(const struct attention *a, struct state *s, uint64_t unit, uint
     }
 }
 
-/* The parts of one head of one request, each under its own maximum, to one output. */
+/* Join the parts of one head of one request, each with its own maximum, to one output. */
 static void join(const struct attention *a, uint64_t request, uint64_t head, uint64_t g)
 {
     const size_t size = a->value_size;
@@ -256,7 +257,7 @@ static void join(const struct attention *a, uint64_t request, uint64_t head, uin
     }
 }
 
-/* By all threads of a team (program.c). */
+/* Called by all threads of a team (program.c). */
 void decode_attention_share(const struct attention *a)
 {
     struct state s;

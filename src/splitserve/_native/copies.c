@@ -1,6 +1,6 @@
-/* Tables of copies: checked, joined, cut, numbered and put in order, in one pass each.
+/* Tables of copies: checked, joined, split, numbered and sorted, in one pass each.
  *
- * Plain C without Python's headers; loaded through ctypes, which lets Python's lock go for the time of the call.
+ * Plain C without Python's headers; loaded through ctypes, which releases Python's lock during the call.
  */
 #include <stdint.h>
 
@@ -29,7 +29,7 @@ static int goes_on(const struct copy *after, const struct copy *before)
            after->dst_offset == before->dst_offset + before->length;
 }
 
-/* n copies into `out`, each that goes on where the one before ended as a part of it. Returns how many there are then. */
+/* Write n copies to `out`; each that continues the one before is joined to it. Returns the number of rows in `out`. */
 uint64_t copies_coalesce(const struct copy *copies, uint64_t n, struct copy *out)
 {
     uint64_t count = 0;
@@ -42,10 +42,10 @@ uint64_t copies_coalesce(const struct copy *copies, uint64_t n, struct copy *out
     return count;
 }
 
-/* The same bytes of n copies in the same order, in pieces of at most max_bytes, none of them empty, and these in parts: a
- * new one begins where a multiple of max_bytes of the whole lies before a piece and not before the one ahead of it, and
- * after each max_pieces pieces. pieces: room for n and one more for each max_bytes in all. firsts: of each part, as much
- * room. Returns how many parts there are; firsts of the one behind the last is the number of pieces.
+/* Split n copies, in order, into pieces of at most max_bytes, none of them empty, and group the pieces into parts. A
+ * new part begins after max_pieces pieces, and with the first piece at or behind each multiple of max_bytes of all
+ * bytes. pieces: room for n, and one more per max_bytes of all. firsts: first piece of each part, with room for one
+ * more than pieces. Returns the number of parts; the entry of firsts behind the last part is the number of pieces.
  */
 uint64_t copies_parts(const struct copy *copies, uint64_t n, uint64_t max_bytes, uint64_t max_pieces,
                       struct copy *pieces, uint64_t *firsts)
@@ -71,8 +71,8 @@ uint64_t copies_parts(const struct copy *copies, uint64_t n, uint64_t max_bytes,
     return parts;
 }
 
-/* Which block of `size` bytes each source, or target, of n copies is. firsts: number of each region's first block.
- * Returns 0 where a copy is no such block. size: at least 1.
+/* Find the block of `size` bytes that each source, or target, of n copies is. firsts: number of each region's first
+ * block. Returns 0 if a copy is no such block. size: at least 1.
  */
 int copies_blocks(const struct copy *copies, uint64_t n, uint64_t size, const uint64_t *firsts, uint64_t num_regions,
                   int is_target, int32_t *blocks)
@@ -88,7 +88,7 @@ int copies_blocks(const struct copy *copies, uint64_t n, uint64_t size, const ui
     return 1;
 }
 
-/* Bits of an address that one pass sorts by, and those that no pass looks at: within a page order does not matter. */
+/* Address bits that one pass sorts by, and low bits that are ignored: within a page order does not matter. */
 #define DIGIT_BITS 11
 #define PAGE_BITS 12
 
@@ -97,9 +97,9 @@ static uint64_t source_page(const struct copy *copy, const uint64_t *from)
     return (uint64_t)(uintptr_t)source(copy, from) >> PAGE_BITS;
 }
 
-/* n copies by the pages of their sources; what is in one page stays as it was. `first` and `second` have room for n rows
- * each. Returns where the rows are then: copies itself, first or second. Whole rows are moved, because whoever reads
- * them next reads them one after the other.
+/* Sort n copies by the pages of their sources; copies of one page keep their order. `first` and `second` have room for
+ * n rows each. Returns where the sorted rows are: copies itself, first or second. Whole rows are moved, because the
+ * next reader reads them in sequence.
  */
 const struct copy *copies_sort(const struct copy *copies, uint64_t n, const uint64_t *from, struct copy *first,
                                struct copy *second)

@@ -1,4 +1,4 @@
-/* A row of the copy table (copies.py), as numpy packs it, and where it lies in this process. */
+/* A row of the copy table (copies.py) in numpy's packing, and its addresses in this process. */
 #ifndef SPLITSERVE_COPIES_H
 #define SPLITSERVE_COPIES_H
 
@@ -12,7 +12,7 @@ struct __attribute__((packed)) copy {
     uint64_t length;
 };
 
-/* bases: where the regions begin. */
+/* bases: start addresses of the regions. */
 static inline const char *source(const struct copy *copy, const uint64_t *bases)
 {
     return (const char *)(uintptr_t)(bases[copy->src_region] + copy->src_offset);
@@ -23,8 +23,8 @@ static inline char *target(const struct copy *copy, const uint64_t *bases)
     return (char *)(uintptr_t)(bases[copy->dst_region] + copy->dst_offset);
 }
 
-/* Bytes of n copies, or, where the source or target of copy i is the first that is not inside its region, ~i (which is
- * negative). lengths: of the regions. They are real memory: a table that would add up to 2^63 is longer than any. */
+/* Bytes of n copies; ~i, which is negative, if copy i is the first with a source or target outside its region.
+ * lengths: of the regions. They are real memory: a table that would add up to 2^63 is longer than any. */
 static inline int64_t bytes_inside(const struct copy *copies, uint64_t n, const uint64_t *lengths, uint64_t num_regions,
                                    int is_target)
 {

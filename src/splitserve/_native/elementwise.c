@@ -1,14 +1,14 @@
-/* What lies between the linear layers of a decoder: norms, rotary positions, and new tokens on their way to the pool.
+/* Steps between the linear layers of a decoder: norms, rotary positions, and storing new tokens in the pool.
  *
- * Functions `..._share` are called by all threads of a team (program.c) and by a thread alone.
+ * Functions `..._share` are called by all threads of a team (program.c), or by one thread alone.
  */
 #include "vectors.h"
 
-/* ctypes knows the structures below too: splitserve/engine/native/library.py. */
+/* The same structures for ctypes: splitserve/engine/native/library.py. */
 struct rms_norm {
     const bf16 *inputs;  /* [num_rows, size] */
     const float *weight; /* [size] */
-    bf16 *residual;      /* [num_rows, size] or NULL: becomes residual + inputs, which is what is normed then */
+    bf16 *residual;      /* [num_rows, size] or NULL: becomes residual + inputs, and is normed instead of inputs */
     bf16 *outputs;       /* [num_rows, size] */
     uint64_t num_rows, size;
     float epsilon;
@@ -72,7 +72,7 @@ struct rotate {
     int32_t num_threads;
 };
 
-/* Both halves turn together: (a, b) -> (a cos - b sin, b cos + a sin). half is a multiple of LANES. */
+/* Rotate both halves: (a, b) -> (a cos - b sin, b cos + a sin). half is a multiple of LANES. */
 static void rotate_head(bf16 *head, const bf16 *cos, const bf16 *sin, size_t half)
 {
     for (size_t i = 0; i < half; i += LANES) {

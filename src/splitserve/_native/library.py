@@ -1,4 +1,4 @@
-"""What every C library here is opened with, and how tables are handed to it."""
+"""Opening of the C libraries of this package, and addresses of the tables passed to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def open_library(name: str, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL | None:
-    """With its functions declared; None where it was not built. Raises ImportError for a build of other sources."""
+    """Open a library and declare its functions; None if it was not built. Raises ImportError for an outdated build."""
     spec = importlib.util.find_spec(f"splitserve._native.{name}")
     if spec is None or spec.origin is None:
         return None
@@ -24,8 +24,8 @@ def open_library(name: str, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CD
     return library
 
 
-class Numbers:
-    """A fixed array of 64-bit numbers whose address is at hand: numpy takes a microsecond to say it."""
+class Int64Array:
+    """A fixed array of 64-bit integers with its address stored: numpy needs a microsecond to return an address."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self.array = np.array(list(numbers), dtype=np.uint64)
@@ -34,9 +34,9 @@ class Numbers:
 
 
 def address_of(table: NDArray[Any]) -> int:
-    """Where a contiguous table begins; numpy's own way takes three times as long, which one page notices."""
+    """Return the address of a contiguous table. numpy's own way takes three times as long, measurable for one page."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(table.data))
     except (TypeError, ValueError):
-        # Without a row, or read-only.
+        # The table has no row, or is read-only.
         return int(table.ctypes.data)

@@ -1,12 +1,12 @@
-/* Linear layers over packed bfloat16 or int8 weights: few rows of activations against all weights, as decode steps are.
+/* Linear layers over packed bfloat16 or int8 weights: few rows of activations against all weights, as in decode steps.
  *
  * Weights are packed once, into panels. A panel holds the weights of a few vectors of outputs, input after input, in
- * 32-bit words: word i has the weight of output i in its lowest bits, that of output LANES + i in the next, and so on: two
- * of bfloat16, four of int8. So shifts turn one load into the vectors to multiply with, and weights stream from memory
- * in the order of their use.
+ * 32-bit words: word i has the weight of output i in its lowest bits, that of output LANES + i in the next, and so on:
+ * two of bfloat16, four of int8. So shifts turn one load into the vectors to multiply with, and weights are read from
+ * memory in the order of their use.
  *
- * Everything is summed in float32, over the inputs in one order, whatever the number of rows and threads: what a row
- * gives depends on nothing but that row.
+ * All sums are float32, over the inputs in one order, whatever the number of rows and threads: the result of a row
+ * depends on that row only.
  */
 #include "linear.h"
 
@@ -22,7 +22,7 @@ INLINE vfloat unpacked(vuint words, int kind, int v)
     return (vfloat)(v ? words & 0xffff0000u : words << 16);
 }
 
-/* `rows` rows against `panels` panels side by side; all of them numbers known to the compiler. */
+/* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
 INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_t row, uint64_t panel,
                  const uint32_t *w, const float *a)
 {
@@ -41,7 +41,7 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
 #pragma GCC unroll 4
             for (int v = 0; v < nv; v++)
                 weight[v] = unpacked(words, kind, v);
-            /* Row by row, so that an activation leaves its register at once. */
+            /* Row by row, so that the register of an activation is free at once. */
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
                 const vfloat activation = splat(a[k * rows + r]);
@@ -65,7 +65,7 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
 #define BF16_TILE(rows) TILE(BF16, rows)
 #define INT8_TILE(rows) TILE(INT8, rows)
 
-/* One panel of `w`, the panel's weights, against any number of rows that fits the registers. */
+/* One panel against any number of rows that fits the registers. w: the panel's weights. */
 static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, uint64_t panel, const uint32_t *w,
                     const float *a)
 {
@@ -80,8 +80,8 @@ static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, ui
     }
 }
 
-/* One or two rows leave registers free for several panels at once, without which each sum would wait for the last.
- * Returns the panels done; 0 where the general tile is as good.
+/* One or two rows leave registers free for several panels at once; with one panel each sum would wait for the last.
+ * Returns the panels done; 0 if the general tile is as fast.
  */
 static uint64_t wide_tile(const struct linear *l, int rows, uint64_t row, uint64_t panel, uint64_t end,
                           const uint32_t *w, const float *a)
@@ -101,7 +101,8 @@ static uint64_t wide_tile(const struct linear *l, int rows, uint64_t row, uint64
     return 0;
 }
 
-/* Beyond a tile of rows it pays to turn a panel of int8 into two of bfloat16, which hold every int8 exactly. */
+/* With more than one tile of rows it is faster to expand a panel of int8 into two of bfloat16, which hold int8
+ * exactly. */
 static int is_expanded(const struct linear *l)
 {
     return l->kind == INT8 && l->num_rows > SUMS / 4;
@@ -112,7 +113,7 @@ static int tile_rows(const struct linear *l)
     return alike_rows(l, l->kind == INT8 && !is_expanded(l) ? SUMS / 4 : SUMS / 2);
 }
 
-/* Activations as floats, tile after tile, and in a tile input after input. */
+/* Convert activations to floats, tile after tile, and within a tile input after input. */
 static void convert_tile(const struct linear *l, uint64_t chunk, int first, int rows)
 {
     float *to = l->scratch + (size_t)first * l->num_inputs;
@@ -132,7 +133,7 @@ static void multiply_panel(const struct linear *l, int kind, uint64_t chunk, int
         tile_of(l, kind, MIN(step, bottom - r), chunk + r, panel, w, l->scratch + (size_t)r * l->num_inputs);
 }
 
-/* One panel of int8 as two of bfloat16: the first has the outputs of the two low bytes. */
+/* Expand one panel of int8 into two of bfloat16: the first has the outputs of the two low bytes. */
 static void expand(const struct linear *l, const uint32_t *w, uint32_t *to)
 {
     for (uint64_t k = 0; k < l->num_inputs; k++) {
@@ -174,7 +175,7 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
     }
 }
 
-/* Panels are shared out in whole groups, so that a thread has as many of them side by side as it can use. */
+/* Panels are divided over threads in whole groups, so that each thread has enough adjacent panels. */
 #define GROUP 4
 
 void linear_share(const struct linear *l)
@@ -195,7 +196,7 @@ void linear_share(const struct linear *l)
 #pragma omp for schedule(static)
         for (int r = 0; r < rows; r += step)
             convert_tile(l, chunk, r, MIN(step, rows - r));
-        /* The end of the loop above waits for all threads, and so does that of the one below. */
+        /* Both loops wait for all threads at their end. */
 #pragma omp for schedule(static)
         for (uint64_t t = 0; t < threads; t++)
             multiply(l, chunk, rows, MIN(l->num_panels, t * num_groups / threads * GROUP),
@@ -212,7 +213,7 @@ void linear(const struct linear *l)
     linear_share(l);
 }
 
-/* What the packing of weights must know. */
+/* Used by the packing of weights. */
 uint64_t lanes(void)
 {
     return LANES;

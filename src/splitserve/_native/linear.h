@@ -1,4 +1,4 @@
-/* What linear layers of all kinds share: their arguments, and what becomes of a sum. */
+/* Common parts of linear layers of all kinds: their arguments, and the conversion of sums to outputs. */
 #ifndef SPLITSERVE_LINEAR_H
 #define SPLITSERVE_LINEAR_H
 
@@ -7,21 +7,21 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-/* Vectors of sums that fit the registers, beside weights and an activation. */
+/* Vectors of sums that fit the registers beside weights and an activation. */
 #if VECTOR_BYTES == 64
 #define SUMS 24
 #else
 #define SUMS 12
 #endif
-/* Activations that stay in the cache of a core while panels pass by, in 32-bit words. */
+/* Activations that stay in the cache of a core while panels are read, in 32-bit words. */
 #define BLOCK_WORDS (48 * 1024)
-/* Rows whose activations are converted at a time. */
+/* Rows of activations that are converted at a time. */
 #define CHUNK_ROWS 480
 
 enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3 };
 enum epilogue { PLAIN = 0, SILU_MUL = 1 };
 
-/* ctypes knows this structure too: splitserve/engine/native/library.py. */
+/* The same structure for ctypes: splitserve/engine/native/library.py. */
 struct linear {
     const bf16 *inputs;      /* [num_rows, num_inputs], rows `input_stride` apart */
     const uint32_t *panels;
@@ -37,7 +37,7 @@ struct linear {
     int32_t kind, epilogue, num_threads;
 };
 
-/* The sums of one row over one panel, `nv` vectors of outputs, become outputs. */
+/* Convert the sums of one row over one panel, `nv` vectors of outputs, to outputs. */
 INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel, const vfloat *sums)
 {
     vfloat values[4];
@@ -66,7 +66,8 @@ INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel,
     }
 }
 
-/* Rows of a tile: as many as fit, and all tiles about alike: eight rows go better as four and four than as six and two. */
+/* Rows per tile: as many as fit, in tiles of similar size: eight rows are faster as four and four than as six and
+ * two. */
 INLINE int alike_rows(const struct linear *l, int most)
 {
     if (l->num_rows >= 8 * (uint64_t)most)
@@ -75,8 +76,8 @@ INLINE int alike_rows(const struct linear *l, int most)
     return (rows + tiles - 1) / tiles;
 }
 
-/* CASE(rows) for each number of rows that a tile of two or four vectors of outputs may have: a switch over these has every
- * tile compiled for its number of rows.
+/* CASE(rows) for each number of rows that a tile of two or four vectors of outputs may have: a switch over these
+ * compiles every tile for its number of rows.
  */
 #define TILES_UP_TO_3(CASE) CASE(1) CASE(2) CASE(3)
 #define TILES_UP_TO_6(CASE) TILES_UP_TO_3(CASE) CASE(4) CASE(5) CASE(6)
@@ -89,7 +90,7 @@ INLINE int alike_rows(const struct linear *l, int most)
 #define TILES_OF_FOUR_VECTORS TILES_UP_TO_3
 #endif
 
-/* The share of a thread, by all threads of a team (program.c); l->num_threads of them are used. */
+/* Compute a thread's share; called by all threads of a team (program.c), of which l->num_threads are used. */
 void linear_share(const struct linear *l);
 /* The same for W8A8, and for PAIRS. */
 void w8a8_share(const struct linear *l);

@@ -1,4 +1,4 @@
-"""Memory from many places to many others in one call."""
+"""Copies of memory from many places to many others in one call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 
 import numpy as np
 
-from splitserve._native.library import Numbers, address_of, open_library
+from splitserve._native.library import Int64Array, address_of, open_library
 from splitserve._native.tables import Copies, bytes_inside, in_source_order
 
-# Bytes in one transfer from which on it goes past the cache: its pages were not there, whoever reads them next is on
-# another core, and to read the old bytes of the target first would cost a third of the time.
+# Bytes of one transfer from which its writes bypass the cache: its pages were not cached, their next reader runs on
+# another core, and reading the old bytes of the target first would cost a third of the time.
 STREAMING_BYTES = 256 << 10
 
 
@@ -41,36 +41,36 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 _library = open_library("scatter", _declare)
-# Of a store that goes past the cache: as wide as this processor has them.
+# Bytes of a store that bypasses the cache: the widest of this processor.
 STORE_BYTES: int = 0 if _library is None else _library.scatter_store_bytes()
 
 
 class ScatterCopy:
-    """Carries out a table of copies part by part. `sources`, `targets`: where our regions and the peer's begin.
+    """Execution of a table of copies, part by part. `sources`, `targets`: addresses of local and remote regions.
 
-    In `in_source_order`. Nothing is checked (`bytes_inside`): a wrong address ends the process.
+    Copies are in `in_source_order`. Nothing is checked (`bytes_inside`): a wrong address ends the process.
     """
 
-    def __init__(self, copies: Copies, num_bytes: int, sources: Numbers, targets: Numbers) -> None:
-        """`num_bytes`: of all copies."""
+    def __init__(self, copies: Copies, num_bytes: int, sources: Int64Array, targets: Int64Array) -> None:
+        """`num_bytes`: bytes of all copies."""
         self._sources, self._targets = sources, targets
         self._num_pieces = len(copies)
         self._copies = np.ascontiguousarray(in_source_order(copies, num_bytes, sources))
         self._address = address_of(self._copies)
         self._store_bytes = STORE_BYTES if num_bytes >= STREAMING_BYTES else 0
         self._at = _Position()
-        # Of `_at`, among threads that advance at once.
+        # Guards `_at` among threads that advance at the same time.
         self._lock = threading.Lock()
 
     @property
     def is_complete(self) -> bool:
-        """Whether every part was copied, or taken by a thread that is at it."""
+        """Whether every part was copied, or is being copied by a thread."""
         return bool(self._at.piece == self._num_pieces)
 
     def advance(self, max_bytes: int) -> None:
-        """Copy the next bytes, `max_bytes` or as many as there are; other Python threads run meanwhile.
+        """Copy the next bytes, at most `max_bytes`; other Python threads run meanwhile.
 
-        For several threads at once: each copies a part of its own. Without C they take turns.
+        Several threads may call it at once: each copies a part of its own. Without C they take turns.
         """
         with self._lock:
             if _library is None:
@@ -89,7 +89,7 @@ class ScatterCopy:
         )
 
     def _advance_slowly(self, max_bytes: int) -> None:
-        """The same without C: as fast from about 64 KiB a piece, at 4 KiB a third."""
+        """Advance without C: as fast as C from about 64 KiB per piece on, three times slower at 4 KiB."""
         at = self._at
         while at.piece < self._num_pieces:
             src_region, src_offset, dst_region, dst_offset, length = self._copies[at.piece].tolist()
@@ -103,11 +103,12 @@ class ScatterCopy:
             at.piece, at.offset = at.piece + 1, 0
 
 
-def copy_few(copies: Copies, max_bytes: int, sources: Numbers, targets: Numbers, lengths: Numbers) -> int:
-    """Bytes of all copies, carried out in one part unless they are more than `max_bytes`; ~i, which is negative, and
-    nothing is copied, where the target of copy i is the first that is not inside its region.
+def copy_few(copies: Copies, max_bytes: int, sources: Int64Array, targets: Int64Array, lengths: Int64Array) -> int:
+    """Run all copies in one part, unless they have more than `max_bytes` bytes. Return their bytes.
 
-    `lengths`: of the peer's regions. What `bytes_inside` and a ScatterCopy do, in a third of the time for few bytes.
+    Returns ~i, which is negative, and copies nothing if copy i is the first with a target outside its region.
+    `lengths`: of the peer's regions. Equivalent to `bytes_inside` and a ScatterCopy, in a third of the time for few
+    bytes.
     """
     if _library is None:
         total = bytes_inside(copies, lengths, is_target=True)
@@ -132,7 +133,7 @@ def copy_few(copies: Copies, max_bytes: int, sources: Numbers, targets: Numbers,
 def gather_pieces(pieces: Copies, buffer: int) -> None:
     """Fill memory at address `buffer` with pieces, rows of (address, length), one after the other. Nothing is checked.
 
-    Through the cache: whoever asks for it reads the buffer next.
+    Writes go through the cache, because the caller reads the buffer next.
     """
     if _library is None:
         _move_slowly(pieces, buffer, is_out=False)
@@ -141,7 +142,7 @@ def gather_pieces(pieces: Copies, buffer: int) -> None:
 
 
 def scatter_pieces(buffer: int, pieces: Copies) -> None:
-    """Fill the pieces from memory at the address `buffer`, past the cache."""
+    """Fill the pieces from memory at the address `buffer`, bypassing the cache."""
     if _library is None:
         _move_slowly(pieces, buffer, is_out=True)
     else:

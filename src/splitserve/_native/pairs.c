@@ -1,10 +1,11 @@
-/* Linear layers over bfloat16 weights for CPUs that multiply pairs of bfloat16 and add both products in one instruction.
+/* Linear layers over bfloat16 weights for CPUs that multiply pairs of bfloat16 and add both products in one
+ * instruction.
  *
- * A panel holds the weights of two vectors of outputs in 32-bit words: a word has two inputs of one output, the first in
- * its low half, zero past the last. Activations are read where they lie: a row's next two inputs are one such word.
+ * A panel holds the weights of two vectors of outputs in 32-bit words: a word has two inputs of one output, the first
+ * in its low half, zero behind the last. Activations are read in place: a row's next two inputs are one such word.
  *
- * Sums are float32, over the pairs of inputs in one order, whatever the number of rows and threads: what a row gives
- * depends on nothing but that row. Subnormal numbers count as zero, as the instruction has it.
+ * Sums are float32, over the pairs of inputs in one order, whatever the number of rows and threads: the result of a row
+ * depends on that row only. The instruction treats subnormal numbers as zero.
  */
 #include "linear.h"
 
@@ -12,11 +13,11 @@
 
 /* Vectors of outputs in a panel. */
 #define VECTORS 2
-/* Rows whose sums fit the registers. */
+/* Rows with sums that fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
-/* Panels side by side for one row. */
+/* Adjacent panels for one row. */
 #define WIDE 4
-/* Rows for each thread from which on rows are shared out, and not panels: the sums keep a core busy, not the memory. */
+/* Rows per thread from which rows are divided over threads, not panels: then arithmetic is the limit, not memory. */
 #define MANY_ROWS (2 * TILE_ROWS)
 
 INLINE uint64_t num_pairs(const struct linear *l)
@@ -24,7 +25,7 @@ INLINE uint64_t num_pairs(const struct linear *l)
     return (l->num_inputs + 1) / 2;
 }
 
-/* `rows` rows against `panels` panels side by side; both numbers known to the compiler. */
+/* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
 INLINE void tile(const struct linear *l, int rows, int panels, uint64_t row, uint64_t panel)
 {
     const uint64_t words = num_pairs(l), whole = l->num_inputs / 2;
@@ -84,8 +85,8 @@ static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t pan
     }
 }
 
-/* Few rows leave registers free for several panels at once, without which each sum would wait for the last. Returns the
- * panels done; 0 where one at a time is as good.
+/* Few rows leave registers free for several panels at once; with one panel each sum would wait for the last. Returns
+ * the panels done; 0 if one panel at a time is as fast.
  */
 static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, uint64_t panel, uint64_t end)
 {
@@ -100,7 +101,7 @@ static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, u
     return 0;
 }
 
-/* Rows [top, bottom) against panels [begin, end), in blocks of rows that stay in the cache while panels pass by. */
+/* Rows [top, bottom) against panels [begin, end), in blocks of rows that stay in the cache while panels are read. */
 static void multiply(const struct linear *l, uint64_t top, uint64_t bottom, uint64_t begin, uint64_t end, uint64_t step)
 {
     const uint64_t block = MAX(step, BLOCK_WORDS / num_pairs(l) / step * step);
@@ -116,10 +117,10 @@ static void multiply(const struct linear *l, uint64_t top, uint64_t bottom, uint
     }
 }
 
-/* Shares of a thread: a thread whose core is taken away for a while leaves its others to those that still have one. */
+/* Shares per thread: if a thread loses its core for a while, the other threads compute its remaining shares. */
 #define SHARES 4
 
-/* The least multiple of `step` such that at most `most` of them make `all`. */
+/* The smallest multiple of `step` such that `most` or fewer of them make `all`. */
 INLINE uint64_t part_of(uint64_t all, uint64_t most, uint64_t step)
 {
     return ((all + most - 1) / most + step - 1) / step * step;

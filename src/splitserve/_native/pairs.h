@@ -1,4 +1,4 @@
-/* Products of pairs of bfloat16 numbers, two of which lie in a 32-bit word, the first in its low half. */
+/* Products of pairs of bfloat16 numbers; a 32-bit word holds two of them, the first in its low half. */
 #ifndef SPLITSERVE_PAIRS_H
 #define SPLITSERVE_PAIRS_H
 
@@ -11,7 +11,7 @@
 #define HAS_PAIRS 0
 #endif
 
-/* Of each lane: its sum, and the products of both halves of a and b. */
+/* Per lane: add to the sum the products of both halves of a and b. */
 INLINE vfloat add_products(vfloat sum, vuint a, vuint b)
 {
 #if HAS_PAIRS
@@ -22,7 +22,7 @@ INLINE vfloat add_products(vfloat sum, vuint a, vuint b)
 #endif
 }
 
-/* Of each lane: both as bfloat16 in one word, the first in its low half. */
+/* Per lane: both as bfloat16 in one word, the first in its low half. */
 INLINE vuint pair_of(vfloat first, vfloat second)
 {
 #if HAS_PAIRS
@@ -40,7 +40,7 @@ INLINE vuint splat_word(uint32_t word)
     return word - (vuint){0};
 }
 
-/* Two numbers in a row. */
+/* Two consecutive numbers. */
 INLINE vuint splat_pair(const bf16 *from)
 {
     uint32_t word;

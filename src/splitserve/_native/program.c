@@ -1,11 +1,11 @@
-/* Many kernels in one call, so that threads are woken once for all of them and not once for each.
+/* Many kernels in one call, so that threads are woken once for all of them.
  *
- * All threads of a team go through the same list of calls. A kernel's function `..._share` does this thread's share, and
- * ends when all threads have done theirs: a call may read what the one before it wrote.
+ * All threads of a team run the same list of calls. A kernel's function `..._share` computes this thread's share, and
+ * returns when all threads are done: a call may read what the one before it wrote.
  */
 #include <stdint.h>
 
-/* ctypes knows these structures too: splitserve/engine/native/library.py. */
+/* The same structures for ctypes: splitserve/engine/native/library.py. */
 struct call {
     void (*share)(const void *args);
     const void *args; /* the structure of that kernel */

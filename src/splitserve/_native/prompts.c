@@ -1,30 +1,31 @@
-/* Attention of a prompt's tokens, or of a chunk of them, over paged keys and values: bounded by arithmetic.
+/* Attention of a prompt's tokens, or of a chunk of them, over paged keys and values: limited by arithmetic.
  *
- * 1. A unit of work is some tokens in a row under one KV head, for all query heads that share it: a row each, ROWS at most.
- * 2. Rows lie in the lanes of vectors, TILE of them at a time, so that keys are read where they are: a key's next two
- *    numbers are multiplied with those of all rows at once, and what softmax needs of a row never leaves its lane.
- * 3. Keys go by in blocks: scores, the running maximum, weights as bfloat16, weighted values (pairs.h).
+ * 1. A unit of work is some consecutive tokens under one KV head, for all query heads that share it: one row each, at
+ *    most ROWS.
+ * 2. Rows are in the lanes of vectors, TILE of them at a time, so that keys are read in place: a key's next two numbers
+ *    are multiplied with those of all rows at once, and softmax of a row stays in its lane.
+ * 3. Keys are processed in blocks: scores, the running maximum, weights as bfloat16, weighted values (pairs.h).
  *
- * A row's keys and blocks depend on its own position and those of its unit, which begin at multiples from the request's
- * first new token on: not on other requests, nor on the number of threads.
+ * A row's keys and blocks depend on its own position and those of its unit. Units begin at multiples from the request's
+ * first new token on. So a row does not depend on other requests, nor on the number of threads.
  */
 #include "pairs.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-/* Keys of a block, rows of a unit and of a tile. */
+/* Keys per block, rows per unit and per tile. */
 #define BLOCK 64
 #define ROWS 96
 #define VECTORS 2
 #define TILE (VECTORS * LANES)
 #define TILES ((ROWS + TILE - 1) / TILE)
-/* Keys, and numbers of a value, whose sums fit the registers. */
+/* Keys, and elements of a value, with sums that fit the registers. */
 #define WIDE 8
-/* splitserve/engine/native/library.py refuses larger ones. */
+/* splitserve/engine/native/library.py rejects larger ones. */
 #define MAX_HEAD_SIZE 256
 
-/* ctypes knows this structure too: splitserve/engine/native/library.py. */
+/* The same structure for ctypes: splitserve/engine/native/library.py. */
 struct prompt_attention {
     const bf16 *queries;  /* [num_tokens, num_kv_heads x group, head_size], tokens `query_stride` apart */
     const bf16 *keys;     /* [pages, page_size, num_kv_heads, head_size] */
@@ -53,9 +54,9 @@ struct state {
     const bf16 *keys[BLOCK], *values[BLOCK];
     /* [BLOCK, VECTORS, LANES] */
     float scores[BLOCK * TILE];
-    /* [BLOCK / 2, VECTORS, LANES]: of two keys in a row. */
+    /* [BLOCK / 2, VECTORS, LANES]: of two consecutive keys. */
     uint32_t weights[BLOCK / 2 * TILE];
-    /* [BLOCK / 2, value_size]: the same of their values. */
+    /* [BLOCK / 2, value_size]: the values of the same two keys. */
     uint32_t pairs[BLOCK / 2 * MAX_HEAD_SIZE];
 };
 
@@ -67,7 +68,7 @@ struct unit {
 static void begin_tile(const struct prompt_attention *a, const struct unit *u, struct tile *t, uint64_t first)
 {
     for (uint64_t lane = 0; lane < TILE; lane++) {
-        /* Beyond the last row: the last once more, whose result nobody takes. */
+        /* Lanes beyond the last row repeat the last row; their results are not used. */
         const uint64_t row = MIN(first + lane, u->num_rows - 1), token = u->token + row / a->group;
         const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
         for (uint64_t d = 0; d < a->head_size / 2; d++)
@@ -94,7 +95,7 @@ static void find(const struct prompt_attention *a, struct state *s, uint64_t hea
     }
 }
 
-/* Values two by two; zeros where the second of two is missing. */
+/* Values in pairs; the second is zero if it is missing. */
 static void pair_values(const struct prompt_attention *a, struct state *s, uint64_t n)
 {
     for (uint64_t i = 0; i < n; i += 2)
@@ -109,7 +110,7 @@ static void pair_values(const struct prompt_attention *a, struct state *s, uint6
         }
 }
 
-/* WIDE keys against a tile of rows. */
+/* Score WIDE keys against a tile of rows. */
 INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, const bf16 *const *keys, float *scores)
 {
     vfloat sums[WIDE * VECTORS];
@@ -132,7 +133,7 @@ INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, c
         store(scores + i * LANES, sums[i] * a->scale);
 }
 
-/* Scores of keys that a row does not see become -inf. */
+/* Set the scores of keys that a row does not attend to to -inf. */
 static void hide(const struct prompt_attention *a, const struct tile *t, float *scores, uint64_t first, uint64_t n)
 {
     for (int v = 0; v < VECTORS; v++) {
@@ -150,7 +151,8 @@ static void hide(const struct prompt_attention *a, const struct tile *t, float *
     }
 }
 
-/* Scores to weights e^(score - maximum), as pairs of bfloat16; `before`: what earlier sums weigh under the new maximum. */
+/* Convert scores to weights e^(score - maximum), as pairs of bfloat16. `before`: factor of earlier sums under the new
+ * maximum. */
 static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
 {
     for (int v = 0; v < VECTORS; v++) {
@@ -160,7 +162,7 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
         for (uint64_t i = 0; i < n; i++)
             most = larger(most, load(scores + i * TILE));
         store(t->most + v * LANES, most);
-        /* Of a row that has seen no key yet: all its scores are -inf, and whatever is taken from them they stay so. */
+        /* Rows without a visible key yet: all their scores are -inf, and stay so whatever is subtracted. */
         const vuint is_none = (vuint)(most == splat(-__builtin_inff()));
         most = (vfloat)((vuint)most & ~is_none);
         before[v] = exp_of(old - most);
@@ -176,7 +178,7 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
     }
 }
 
-/* Weighted values onto WIDE numbers of each row's sum. */
+/* Add weighted values to WIDE numbers of each row's sum. */
 INLINE void add_values(const struct prompt_attention *a, const struct state *s, float *at, uint64_t d, uint64_t n,
                        const vfloat *before)
 {
@@ -201,14 +203,14 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
         store(at + i * LANES, sums[i]);
 }
 
-/* A block of n keys against a tile. */
+/* Process a block of n keys for a tile. */
 static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
 {
     uint64_t i = 0;
     for (; i + WIDE <= n; i += WIDE)
         score_keys(a, t, s->keys + i, s->scores + i * TILE);
     if (i < n) {
-        /* The last once more in the place of those that are missing: their scores are never read. */
+        /* Repeat the last key in place of missing ones: their scores are never read. */
         const bf16 *keys[WIDE];
         for (uint64_t j = 0; j < WIDE; j++)
             keys[j] = s->keys[MIN(i + j, n - 1)];
@@ -262,7 +264,7 @@ void prompt_attention(const struct prompt_attention *a)
 #pragma omp parallel num_threads(a->num_threads)
     {
         struct state s;
-        /* Later tokens see more keys, and begin first. */
+        /* Later tokens have more keys, and begin first. */
 #pragma omp for collapse(2) schedule(dynamic)
         for (uint64_t i = 0; i < num_blocks; i++)
             for (uint64_t head = 0; head < a->num_kv_heads; head++) {

@@ -1,6 +1,6 @@
-/* Many pieces of memory from here to there, in one call: what a loop in Python would spend, goes into the bytes.
+/* Copies of many pieces of memory in one call, without the cost of a loop in Python.
  *
- * Plain C without Python's headers; loaded through ctypes, which lets Python's lock go for the time of the call.
+ * Plain C without Python's headers; loaded through ctypes, which releases Python's lock during the call.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -11,19 +11,19 @@
 
 #include "copies.h"
 
-/* Pieces ahead whose first bytes are asked for, so that their address translations are at hand when their turn comes. */
+/* Pieces ahead of which the first bytes are prefetched: their addresses are translated before the copy reaches them. */
 #define PIECES_AHEAD 8
-/* Bytes ahead of the one being read, over the end of a piece into the next: but for a line a page, over whose ends the
- * processor does not look ahead by itself. */
+/* Bytes to prefetch ahead of the current one, across the end of a piece into the next. One line of a page less than a
+ * page, because the processor does not prefetch across the ends of pages by itself. */
 #define BYTES_AHEAD 4032
-/* What is shorter goes through the cache. */
+/* Shorter pieces are written through the cache. */
 #define MIN_STREAMED 1024
 
 #ifdef __x86_64__
 #define AVX __attribute__((target("avx")))
 #define AVX512 __attribute__((target("avx512f")))
 
-/* One line of the cache past the cache, in stores as wide as the name says. to: where a line begins. */
+/* Write one cache line past the cache, in stores of the width in the name. to: start of a line. */
 static inline void line_16(char *to, const char *from)
 {
     const __m128i *line = (const __m128i *)from;
@@ -47,8 +47,8 @@ AVX512 static inline void line_64(char *to, const char *from)
     _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512((const __m512i *)from));
 }
 
-/* `length` bytes, whole lines: the target's old bytes are not read, and nothing else is driven out. next: is read after
- * this. One store for a line is up to half as fast again as four.
+/* Copy `length` bytes, whole lines: the target's old bytes are not read, and no other data is evicted from the cache.
+ * next: the address read after this. One store per line is up to half as fast again as four.
  */
 #define STREAM(TARGET, NAME, COPY_LINE)                                                                                \
     TARGET static void NAME(char *to, const char *from, size_t length, const char *next)                               \
@@ -65,14 +65,14 @@ STREAM(AVX512, stream_64, line_64)
 
 typedef void streamer(char *, const char *, size_t, const char *);
 
-/* By stores of so many bytes. */
+/* The function with stores of that many bytes. */
 static streamer *streamer_of(int store_bytes)
 {
     return store_bytes >= 64 ? stream_64 : store_bytes >= 32 ? stream_32 : stream_16;
 }
 #endif
 
-/* The widest stores past the cache that this processor has, in bytes; 0: none that are known here. */
+/* The widest stores past the cache of this processor, in bytes; 0: none supported here. */
 int scatter_store_bytes(void)
 {
 #ifdef __x86_64__
@@ -84,13 +84,13 @@ int scatter_store_bytes(void)
 #endif
 }
 
-/* How far a copy of many pieces has come. */
+/* Progress of a copy of many pieces. */
 struct position {
     uint64_t piece;  /* the first that is not done */
     uint64_t offset; /* bytes of it that are done */
 };
 
-/* next: is read after this. */
+/* next: the address read after this. */
 static void copy_piece(char *to, const char *from, size_t length, const char *next, int store_bytes)
 {
 #ifdef __x86_64__
@@ -106,7 +106,7 @@ static void copy_piece(char *to, const char *from, size_t length, const char *ne
     memcpy(to, from, length);
 }
 
-/* Whoever is told next that the bytes are there must find them there. */
+/* Make the copied bytes visible before the next reader is notified. */
 static void fence(void)
 {
 #ifdef __x86_64__
@@ -114,9 +114,9 @@ static void fence(void)
 #endif
 }
 
-/* Carry out n copies in their order, at most `max_bytes` in this call. from, to: where our and their regions begin.
- * `at` says where to begin and is moved on; all is done when at->piece is n. No source overlaps a target.
- * store_bytes: 0, or where the bytes in all are many more than a cache holds scatter_store_bytes() or less.
+/* Run n copies in order, at most `max_bytes` in this call. from, to: start addresses of the source and target regions.
+ * `at` is where to begin, and is advanced; all is done when at->piece is n. No source overlaps a target. store_bytes:
+ * 0, or scatter_store_bytes() or less if all bytes together are many more than a cache holds.
  */
 void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, const uint64_t *to, struct position *at,
                   uint64_t max_bytes, int store_bytes)
@@ -142,9 +142,9 @@ void scatter_copy(const struct copy *copies, uint64_t n, const uint64_t *from, c
     fence();
 }
 
-/* Carry out n copies at once, unless they are more than max_bytes. Returns their bytes, or ~i, and nothing was copied,
- * where the target of copy i is the first that is not inside its region. to, lengths: of num_regions regions of theirs.
- * store_bytes: as for scatter_copy, from streaming_bytes in all.
+/* Run n copies at once, unless they have more than max_bytes. Returns their bytes, or ~i without copying if copy i is
+ * the first with a target outside its region. to, lengths: of the num_regions target regions. store_bytes: as for
+ * scatter_copy, if there are streaming_bytes or more.
  */
 int64_t scatter_few(const struct copy *copies, uint64_t n, const uint64_t *from, const uint64_t *to,
                     const uint64_t *lengths, uint64_t num_regions, uint64_t max_bytes, uint64_t streaming_bytes,
@@ -157,7 +157,7 @@ int64_t scatter_few(const struct copy *copies, uint64_t n, const uint64_t *from,
     return bytes;
 }
 
-/* Move `at` on as scatter_copy does, and copy nothing: what lies between is somebody's to copy. */
+/* Advance `at` as scatter_copy does, but copy nothing: another caller copies the bytes between. */
 void scatter_skip(const struct copy *copies, uint64_t n, struct position *at, uint64_t max_bytes)
 {
     for (; at->piece < n; at->piece++, at->offset = 0) {
@@ -176,8 +176,8 @@ struct piece {
     uint64_t length;
 };
 
-/* n pieces into one buffer, one after the other, or out of it where `out` is set; nothing overlaps. store_bytes: as for
- * scatter_copy. A buffer that goes through the cache is there when it is read next.
+/* Copy n pieces into one buffer, one after the other, or out of it if `out` is set; nothing overlaps. store_bytes: as
+ * for scatter_copy. With 0 the buffer is in the cache for its next reader.
  */
 void scatter_pieces(const struct piece *pieces, uint64_t n, char *buffer, int out, int store_bytes)
 {

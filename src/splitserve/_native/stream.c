@@ -1,6 +1,6 @@
-/* A table of copies through a socket, in one call of ours: between the calls of the kernel no Python runs.
+/* Transfer of a table of copies through a socket in one call, without Python between the system calls.
  *
- * Plain C without Python's headers; loaded through ctypes, which lets Python's lock go for the time of the call.
+ * Plain C without Python's headers; loaded through ctypes, which releases Python's lock during the call.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -11,12 +11,12 @@
 
 #include "copies.h"
 
-/* Pieces that Linux and macOS take in one call. */
+/* Most pieces that Linux and macOS take in one call. */
 #define MAX_PIECES 1024
-/* The connection has ended, which is no error of the kernel's. */
+/* The connection has ended, which is not an error of the kernel. */
 #define ENDED (-1)
 
-/* What is still to be moved: a head, then our ends of n copies. */
+/* What is still to be moved: a head, then the local ends of n copies. */
 struct rest {
     const char *head;
     uint64_t head_bytes;
@@ -32,8 +32,7 @@ static char *place(const struct rest *rest, const struct copy *copy)
     return rest->is_target ? target(copy, rest->bases) : (char *)(uintptr_t)source(copy, rest->bases);
 }
 
-/* The head and the next max_bytes, or as many as go into MAX_PIECES. Returns how many pieces they are: 0 when nothing is
- * left. */
+/* The head and the next max_bytes, or as many as fit MAX_PIECES. Returns the number of pieces: 0 if nothing is left. */
 static int next_pieces(const struct rest *rest, struct iovec *pieces, uint64_t max_bytes)
 {
     int count = 0;
@@ -64,7 +63,7 @@ static void advance(struct rest *rest, uint64_t bytes)
     rest->offset += bytes;
 }
 
-/* What the kernel said it has moved. 0 where there may be another call, or why not. */
+/* Advance by the bytes that the kernel moved. Returns 0 if there may be another call, else the error. */
 static int take(struct rest *rest, ssize_t moved)
 {
     if (moved < 0)
@@ -82,21 +81,21 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* The kernel's own timeout of one send, which leaves the socket blocking. 0, or an error: EAGAIN when nothing is left. */
+/* Set the kernel's timeout of one send; the socket stays blocking. Returns 0 or an error: EAGAIN if no time is left. */
 static int limit_sends(int fd, double seconds)
 {
     if (seconds <= 0)
         return EAGAIN;
     struct timeval limit = {.tv_sec = (time_t)seconds};
     limit.tv_usec = (suseconds_t)((seconds - (double)limit.tv_sec) * 1e6);
-    /* Zero would be no limit. */
+    /* Zero would mean no limit. */
     if (limit.tv_sec == 0 && limit.tv_usec == 0)
         limit.tv_usec = 1;
     return setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) ? errno : 0;
 }
 
-/* Send the head and the sources of n copies in order, at most max_bytes of them a call of the kernel (at least 1).
- * Nothing is checked. seconds: for all of it. Returns 0, an error of the kernel (EAGAIN: too late) or ENDED.
+/* Send the head and the sources of n copies in order, at most max_bytes of them per system call (at least 1). Nothing
+ * is checked. seconds: for all of it. Returns 0, an error of the kernel (EAGAIN: too late) or ENDED.
  */
 int stream_send(int fd, const char *head, uint64_t head_bytes, const struct copy *copies, uint64_t n,
                 const uint64_t *from, int flags, uint64_t max_bytes, double seconds)
@@ -106,7 +105,7 @@ int stream_send(int fd, const char *head, uint64_t head_bytes, const struct copy
     struct msghdr message = {.msg_iov = pieces};
     double end = now() + seconds;
     while ((message.msg_iovlen = next_pieces(&rest, pieces, max_bytes))) {
-        /* It begins anew with each call. */
+        /* The kernel's timeout starts anew with each call. */
         int error = limit_sends(fd, end - now());
         if (error)
             return error;
@@ -117,7 +116,7 @@ int stream_send(int fd, const char *head, uint64_t head_bytes, const struct copy
     return 0;
 }
 
-/* Fill the targets of n copies in order. As above; the socket's own timeout counts. */
+/* Fill the targets of n copies in order. Returns as above; the socket's own timeout applies. */
 int stream_receive(int fd, const struct copy *copies, uint64_t n, const uint64_t *to)
 {
     struct rest rest = {0, 0, copies, n, 0, to, 1};

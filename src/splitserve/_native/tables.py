@@ -1,4 +1,4 @@
-"""Tables of copies (disaggregation/copies.py): checked, joined, cut, numbered and put in order."""
+"""Tables of copies (transfer/copies.py): checked, joined, split, numbered and sorted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native.library import Numbers, address_of, open_library
+from splitserve._native.library import Int64Array, address_of, open_library
 
 # A table of dtype COPY.
 Copies = NDArray[np.void]
 
-# From here on the page tables of both sides do not stay in the cache either: neighbours are read together. To sort them
-# takes less than that gains, a tenth of the time where pages are small.
+# Bytes from which the page tables of both regions do not stay in the cache either, so that neighbours are read
+# together. Sorting costs less than it saves, a tenth of the time for small pages.
 ORDERED_BYTES = 2 << 20
 
 
@@ -40,7 +40,7 @@ is_built = _library is not None
 
 
 def num_bytes(copies: Copies) -> int:
-    """Of all copies. numpy takes three microseconds to add a column up, and each write is asked several times."""
+    """Return the bytes of all copies. numpy needs three microseconds to sum a column, several times per write."""
     if _library is None:
         return int(copies["length"].sum())
     copies = np.ascontiguousarray(copies)
@@ -48,9 +48,10 @@ def num_bytes(copies: Copies) -> int:
     return total
 
 
-def bytes_inside(copies: Copies, lengths: Numbers, *, is_target: bool) -> int:
-    """Bytes of all copies; ~i, which is negative, where the target of copy i, or else its source, is the first that is
-    not inside its region.
+def bytes_inside(copies: Copies, lengths: Int64Array, *, is_target: bool) -> int:
+    """Return the bytes of all copies.
+
+    Returns ~i, which is negative, if copy i is the first with a target, or else source, outside its region.
     """
     if _library is None:
         return _bytes_inside_slowly(copies, lengths.array, "dst" if is_target else "src")
@@ -69,14 +70,14 @@ def _bytes_inside_slowly(copies: Copies, lengths: NDArray[np.uint64], side: str)
 
 
 def select(copies: Copies, which: NDArray[Any]) -> Copies:
-    """A table of these rows: a mask, or their numbers."""
-    # A row in one piece: numpy moves rows of fields field by field, which takes up to fifty times as long.
+    """Return a table of these rows: a mask, or their numbers."""
+    # Each row as one element: numpy copies structured rows field by field, which takes up to fifty times as long.
     table: Copies = copies.view(np.dtype((np.void, copies.itemsize)))[which].view(copies.dtype)
     return table
 
 
 def coalesce(copies: Copies) -> Copies:
-    """The same bytes in fewer copies: each row that goes on where the one before ended, on both sides, joins it."""
+    """Return the same bytes in fewer copies: a row that continues the one before, at both ends, is joined to it."""
     if len(copies) < 2:
         return copies
     if _library is None:
@@ -101,7 +102,7 @@ def _coalesce_slowly(copies: Copies) -> Copies:
 
 
 def parts_of(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copies]:
-    """The same bytes in the same order, in tables of about `max_bytes` and at most `max_pieces` rows.
+    """Return the same bytes in the same order, in tables of about `max_bytes` and at most `max_pieces` rows.
 
     No row is empty or longer than `max_bytes`.
     """
@@ -128,7 +129,7 @@ def _parts_slowly(copies: Copies, max_bytes: int, max_pieces: int) -> list[Copie
 
 
 def cut(copies: Copies, max_bytes: int) -> Copies:
-    """The same bytes in the same order, without empty copies, and each at most `max_bytes` long."""
+    """Return the same bytes in the same order, without empty copies, and each at most `max_bytes` long."""
     if len(copies) == 0 or (copies["length"].min() > 0 and copies["length"].max() <= max_bytes):
         return copies
     limit = np.uint64(max_bytes)
@@ -142,8 +143,8 @@ def cut(copies: Copies, max_bytes: int) -> Copies:
     return pieces
 
 
-def blocks_of(copies: Copies, size: int, firsts: Numbers, *, is_target: bool) -> NDArray[np.int32] | None:
-    """Which block of `size` bytes each source, or target, is; None where one of the copies is no such block.
+def blocks_of(copies: Copies, size: int, firsts: Int64Array, *, is_target: bool) -> NDArray[np.int32] | None:
+    """Return the number of the block of `size` bytes that each source, or target, covers. None: one is not a block.
 
     `firsts`: the number of each region's first block.
     """
@@ -163,11 +164,11 @@ def _blocks_slowly(copies: Copies, size: np.uint64, firsts: NDArray[np.uint64], 
     return blocks
 
 
-def in_source_order(copies: Copies, num_bytes: int, sources: Numbers) -> Copies:
-    """The same copies, `num_bytes` in all, from ORDERED_BYTES on in the order of their source pages.
+def in_source_order(copies: Copies, num_bytes: int, sources: Int64Array) -> Copies:
+    """Return the same copies, `num_bytes` in all, in order of their source pages if they have ORDERED_BYTES or more.
 
-    A read waits for the translation of its address, a write does not. `sources`: where our regions begin. For copies
-    whose targets do not overlap.
+    A read waits for the translation of its address, a write does not. `sources`: start addresses of the source regions.
+    The targets of the copies must not overlap.
     """
     if _library is None or num_bytes < ORDERED_BYTES or len(copies) < 2:
         return copies

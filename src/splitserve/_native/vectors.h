@@ -1,4 +1,4 @@
-/* Vectors of floats as GCC and clang know them on every CPU, and the few operations on them that C has no word for.
+/* Vectors of floats as GCC and clang support them on every CPU, and the few operations on them that C lacks.
  *
  * The width comes from the instruction set a file is compiled for; the same source serves all of them.
  */
@@ -10,7 +10,7 @@
 #include <string.h>
 
 #if defined(VECTOR_BYTES)
-/* Asked for: wider than the CPU's own works too, as several of its own. */
+/* Set by the build: a width beyond the CPU's works, too, as several of its vectors. */
 #elif defined(__AVX512F__)
 #define VECTOR_BYTES 64
 #elif defined(__AVX__)
@@ -23,7 +23,7 @@
 
 #if VECTOR_BYTES == 64 && defined(__AVX512F__)
 #include <immintrin.h>
-/* Operations that GCC does not find for itself. */
+/* Operations that GCC does not generate by itself. */
 #define HAS_WIDE_WORDS 1
 #else
 #define HAS_WIDE_WORDS 0
@@ -69,7 +69,7 @@ INLINE vfloat load_bf16(const bf16 *from)
     return (vfloat)(__builtin_convertvector(halves, vuint) << 16);
 }
 
-/* To the nearest bfloat16, ties to even, as torch does it; NaN stays NaN. */
+/* Round to the nearest bfloat16, ties to even, as torch does; NaN stays NaN. */
 INLINE vuint rounded(vfloat v)
 {
     vuint bits = (vuint)v;
@@ -84,14 +84,14 @@ INLINE void store_bf16(bf16 *to, vfloat v)
     memcpy(to, &halves, sizeof halves);
 }
 
-/* The first n lanes, n <= LANES. */
+/* Store the first n lanes, n <= LANES. */
 INLINE void store_bf16_first(bf16 *to, vfloat v, size_t n)
 {
     vhalf halves = __builtin_convertvector(rounded(v), vhalf);
     memcpy(to, &halves, n * sizeof(bf16));
 }
 
-/* Halves added until one number is left. */
+/* Add halves until one number is left. */
 INLINE float sum_of(vfloat v)
 {
 #if VECTOR_BYTES == 64
@@ -113,7 +113,7 @@ INLINE float sum_of(vfloat v)
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
-/* The second where one of them is NaN. */
+/* The larger number per lane; b if one of them is NaN. */
 INLINE vfloat larger(vfloat a, vfloat b)
 {
 #if HAS_WIDE_WORDS
@@ -124,7 +124,7 @@ INLINE vfloat larger(vfloat a, vfloat b)
 #endif
 }
 
-/* e^r x 2^n for e^r of small r by a polynomial. 2^n may vanish, but is no infinity. */
+/* e^r x 2^n, with e^r of small r by a polynomial. 2^n may underflow to 0, but is never infinite. */
 INLINE vfloat exp_near(vfloat r, vfloat n)
 {
     vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -136,7 +136,7 @@ INLINE vfloat exp_near(vfloat r, vfloat n)
 #if HAS_WIDE_WORDS
     return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    /* A whole number in the low bits. */
+    /* An integer in the low bits. */
     vint exponent = (vint)(n + 12582912.0f) - 0x4b400000;
     return p * (vfloat)((exponent + 127) << 23);
 #endif
@@ -152,7 +152,7 @@ INLINE vfloat exp_of(vfloat x)
     x = larger(x, splat(-87.0f));
 #endif
     x = -larger(-x, splat(-88.0f));
-    /* Adding 1.5 x 2^23 rounds to a whole number. */
+    /* Adding 1.5 x 2^23 rounds to an integer. */
     vfloat n = x * 1.44269504f + 12582912.0f - 12582912.0f;
     vfloat r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;

@@ -1,12 +1,12 @@
-/* Linear layers in whole numbers: int8 weights, and activations that become int8 row by row.
+/* Linear layers in integers: int8 weights, and activations that are quantized to int8 row by row.
  *
  * 1. A row is quantized by itself: its largest magnitude becomes 127.
  * 2. Products are summed in 32 bits, without rounding up to 133,000 inputs, so their order does not matter.
- * 3. A sum times its row's scale times its output's is the result.
+ * 3. The result is a sum times the scale of its row times the scale of its output.
  *
- * A panel holds the weights of two vectors of outputs in 32-bit words: a word has four inputs of one output, the first in
- * its lowest bits, zeros past the last. CPUs multiply pairs of 16-bit numbers and add the two products in one
- * instruction; so a vector of words is spread into the pairs of inputs 0, 2 and 1, 3, and activations lie in such pairs.
+ * A panel holds the weights of two vectors of outputs in 32-bit words: a word has four inputs of one output, the first
+ * in its lowest bits, zeros behind the last. CPUs multiply pairs of 16-bit numbers and add the two products in one
+ * instruction; so a vector of words is split into the pairs of inputs 0, 2 and 1, 3, and activations are in such pairs.
  */
 #include "linear.h"
 
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-/* GCC puts off sums of whole numbers until it has many products, and spills those. A sum that is wanted now it makes now. */
+/* GCC delays sums of integers until it has many products, and spills those. This makes it compute a sum now. */
 #if defined(__AVX512F__)
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #elif defined(__SSE2__) && (defined(__AVX2__) || VECTOR_BYTES == 16)
@@ -27,10 +27,10 @@ typedef int16_t vshort __attribute__((vector_size(VECTOR_BYTES)));
 
 /* Vectors of outputs in a panel. */
 #define VECTORS 2
-/* Rows whose sums fit the registers. */
+/* Rows with sums that fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
 
-/* Of each lane: its sum, and the products of both halves of w and a. */
+/* Add to the sum of each lane the products of both halves of w and a. */
 INLINE vint add_pairs(vint sums, vint w, vint a)
 {
 #if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
@@ -55,7 +55,7 @@ INLINE uint64_t num_words(const struct linear *l)
     return (l->num_inputs + 3) / 4;
 }
 
-/* The largest magnitude; NaN where there is one: without their sign, bfloat16 are in the order of their bits. */
+/* The largest magnitude; NaN if there is one: without their sign, bfloat16 are in the order of their bits. */
 static float largest(const bf16 *row, uint64_t n)
 {
     int16_t most = 0;
@@ -69,13 +69,13 @@ static float largest(const bf16 *row, uint64_t n)
 /* Inputs that are rounded at a time. */
 #define PART 64
 
-/* Rows of a tile as pairs of 16-bit numbers, word after word, and in a word row after row. */
+/* Quantize the rows of a tile to pairs of 16-bit numbers, word after word, and within a word row after row. */
 static void quantize_tile(const struct linear *l, uint64_t first, int rows, int32_t *to, float *scales)
 {
     for (int r = 0; r < rows; r++) {
         const bf16 *from = l->inputs + (first + r) * l->input_stride;
         const float most = largest(from, l->num_inputs);
-        /* A row of nothing stays so, and one with numbers that are none gets a scale that is none. */
+        /* A row of zeros stays zero, and a row with infinity or NaN gets a scale of infinity or NaN. */
         const float factor = most >= 1e-30f && most < __builtin_inff() ? 127.0f / most : 0.0f;
         scales[r] = most / 127.0f;
         for (uint64_t k = 0; k < l->num_inputs; k += PART) {
@@ -90,7 +90,7 @@ static void quantize_tile(const struct linear *l, uint64_t first, int rows, int3
     }
 }
 
-/* `rows` rows against one panel; a number known to the compiler. */
+/* `rows` rows against one panel; their number is known to the compiler. */
 INLINE void tile(const struct linear *l, int rows, uint64_t row, uint64_t panel, const int32_t *a, const float *scales)
 {
     const uint32_t *w = l->panels + panel * num_words(l) * VECTORS * LANES;

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from splitserve.config import LimitsConfig
+from splitserve.api.prompt_batch import is_batch
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind
-from splitserve.errors import InvalidRequestError
 
 
 def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
@@ -20,7 +21,7 @@ def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     _check_entries("messages", body.get("messages"), limits.max_messages)
     for name in ("text", "prompt", "input_ids", "sampling_params"):
         value = body.get(name)
-        if isinstance(value, list) and value and not isinstance(value[0], int):
+        if is_batch(value):
             _check_entries(name, value, limits.max_samples)
     for sampling in (body, *_as_list(body.get("sampling_params"))):
         if isinstance(sampling, dict):

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from splitserve.api.intake import error_bytes
 from splitserve.api.pending_connections import PendingConnections
-from splitserve.config import LimitsConfig
+from splitserve.core.config import LimitsConfig
 
 # Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
 # would reset the connection, and the client might lose the response.
@@ -82,8 +82,12 @@ class EdgeProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             self._check_header_bytes()
         elif before is self._reading is _Reading.NOTHING and not self._is_responding:
-            # Empty lines before a request, which the parser skips.
+            # The data was empty lines before a request, which the parser skips.
             self._start_header_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Reject bytes that the parser rejects. `msg`: uvicorn's own text, which is not used."""
+        self._reject(400, "the request is not valid HTTP/1.1: correct its first line, headers or chunk sizes")
 
     def on_message_begin(self) -> None:
         self._reading = _Reading.HEADERS
@@ -116,7 +120,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._is_responding:
             self.cycle.keep_alive = False
         else:
-            # It flushes what is written, and does not linger.
+            # It flushes written data, and does not linger.
             self._raw_transport.close()
 
     def close_pending(self) -> None:
@@ -173,7 +177,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _reject(self, status: int, message: str) -> None:
         if not self.transport.is_closing():
-            # A response to an earlier request of this connection would be cut in two.
+            # Otherwise the rejection would be inserted into the response to an earlier request of this connection.
             if not self._is_responding:
                 body = error_bytes(status, message)
                 head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -182,7 +186,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
 
 class _LingeringTransport:
-    """The connection's transport, whose `close` lets the client read what was written."""
+    """Transport of a connection with a `close` that lets the client read the written data first."""
 
     def __init__(self, transport: asyncio.Transport, protocol: EdgeProtocol) -> None:
         self._transport = transport
@@ -199,7 +203,7 @@ class _LingeringTransport:
 
 
 class _CloseDelimited:
-    """An app whose response, if it has no Content-Length, ends with the connection."""
+    """App wrapper: a response without Content-Length ends with the connection."""
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
         self._app = app

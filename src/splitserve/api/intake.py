@@ -2,7 +2,7 @@
 
 1. A body larger than the limit, by its announcement or by its received bytes: 413.
 2. A body that is not complete in time: 408.
-3. Too little memory for the bytes that came, or for parsing them: 503 with Retry-After.
+3. Too little memory for the received bytes, or for parsing them: 503 with Retry-After.
 4. Otherwise the app gets the body in one piece. When the response starts, only the bytes of the body stay reserved: the
    router keeps it for a retry.
 """
@@ -58,7 +58,7 @@ class Intake:
 
     async def _serve(self, scope: Scope, body: bytes, receive: Receive, send: Send, reservation: Reservation) -> None:
         num_bytes, replayed = len(body), _Replay(body, receive)
-        # From here on the replay holds the body, until the app has taken it.
+        # From here on the replay holds the body, until the app has received it.
         del body
 
         async def send_and_shrink(message: Message) -> None:

@@ -8,8 +8,18 @@ from typing import Any
 
 import msgspec
 
-from splitserve.config import LimitsConfig
-from splitserve.errors import InvalidRequestError
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
+
+_JSON_TYPES: dict[type, str] = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    type(None): "null",
+}
 
 
 def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
@@ -24,10 +34,15 @@ def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise InvalidRequestError(f"the body is a JSON {type(body).__name__}: send an object")
+        raise InvalidRequestError(f"the body is a JSON {json_type(body)}: send an object")
     if _depth(body, limits.max_json_depth + 1) > limits.max_json_depth:
         raise InvalidRequestError(depth_problem)
     return body
+
+
+def json_type(value: object) -> str:
+    """Return JSON's name for the type of a decoded value."""
+    return _JSON_TYPES[type(value)]
 
 
 def _depth(value: Any, at_most: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.config import LimitsConfig, WorkerConfig
+from splitserve.core.config import LimitsConfig, WorkerConfig
 
 # Context length in tokens that the limit of a body assumes until the length of a model is known.
 DEFAULT_CONTEXT_LENGTH = 32_768

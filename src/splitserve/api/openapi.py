@@ -21,13 +21,12 @@ Schema = dict[str, Any]
 Operation = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
-NUMBER: Schema = {"type": "number"}
 INTEGER: Schema = {"type": "integer"}
 BOOLEAN: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 
 _ASSETS = "/docs/assets"
-# The same for every installation, so they need no key: browsers send none.
+# Paths with equal content in every installation. They need no key, because browsers send none.
 DOCS_PATHS = (
     *("/docs", "/openapi.json"),
     *(f"{_ASSETS}/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")),
@@ -52,9 +51,9 @@ _STATUSES = {
 }
 # Statuses of the checks before a route: API key, body size, body time, memory.
 _EDGE = (401, 403, 408, 413, 503)
-# Further statuses of routes that generate.
+# Error statuses of routes that generate, in addition to `_EDGE`.
 GENERATE_ERRORS = (400, 404, 409, 422, 499, 500, 504)
-# Further statuses of routes that the router forwards to a worker.
+# Error statuses of routes that the router forwards to a worker, in addition to `_EDGE`.
 UPSTREAM_ERRORS = (400, 404, 429, 500, 502, 504)
 
 
@@ -113,7 +112,7 @@ def operation(
     if body is not None:
         schema = {"$ref": _REFERENCE.format(model=body.__name__)}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        # Its schema is built with the first description, not at startup.
+        # The schema of the body is built with the first description, not at startup.
         extra["x-body"] = f"{body.__module__}:{body.__qualname__}"
     responses: dict[int, Any] = {200: done} | {status: _error(status) for status in sorted({*_EDGE, *errors})}
     if unavailable is not None:
@@ -169,7 +168,7 @@ def _complete(schema: Schema) -> Schema:
         "schemas": {**found.get("$defs", {}), "Error": fields(**_ERROR)},
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
-    # Needed only where the operator configured keys.
+    # A key is required only if the operator configured keys.
     schema["security"] = [{}, {"key": []}]
     return schema
 

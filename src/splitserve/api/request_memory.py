@@ -7,7 +7,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from splitserve.config import LimitsConfig
+from splitserve.core.config import LimitsConfig
 
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
 # bytes of text become 72 of dict and list entry. Plain text takes 3 for each byte.
@@ -37,7 +37,7 @@ class Reservation:
         self._num_bytes = 0
 
     def resize(self, num_bytes: int) -> bool:
-        """Reserve this many bytes instead. Return False, and change nothing, if that is more than there is.
+        """Change the reservation to this many bytes. Return False, and change nothing, if it exceeds the bound.
 
         The only request is always admitted, so that a small bound cannot reject every request.
         """

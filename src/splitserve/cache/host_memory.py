@@ -1,8 +1,7 @@
 """Copies of KV pages in host memory, within a bound.
 
-Requests that gave way (`scheduler/retraction.py`) have one of these, evicted prefixes (`host_tier.py`) another. It
-counts bytes; which copy must go when the bound is reached is its owner's business. Pages are numbers in here: who can
-copy them is `HostCopies`.
+Retracted requests (`scheduler/retraction.py`) have one of these, evicted prefixes (`host_tier.py`) another. It counts
+bytes; its owner decides which copy to drop when the bound is reached. Pages are numbers here; `HostCopies` copies them.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class HostCopies(Protocol):
-    """Whoever owns the pool's memory. Copies lie in host memory and go when the last reference to them does."""
+    """The owner of the pool's memory. Copies are in host memory and freed with the last reference to them."""
 
     @property
     def bytes_per_page(self) -> int: ...
 
     def bytes_of(self, pages: Sequence[int]) -> int:
-        """What a copy of the pages takes: less than so many pages, where some have no window page."""
+        """Return the bytes of a copy of the pages: fewer if some of them have no window page."""
         ...
 
     def save(self, pages: Sequence[int]) -> Any:
-        """A copy of the pages, in this order. Raises MemoryError where the host has none left."""
+        """Return a copy of the pages, in this order. Raises MemoryError if the host has no memory left."""
         ...
 
     def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
@@ -36,13 +35,13 @@ class HostCopies(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopy:
-    # What `HostCopies.save` gave.
+    # Result of `HostCopies.save`.
     data: Any
     num_bytes: int
 
 
 class HostMemory:
-    """`limit`: bytes that all copies may take together."""
+    """Copies of pages within a bound. `limit`: bytes that all copies may take together."""
 
     def __init__(self, copies: HostCopies, limit: int) -> None:
         self._copies = copies
@@ -51,14 +50,14 @@ class HostMemory:
 
     @property
     def num_pages_at_most(self) -> int:
-        """What fits where nothing else is kept."""
+        """Maximum number of pages that fit if nothing else is kept."""
         return self.limit // self._copies.bytes_per_page
 
     def has_room(self, num_pages: int) -> bool:
         return self.num_bytes + num_pages * self._copies.bytes_per_page <= self.limit
 
     def save(self, pages: Sequence[int]) -> HostCopy | None:
-        """A copy of the pages, counted until it is dropped; None without room for it."""
+        """Return a copy of the pages. It counts against the limit until it is dropped. None: it does not fit."""
         if not pages:
             return None
         num_bytes = self._copies.bytes_of(pages)
@@ -74,9 +73,9 @@ class HostMemory:
         return copy
 
     def restore(self, copy: HostCopy, first: int, pages: Sequence[int]) -> None:
-        """Write the copy's pages [first, first + len(pages)) to `pages`. Also of one that was dropped meanwhile."""
+        """Write the copy's pages [first, first + len(pages)) to `pages`. A dropped copy can be restored, too."""
         self._copies.restore(copy.data, first, pages)
 
     def drop(self, copy: HostCopy) -> None:
-        """Count it no longer; once."""
+        """Stop counting the copy against the limit. Call once."""
         self.num_bytes -= copy.num_bytes

@@ -1,22 +1,21 @@
-"""One account of the whole KV pool: every page is free, cached, or held by one admitted request.
+"""The account of the whole KV pool: every page is free, cached, or held by one admitted request.
 
-What the prefix cache evicts may go on in host memory (`host_tier.py`), from where `try_admit` fetches it back.
+Prefixes that the prefix cache evicts may be kept in host memory (`host_tier.py`); `try_admit` fetches them back.
 
-The life of a request in here:
-1. `try_admit` takes a row, locks the longest cached prefix and promises room for the tokens that are known so far. The
-   sum of all promises never exceeds what is free or can be evicted, so growing up to the promise never fails.
-2. `extend` makes sure that pages for the tokens of the next step are there. Beyond the promise it may find none.
-3. `share` publishes the whole pages computed so far, so that others find them while the request still runs.
-4. `forget` gives back, while it goes on, what no layer will look at again: pages, where all layers have sliding
-   windows, and where some have, their window pages (`window_pages.py`).
-5. `release` ends it: row and pages go back, computed whole pages into the prefix cache where that is wanted.
+The life of a request here:
+1. `try_admit` takes a row, locks the longest cached prefix and promises pages for the tokens known so far. The sum of
+   all promises never exceeds the pages that are free or can be evicted, so growing up to the promise never fails.
+2. `extend` provides pages for the tokens of the next step. Beyond the promise it may find none.
+3. `share` publishes the whole pages computed so far, so that other requests find them while this one still runs.
+4. `forget` releases, while the request runs, what no layer will read again: pages if all layers have sliding windows,
+   and window pages if some have (`window_pages.py`).
+5. `release` ends it: row and pages are freed, and computed whole pages go to the prefix cache if requested.
 
-Between `step_began` and `step_ended` the engine may touch whatever the step's requests held when it began. What they
-give back meanwhile is set aside, and free when the last of their steps that began before has ended. A loop that waits
-for each step needs neither.
+Between `step_began` and `step_ended` the engine may access all pages that the step's requests held when it began. Pages
+released meanwhile are set aside, and freed when the last of their steps that began before has ended. A loop that waits
+for each step needs neither call.
 
-It does not know why a request is admitted or released, who gives way when there is no page left, nor what the pages
-contain.
+The scheduler decides why a request is admitted, released or retracted; the content of pages is not known here.
 """
 
 from __future__ import annotations
@@ -37,39 +36,39 @@ from splitserve.core.request import Request
 
 
 class InvariantViolation(AssertionError):
-    """Pages or rows do not add up: something was lost or is held twice."""
+    """Error: pages or rows do not add up, because something was lost or is held twice."""
 
 
 @dataclass(slots=True)
 class Holding:
-    """What one admitted request holds besides its row."""
+    """Pages, locked prefix and window pages of one admitted request."""
 
     request: Request
     # Pages it was promised, cached prefix included. It may hold more.
     num_promised: int
-    # request.pages[:num_shared] are not the request's own: the prefix cache's, kept by `handle`, or forgotten.
+    # request.pages[:num_shared] belong to the prefix cache, locked by `handle`, or were forgotten.
     num_shared: int
     handle: PrefixHandle | None
-    # Of the window pages.
+    # Window pages of the request.
     claim: Claim
-    # request.pages[:num_forgotten] are nobody's: numbers that fill their places, and must not be looked at.
+    # request.pages[:num_forgotten] have no owner: these numbers only fill their places and must not be read.
     num_forgotten: int = 0
 
     @property
     def num_pages_owed(self) -> int:
-        """Of the promise, pages it has not taken yet."""
+        """Promised pages it has not taken yet."""
         return max(0, self.num_promised - len(self.request.pages))
 
 
 @dataclass(slots=True)
-class StepUnderWay:
-    """Whose step it is, and what is set aside until it has ended."""
+class StepReservation:
+    """The requests of a step in flight, and the pages set aside until it has ended."""
 
     requests: frozenset[Request]
     pages: list[int] = field(default_factory=list)
     handles: list[PrefixHandle] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)
-    # Released: all that they held, and their rows.
+    # Released requests, with all that they held, and their rows.
     leaving: list[tuple[Holding, int]] = field(default_factory=list)
 
 
@@ -89,48 +88,44 @@ class PagedKVCache:
         self.rows = rows
         self.prefix = prefix
         self.page_size = page_size
-        # Where our pages are part of a pool of several workers; then there must be no prefix cache to hold them too.
+        # Table of owners if the pages belong to a pool of several workers; such a pool must not have a prefix cache.
         self._shared = shared
-        # Where evicted prefixes go on; None: they are gone.
+        # Host memory for evicted prefixes; None: they are dropped.
         self.host = host
-        # Tokens that the layer which sees most sees; None: some layer sees all, and nothing is forgotten.
+        # Largest window of all layers, tokens; None: some layer attends to all tokens, and nothing is forgotten.
         self.window = None if shared else window
-        # Where some layers have windows and a smaller pool: window pages beside `pages`, which are all layers' else.
+        # Window pages of layers with windows, if these have a smaller pool beside `pages`.
         self.windows = windows or NoWindowPages()
         self._holdings: dict[str, Holding] = {}
-        # The sum of what all holdings are owed.
+        # Sum of the pages owed to all holdings.
         self._owed = 0
-        # First the one that ends first.
-        self._steps: deque[StepUnderWay] = deque()
-        # How often admitted requests gave pages back: room comes back by nothing else.
+        # Steps in flight, in the order in which they end.
+        self._steps: deque[StepReservation] = deque()
+        # How often admitted requests released pages: only that makes room.
         self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        # Of these, tokens that came back from the host.
+        # Tokens of `prefix_hits` that were fetched from the host.
         self.prefix_host_hits = 0
 
     @property
     def num_grantable_pages(self) -> int:
-        """Pages that are free or can be evicted, and promised to nobody."""
+        """Pages that are free or can be evicted, and are not promised."""
         return self.pages.available() + self.prefix.num_evictable_pages - self._owed
 
     @property
     def max_tokens_per_request(self) -> int:
-        """What a row has room for."""
+        """Tokens that fit a row."""
         return int(self.rows.table.shape[1]) * self.page_size
-
-    @property
-    def num_tokens_total(self) -> int:
-        return self.pages.num_pages * self.page_size
 
     def try_admit(
         self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0, num_foreseen: int = 0
     ) -> bool:
-        """Admit `request` with a promise of pages for `num_tokens` tokens; False, changing nothing, without room.
+        """Admit `request` and promise it pages for `num_tokens` tokens. False without room; then nothing changes.
 
-        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens, which must be among
-        those promised, are looked up in the prefix cache and behind it on the host. Window pages, where there are any,
-        are promised for `num_foreseen` tokens, if that is more.
+        `headroom` pages must stay free beside all promises. At most the first `max_prefix` tokens, which must be
+        promised ones, are looked up in the prefix cache and behind it on the host. Window pages, if there are any, are
+        promised for `num_foreseen` tokens, if that is more.
         """
         if self.rows.available_size() == 0:
             return False
@@ -158,10 +153,11 @@ class PagedKVCache:
         return True
 
     def extend(self, request: Request, num_tokens: int, *, is_arriving: bool = False) -> bool:
-        """Give `request` pages for its first `num_tokens` tokens; False, changing nothing, if there are none left.
+        """Allocate pages for the first `num_tokens` tokens. False if too few are left; then nothing changes.
 
-        Never False within what it was promised, but while a step is under way: then it may rest on pages set aside.
-        `is_arriving`: their KV is computed elsewhere, and comes where the next token sees it. Right after `try_admit`.
+        Never False within the promise, except while a step is in flight: promised pages may be set aside then.
+        `is_arriving`: another worker computes their KV and sends what the next token attends to. Right after
+        `try_admit`.
         """
         if num_tokens <= len(request.pages) * self.page_size:
             return True
@@ -181,7 +177,7 @@ class PagedKVCache:
         return True
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """Take back pages beyond the request's first `num_tokens` tokens, of which nothing is computed."""
+        """Release pages beyond the request's first `num_tokens` tokens; nothing in them is computed."""
         keep = kv_to_page_num(num_tokens, self.page_size)
         if keep >= len(request.pages):
             return
@@ -194,14 +190,14 @@ class PagedKVCache:
         self.num_releases += 1
 
     def share(self, request: Request) -> None:
-        """Publish the whole pages of computed tokens; the request goes on with the cache's pages, locked."""
+        """Publish the whole pages of computed tokens; the request continues with the cache's pages, locked."""
         holding, row = self._held(request)
         whole = request.num_computed_tokens // self.page_size
         if whole <= holding.num_shared or holding.num_forgotten:
             return
         tokens = request.tokens(0, whole * self.page_size)
         match, duplicates = self.prefix.insert(tokens, request.pages[:whole])
-        if len(match.pages) < whole:  # A cache that keeps nothing: the pages stay the request's own.
+        if len(match.pages) < whole:  # The cache keeps nothing, so the request still owns its pages.
             return
         self.prefix.lock(match.handle)
         self.prefix.unlock(holding.handle)
@@ -216,11 +212,11 @@ class PagedKVCache:
         holding.num_shared, holding.handle = whole, match.handle
 
     def forget(self, request: Request) -> None:
-        """Give back the pages whose tokens have left all windows. Nothing more of the request is published after that.
+        """Release the pages of tokens that have left all windows. After that nothing more of the request is published.
 
-        A prompt that is to be published stays whole until it is computed, and what is published until all of it has
-        left. In the page table the first page that is still seen stands in their place.
-        Window pages are given back at once, and what is published stays as long as nobody else needs its window pages.
+        A prompt that is to be published stays whole until it is computed, and published pages stay until all of them
+        have left. In the page table the first page that is still in a window replaces them. Window pages are released
+        at once, but published ones stay until another request needs them.
         """
         if self.window is None and isinstance(self.windows, NoWindowPages):
             return
@@ -243,9 +239,9 @@ class PagedKVCache:
         self.rows.write(row, 0, request.pages[:first])
 
     def stop_growing(self, request: Request) -> None:
-        """No step that is planned from here on computes anything of it, though it may hold what it has for long.
+        """Declare that steps planned from here on compute nothing of the request, which may still hold its pages.
 
-        Of the window pages it keeps its window, and what a step under way works on: none of it is what is kept free
+        It keeps the window pages of its window, and those that a step in flight uses. None of them counts as reserved
         for steps.
         """
         if isinstance(self.windows, NoWindowPages):
@@ -255,7 +251,7 @@ class PagedKVCache:
         self.num_releases += 1
 
     def release(self, request: Request, *, publish: bool) -> None:
-        """Take everything back; once. `publish` puts the computed whole pages into the prefix cache first."""
+        """Release all that the request holds; once. `publish` first adds computed whole pages to the prefix cache."""
         if publish:
             self.share(request)
         holding, row = self._held(request)
@@ -267,11 +263,11 @@ class PagedKVCache:
             self._let_go(holding, row)
 
     def step_began(self, requests: Iterable[Request]) -> None:
-        """The engine works on `requests`, until `step_ended`. Several steps may be under way."""
-        self._steps.append(StepUnderWay(frozenset(requests)))
+        """Note that the engine works on `requests`, until `step_ended`. Several steps may be in flight."""
+        self._steps.append(StepReservation(frozenset(requests)))
 
     def step_ended(self) -> None:
-        """The one that began first has ended."""
+        """Free the pages set aside for the oldest step, which has ended."""
         step = self._steps.popleft()
         self._free(step.pages, step.handles)
         if step.window_pages:
@@ -281,7 +277,7 @@ class PagedKVCache:
             self._let_go(holding, row)
 
     def settle(self, request: Request) -> None:
-        """Take note of an exchange of pages with another worker, where there was one. After the hand-over."""
+        """Update the page numbers after a transfer that may have exchanged pages with another worker."""
         if self._shared is None or request.bootstrap is None:
             return
         _, row = self._held(request)
@@ -292,27 +288,27 @@ class PagedKVCache:
         return request.rid in self._holdings
 
     def admitted(self) -> list[Request]:
-        """All that hold a row, in the order they got it."""
+        """Return all requests with a row, in the order they got it."""
         return [holding.request for holding in self._holdings.values()]
 
     def num_secured_pages(self, request: Request) -> int:
-        """Pages that an admitted request holds, or is owed."""
+        """Return the number of pages that an admitted request holds or is owed."""
         holding = self._holdings[request.rid]
         return len(request.pages) - holding.num_forgotten + holding.num_pages_owed
 
     def num_forgotten_pages(self, request: Request) -> int:
-        """Of an admitted request's pages, the first so many are not there any more."""
+        """Return how many of an admitted request's first pages were forgotten."""
         return self._holdings[request.rid].num_forgotten
 
     def num_pages_at_most(self, request: Request, num_tokens: int) -> int:
-        """Pages that a request holds at most while it grows to `num_tokens` tokens, its prompt at once."""
+        """Return the most pages that a request holds while it grows to `num_tokens` tokens, its prompt at once."""
         num_pages = kv_to_page_num(num_tokens, self.page_size)
         if self.window is None:
             return num_pages
         return min(num_pages, kv_to_page_num(request.num_prefill_tokens + self.window, self.page_size) + 1)
 
     def flush(self) -> int:
-        """Forget everything no request uses; how many pages that freed."""
+        """Drop all cached prefixes that no request uses; return how many pages that freed."""
         num_free = self.pages.available()
         for evicted in self.prefix.evict(self.prefix.num_pages):
             self._free_pages(evicted.pages)
@@ -321,7 +317,7 @@ class PagedKVCache:
         return self.pages.available() - num_free
 
     def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
-        """Go on with other caches of prefixes; what those before knew is forgotten. Only while nothing is admitted."""
+        """Replace the caches of prefixes; the old content is dropped. Only while nothing is admitted."""
         if self._holdings or any(step.leaving for step in self._steps):
             raise InvariantViolation(f"caches cannot be replaced while {sorted(self._holdings)} hold pages")
         self.flush()
@@ -349,17 +345,17 @@ class PagedKVCache:
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
-        # Pages aside gave way to pages of the prefix cache, locked at once; they are free when the step has ended.
+        # Pages aside were replaced by pages of the prefix cache, locked at once; they are free when the step has ended.
         left = self.num_grantable_pages + len(aside)
         if owed != self._owed or left < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {left} left")
 
-    def _last_step_of(self, request: Request) -> StepUnderWay | None:
-        """The last one under way that works on what the request holds."""
+    def _last_step_of(self, request: Request) -> StepReservation | None:
+        """Return the last step in flight that works on the request."""
         return next((step for step in reversed(self._steps) if request in step.requests), None)
 
     def _give_back(self, request: Request, pages: list[int], handle: PrefixHandle | None = None) -> None:
-        """Free what was the request's, as soon as no step works on it."""
+        """Free pages of the request as soon as no step works on it."""
         handles = [] if handle is None else [handle]
         if (step := self._last_step_of(request)) is None:
             self._free(pages, handles)
@@ -393,13 +389,13 @@ class PagedKVCache:
         return holding, request.row
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix that a request can go on behind."""
+        """Return the longest cached prefix that a request can continue."""
         match = self.prefix.match(tokens)
         usable = self.windows.num_usable(match.pages)
         return match if usable == len(match.pages) else self.prefix.match(tokens[: usable * self.page_size])
 
     def _fetch(self, request: Request, max_prefix: int) -> int:
-        """Copy back what the host has behind the pages found; how many tokens. Others find them from now on, too."""
+        """Copy pages that continue the cached prefix back from the host, and publish them. Return their tokens."""
         first = len(request.pages)
         found = self.host.find(request.tokens(0, max_prefix), first) if self.host is not None else []
         if self.host is None or not found:

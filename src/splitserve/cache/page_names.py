@@ -1,4 +1,4 @@
-"""Names of whole pages: a chain of digests. A page's name stands for all tokens up to its end, as its KV does."""
+"""Names of whole pages: a chain of digests. A page's name depends on all tokens up to its end, as its KV does."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PageName = bytes
 
 
 def page_names(keys: Iterable[PageKey], behind: PageName = b"") -> Iterator[PageName]:
-    """The name of each page, the first one's behind the page `behind`; empty: it begins the prompt.
+    """Return the name of each page. The first page follows the page named `behind`; empty: it begins the prompt.
 
-    128 bits of a cryptographic hash: nobody finds two prompts with one name. No secret goes in: a page has the same
-    name on every worker and after every start.
+    Names are 128 bits of a cryptographic hash, so two different prompts do not get the same name. No secret is part of
+    it: a page has the same name on every worker and after every start.
     """
     name = behind
     for key in keys:
@@ -24,5 +24,5 @@ def page_names(keys: Iterable[PageKey], behind: PageName = b"") -> Iterator[Page
 
 
 def block_hash(name: PageName) -> int:
-    """What KV events call the page: a signed 64-bit number."""
+    """Return the page's hash in KV events: a signed 64-bit number."""
     return int.from_bytes(name[:8], "little", signed=True)

@@ -1,4 +1,4 @@
-"""The free list of KV pages. A page is either free in here or held by exactly one holder outside."""
+"""The free list of KV pages. A page is either free here or held by exactly one holder outside."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 class PageAllocator:
-    """Hands out page numbers: [0, num_pages), or those `owned` of a larger pool that is shared with other workers.
+    """Allocator of page numbers: [0, num_pages), or those `owned` of a larger pool that is shared with other workers.
 
-    A held page may be exchanged for another worker's, which then comes back in its place. Neighbours are handed out
-    together where it costs nothing.
+    A held page may be exchanged for another worker's, which is then freed in its place. Neighbours are allocated
+    together if it costs nothing.
     """
 
     def __init__(self, num_pages: int, owned: Sequence[int] | None = None) -> None:
@@ -17,7 +17,7 @@ class PageAllocator:
         if not pages:
             raise ValueError(f"a pool needs at least one page, got {len(pages)}")
         self.num_pages = len(pages)
-        # A stack: the end is taken first, so a fresh pool hands out 0, 1, 2, ... and transfers find long runs.
+        # A stack: the end is taken first, so a fresh pool allocates 0, 1, 2, ... and transfers find long runs.
         self._free = list(reversed(pages))
         self._is_free = bytearray(num_pages)
         for page in pages:
@@ -27,7 +27,7 @@ class PageAllocator:
         return len(self._free)
 
     def alloc(self, count: int) -> list[int]:
-        """Take `count` pages. Raises MemoryError, taking none, where fewer are free: callers look first."""
+        """Take `count` pages. Raises MemoryError, taking none, if fewer are free: callers check first."""
         if count > len(self._free):
             raise MemoryError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} are free")
         if count == 0:
@@ -40,7 +40,7 @@ class PageAllocator:
         return taken
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. Raises ValueError on a page that is already free: a double free is a bug."""
+        """Free pages. Raises ValueError on a page that is already free: a double free is a bug."""
         returned = list(pages)
         for page in returned:
             if self._is_free[page]:

@@ -1,6 +1,6 @@
-"""The contract of a prefix cache, and the cache that never remembers anything.
+"""The contract of a prefix cache, and a cache that stores nothing.
 
-Pages handed to `insert` belong to the cache from then on; pages returned by `evict` belong to the caller. A locked path
+Pages passed to `insert` belong to the cache from then on; pages returned by `evict` belong to the caller. A locked path
 is never evicted. One contract suite, `tests/contract/test_prefix_cache.py`, runs against every implementation.
 """
 
@@ -28,33 +28,33 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Neighbouring pages at the end of a path that the cache forgot; they belong to the caller now."""
+    """Consecutive pages at the end of a path, which the cache evicted; they belong to the caller."""
 
-    # Of every page of the path, from the first token on. The last len(pages) of them are those of `pages`.
+    # Keys of every page of the path, from the first token on. The last len(pages) of them are those of `pages`.
     keys: list[PageKey]
     pages: list[int]
 
 
 def split_pages(tokens: Sequence[int], page_size: int) -> list[PageKey]:
-    """The tokens of each whole page."""
+    """Return the tokens of each whole page."""
     return [tuple(tokens[i : i + page_size]) for i in range(0, len(tokens) - page_size + 1, page_size)]
 
 
 class PrefixCache(Protocol):
     @property
     def remembers(self) -> bool:
-        """Whether what is inserted may be found again."""
+        """Whether inserted pages may be found again."""
         ...
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix of `tokens`, in whole pages. Touches it for eviction order; locks nothing."""
+        """Return the longest cached prefix of `tokens`, in whole pages, and mark it as used; it is not locked."""
         ...
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
-        """Remember the KV of `tokens`, page by page; len(tokens) == len(pages) x page_size.
+        """Store the KV of `tokens`, page by page; len(tokens) == len(pages) x page_size.
 
-        Returns the cache's own pages for all of `tokens`, and those of the given pages that it did not take because it
-        held that part already (or keeps nothing): these stay the caller's, who frees the ones it owned.
+        Returns the cache's own pages for all of `tokens`, and the given pages that it did not take because it held that
+        part already (or keeps nothing). The caller keeps these, and frees the ones it owned.
         """
         ...
 
@@ -65,7 +65,7 @@ class PrefixCache(Protocol):
     def unlock(self, handle: PrefixHandle | None) -> None: ...
 
     def evict(self, num_pages: int) -> list[Evicted]:
-        """Forget least recently used, unlocked pages until `num_pages` are found or nothing is left. May give more."""
+        """Evict least recently used, unlocked pages until `num_pages` are found or none is left. May return more."""
         ...
 
     @property
@@ -75,16 +75,16 @@ class PrefixCache(Protocol):
 
     @property
     def num_evictable_pages(self) -> int:
-        """Of these, pages no lock keeps."""
+        """Pages of the cache that are not locked."""
         ...
 
     def check(self) -> None:
-        """Raise AssertionError where counters and structure disagree."""
+        """Raise AssertionError if counters and structure disagree."""
         ...
 
 
 class NoPrefixCache:
-    """Remembers nothing: every prompt is computed anew."""
+    """A cache that stores nothing: every prompt is computed anew."""
 
     remembers = False
     num_pages = 0

@@ -1,9 +1,9 @@
 """Prefix cache as a radix tree over whole pages (RadixAttention, Zheng et al., arXiv:2312.07104).
 
-An edge holds the tokens of one or more whole pages and the pages themselves; children are told apart by the tokens of
-their first page. A path is locked by counting users on every node from the leaf to the root; eviction takes unlocked
-leaves, least recently used first. Recency is a counter, not time: the order of use is all that matters. Leaves that can
-be evicted stand in a heap, each once, with the use they had when they came there; who was used since is put back.
+An edge holds the tokens of one or more whole pages and the pages themselves; children differ in the tokens of their
+first page. A path is locked by counting users on every node from the leaf to the root. Eviction takes unlocked leaves,
+least recently used first. Recency is a counter, not time: only the order of use matters. Evictable leaves are in a
+heap, each once, with their last use at that time; a leaf that was used since is queued again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from splitserve.cache.prefix import Evicted, PageKey, PrefixHandle, PrefixMatch,
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An edge of the tree with what hangs below it. `keys[i]` are the tokens of `pages[i]`."""
+    """An edge of the tree and its children. `keys[i]` are the tokens of `pages[i]`."""
 
     keys: list[PageKey]
     pages: list[int]
@@ -26,12 +26,12 @@ class Node:
     # Locked paths that end at or below this node.
     users: int = 0
     last_use: int = 0
-    # It stands in the cache's heap.
+    # Whether it is in the cache's heap.
     is_queued: bool = False
 
 
 class RadixCache:
-    """See `PrefixCache` for the contract."""
+    """PrefixCache as a radix tree."""
 
     remembers = True
 
@@ -41,7 +41,7 @@ class RadixCache:
         self._uses = 0
         self._num_pages = 0
         self._num_locked_pages = 0
-        # (last use, number, node): what can be evicted, and what could be when it was put here.
+        # (last use, number, node): nodes that were evictable when they were queued.
         self._evictable: list[tuple[int, int, Node]] = []
         self._num_queued = 0
 
@@ -94,7 +94,7 @@ class RadixCache:
                 self._queue(node)
                 continue
             if node.children or node.users:
-                # Back when it loses the last of them.
+                # The node is queued again when it loses its last child or user.
                 continue
             path = [*self._path(node)]
             evicted.append(Evicted([key for n in reversed(path) for key in n.keys], node.pages))
@@ -116,7 +116,7 @@ class RadixCache:
             assert node.parent is not None
             assert node.parent.children[node.keys[0]] is node
             assert node.parent is self._root or node.parent.users >= node.users
-            assert node.is_queued or node.children or node.users, "a leaf that nobody uses will never be evicted"
+            assert node.is_queued or node.children or node.users, "an unused leaf will never be evicted"
 
     def _queue(self, node: Node) -> None:
         if node is not self._root and not (node.is_queued or node.children or node.users):
@@ -125,7 +125,7 @@ class RadixCache:
             heapq.heappush(self._evictable, (node.last_use, self._num_queued, node))
 
     def _walk(self, keys: list[PageKey]) -> tuple[Node, list[int]]:
-        """Follow `keys` as far as the tree goes, splitting an edge left half way, and mark the way as just used."""
+        """Follow `keys` as far as the tree reaches, split an edge that matches in part, and mark the path as used."""
         self._uses += 1
         node, pages = self._root, list[int]()
         while len(pages) < len(keys) and (child := node.children.get(keys[len(pages)])) is not None:
@@ -139,7 +139,7 @@ class RadixCache:
         return node, pages
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge in two. `node` keeps the lower part, so that handles to it keep meaning the whole path."""
+        """Split an edge in two. `node` keeps the lower part, so that handles to it still stand for the whole path."""
         parent = node.parent
         assert parent is not None
         upper = Node(node.keys[:at], node.pages[:at], parent, users=node.users, last_use=node.last_use)

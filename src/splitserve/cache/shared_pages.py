@@ -1,16 +1,16 @@
-"""One pool of KV pages that several workers of a host compute in: a page changes owner, and no byte moves.
+"""A pool of KV pages shared by several workers of a host: pages change owner, and no byte moves.
 
-The pool is a file in memory that every worker maps: a table that says who owns which page, and behind it the pages.
-The file is sparse; memory is taken by pages that were written to.
+The pool is a file in memory that every worker maps: a table with the owner of each page, followed by the pages. The
+file is sparse; only pages that were written to take memory.
 
-1. A worker joins: it takes a free place and owns the pages of that place, those of a dead predecessor included.
-2. A decode worker announces pages of its own. A prefill worker computes the prompt in pages of its own and swaps them
-   for those (`exchange`): each side owns as many as before.
-3. Each side asks `settle` which pages it has now in place of those it held.
-4. A worker that leaves or dies frees its place: the kernel lets go of its lock.
+1. A worker joins: it takes a free place and owns the pages of that place, including those of a dead predecessor.
+2. A decode worker announces pages of its own. A prefill worker computes the prompt in pages of its own and exchanges
+   them for those (`exchange`): each worker owns as many as before.
+3. Each worker gets from `settle` the pages it has now in place of those it held.
+4. A worker that leaves or dies frees its place: the kernel releases its lock.
 
-The exchange is a journal of two steps, so that it is either done or not, wherever its process is killed. It knows pages
-by number, and nothing of requests or models.
+The exchange is a journal of two steps, so that it is either done or not, even if its process is killed. Pages are
+numbers here; requests and models are not known.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.errors import ConfigError, WorkerUnavailableError
+from splitserve.core.errors import ConfigError, WorkerUnavailableError
 
-# Workers of one pool at a time.
+# Maximum number of workers of one pool at a time.
 MAX_WORKERS = 16
 _MAGIC = b"SSPP\0\0\0\1"
-# magic, pool id, pages of a worker, shape; then the generation of each place.
+# magic, pool id, pages per worker, shape; then the generation of each place.
 _HEADER = struct.Struct("<8s16sQ16s")
 _GENERATIONS_AT = 64
-# The tag of each place's exchange that is being carried out; 0: none.
+# The tag of the exchange in progress of each place; 0: none.
 _UNDER_WAY_AT = 256
 # The lock byte of place i is at this offset plus i.
 _LOCKS_AT = 1024
 _TABLE_AT = 4096
 # Owner, giver, page given for, tag.
 _TABLE_ROW_BYTES = 1 + 1 + 4 + 8
-# Seconds. It is held for microseconds.
+# Seconds. Normally the lock is held for microseconds.
 _LOCK_TIMEOUT = 10.0
 # struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
@@ -54,11 +54,11 @@ _Pages = NDArray[np.int64]
 
 
 class SharedPages:
-    """A worker's view of the pool's table. Close it when the worker is done: its place is free then.
+    """A worker's view of the pool's table. Close it when the worker is done, to free its place.
 
-    Whoever comes first lays the pool out, with `pages_per_worker` pages for each; `arena_bytes` says how much memory a
-    number of pages takes, and `shape` must be the same for all. Raises ConfigError where it differs from the pool's,
-    where no place is free, and where the file cannot be used.
+    The first worker lays out the pool, with `pages_per_worker` pages for each. `arena_bytes` returns the memory that a
+    number of pages takes. `shape` must be the same for all workers. Raises ConfigError if it differs from the pool's,
+    if no place is free, or if the file cannot be used.
     """
 
     def __init__(self, file: Path, *, pages_per_worker: int, shape: bytes, arena_bytes: Callable[[int], int]) -> None:
@@ -68,28 +68,28 @@ class SharedPages:
             raise ConfigError(
                 f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
             ) from None
-        # By tag, what we got for the pages we gave; until we settle.
+        # Tag -> pages given, and pages received for them. Removed by `settle`.
         self._received: dict[int, tuple[_Pages, _Pages]] = {}
-        # The lock belongs to the open file, which all our threads share.
+        # The lock belongs to the open file, which all threads of this process share.
         self._threads = threading.Lock()
-        # Of `_now`. The one above may be held for seconds, by an exchange that waits for another process.
+        # Guards `_now`. `_threads` may be held for seconds, by an exchange that waits for another process.
         self._looking_up = threading.Lock()
         try:
             with self._locked(fcntl.LOCK_EX):
                 self.pages_per_worker = self._read_header(file, shape) or pages_per_worker
-                # Of all workers that may ever join: page numbers are smaller than this.
+                # Pages of all workers that may ever join: page numbers are smaller than this.
                 self.num_pages = self.pages_per_worker * MAX_WORKERS
-                # Every page's own number, but for a moment: what stands in its place. To sort would take ten times as
-                # long for many pages.
+                # Maps each page to itself; during a lookup, exchanged pages to their replacements. Sorting instead
+                # would take ten times as long for many pages.
                 self._now = np.arange(self.num_pages, dtype=np.int64)
-                # Where the pages begin in the file.
+                # Offset of the pages in the file.
                 self.arena_offset = _round_up(_TABLE_AT + self.num_pages * _TABLE_ROW_BYTES, mmap.PAGESIZE)
                 if self._pool_id == b"":
                     self._lay_out(shape, self.arena_offset + arena_bytes(self.num_pages))
                 self._map()
                 self.place = self._take_place(file)
                 self._generations[self.place] += 1
-                # What a predecessor had got and not settled.
+                # Pages that a predecessor received and did not settle.
                 self._tags[self._owners == self.place] = 0
                 self._under_way[self.place] = 0
         except BaseException:
@@ -99,7 +99,7 @@ class SharedPages:
 
     @property
     def fd(self) -> int:
-        """The file behind the pages, for mapping them. Stays ours."""
+        """File behind the pages, for mapping them. It stays owned by this object."""
         return self._fd
 
     @property
@@ -108,15 +108,15 @@ class SharedPages:
         return self._pool_id.hex()
 
     def owned(self) -> list[int]:
-        """Our pages, in order."""
+        """Return the pages of this worker, in order."""
         return [int(p) for p in np.flatnonzero(self._owners == self.place)]
 
     def exchange(self, ours: Sequence[int], theirs: Sequence[int], *, tag: int, generation: int) -> bool:
-        """Give our pages for as many of another worker's, whose `generation` the handshake named.
+        """Exchange pages of this worker for as many of another one, identified by `generation` from the handshake.
 
-        `tag` names the hand-over for both sides; 64 bits, not 0. False, changing nothing, where that worker is gone:
-        its successor may use the pages for something else already. Raises ValueError for pages that are not ours to
-        give, or not as many as asked for.
+        `tag` identifies the transfer for both workers; 64 bits, not 0. Returns False, changing nothing, if that worker
+        is gone: its successor may use the pages for something else already. Raises ValueError for pages that this
+        worker does not own, or if the numbers of pages differ.
         """
         if len(ours) != len(theirs):
             raise ValueError(f"{len(ours)} pages cannot be exchanged for {len(theirs)}")
@@ -130,7 +130,7 @@ class SharedPages:
             if not (self._owners[a] == self.place).all():
                 raise ValueError("a page is given away that is not ours")
             self._given_for[a], self._givers[a], self._tags[a] = b, self.place, tag
-            # From here on the exchange counts: where we are killed, `settle` on the other side goes on.
+            # From here on the exchange counts: if this process is killed, `settle` in the other worker completes it.
             self._under_way[self.place] = tag
             self._owners[a] = receiver
             self._owners[b] = self.place
@@ -139,19 +139,19 @@ class SharedPages:
         return True
 
     def settle(self, pages: Sequence[int], *, tag: int) -> list[int]:
-        """What we own in place of pages that we gave or announced. When nobody can exchange them any more."""
+        """Return the pages owned in place of given or announced ones. Call when no worker can exchange them."""
         if (received := self._received.pop(tag, None)) is not None:
             return self._exchanged(pages, *received)
         given = np.flatnonzero((self._tags == tag) & (self._owners == self.place))
         self._tags[given] = 0
         for_ours = self._given_for[given].astype(np.int64)
-        # Killed between the two steps: the page goes to the giver's place, for whoever takes that next.
+        # If the giver was killed between the two steps, the page goes to the giver's place, and so to its next worker.
         unfinished = self._under_way[self._givers[given]] == tag
         self._owners[for_ours[unfinished]] = self._givers[given[unfinished]]
         return self._exchanged(pages, for_ours, given)
 
     def _exchanged(self, pages: Sequence[int], old: _Pages, new: _Pages) -> list[int]:
-        """`pages` with each that is in `old` replaced by what stands in its place in `new`."""
+        """Return `pages` with each page of `old` replaced by its counterpart in `new`."""
         if not len(old):
             return list(pages)
         with self._looking_up:
@@ -163,15 +163,16 @@ class SharedPages:
         return now
 
     def close(self) -> None:
-        """Free our place. Idempotent."""
+        """Free the place of this worker. Idempotent."""
         if self._fd >= 0:
-            # By hand: the mapping keeps the file open, and with it the lock, while someone looks at the memory.
+            # Unlock explicitly: the mapping keeps the file open, and with it the lock, while anything refers to the
+            # memory.
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, self.place))
             os.close(self._fd)
             self._fd = -1
 
     def _read_header(self, file: Path, shape: bytes) -> int:
-        """Pages of a worker; 0 where nobody has laid the pool out."""
+        """Return the pages per worker; 0 if the pool is not laid out yet."""
         head = os.pread(self._fd, _HEADER.size, 0)
         if head.strip(b"\0") == b"":
             self._pool_id = b""
@@ -191,7 +192,7 @@ class SharedPages:
         os.ftruncate(self._fd, size)
         owners = np.repeat(np.arange(MAX_WORKERS, dtype=np.uint8), self.pages_per_worker)
         os.pwrite(self._fd, owners.tobytes(), _TABLE_AT)
-        # Last: a worker killed before leaves a file that the next one lays out anew.
+        # Write the header last: if this worker is killed before, the next one lays out the file anew.
         os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, shape), 0)
 
     def _map(self) -> None:
@@ -201,7 +202,7 @@ class SharedPages:
         # MAX_WORKERS is a multiple of 8, so every column is aligned.
         n = self.num_pages
         self._owners = np.frombuffer(memory, np.uint8, n, _TABLE_AT)
-        # Of a page that was given and not settled: by which place, for which page, in which hand-over (0: none).
+        # For a page that was given and not settled: the giver's place, the page in return and the transfer (0: none).
         self._givers = np.frombuffer(memory, np.uint8, n, _TABLE_AT + n)
         self._given_for = np.frombuffer(memory, np.uint32, n, _TABLE_AT + 2 * n)
         self._tags = np.frombuffer(memory, np.uint64, n, _TABLE_AT + 6 * n)
@@ -215,9 +216,9 @@ class SharedPages:
 
     @contextlib.contextmanager
     def _locked(self, how: int) -> Iterator[None]:
-        """Exchanges share the lock; joining excludes them, so that none goes on with a place that changes hands.
+        """Hold the lock of the pool: shared for an exchange, exclusive to join, so that no place changes its owner.
 
-        Raises WorkerUnavailableError where another process does not let go of it: it is stopped, or hangs.
+        Raises WorkerUnavailableError if another process does not release it: it is stopped, or hangs.
         """
         with self._threads:
             deadline = time.monotonic() + _LOCK_TIMEOUT

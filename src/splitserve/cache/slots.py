@@ -28,7 +28,7 @@ class ReqToTokenPool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """Take a row. Raises MemoryError where none is free: callers check `available_size` first."""
+        """Take a row. Raises MemoryError if none is free: callers check `available_size` first."""
         if not self._free:
             raise MemoryError(f"all {len(self.table)} rows are taken")
         return self._free.pop()
@@ -48,7 +48,7 @@ class ReqToTokenPool:
 
 
 class DecodeReqToTokenPool(ReqToTokenPool):
-    """Has `pre_alloc_size` more rows than may run: KV keeps arriving, or leaving, while the running set is full."""
+    """A table with `pre_alloc_size` more rows than may run: transfers continue while the running batch is full."""
 
     def __init__(self, size: int, max_context_len: int, page_size: int, pre_alloc_size: int) -> None:
         super().__init__(size + pre_alloc_size, max_context_len, page_size)

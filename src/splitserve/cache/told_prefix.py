@@ -1,4 +1,4 @@
-"""A prefix cache around another that keeps the record of its blocks. Only there where somebody is to be told."""
+"""A wrapper of a prefix cache that records its blocks for KV events. Used only if events are published."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.page_names import PageName, page_names
 from splitserve.cache.prefix import Evicted, PrefixCache, PrefixHandle, PrefixMatch, split_pages
-from splitserve.events.schema import GPU
+from splitserve.observe.events.schema import GPU
 
 
 class ToldPrefixCache:
-    """See `PrefixCache` for the contract. Pages lie on the engine's device: GPU to events, also where it is none."""
+    """PrefixCache with a record. Events give the engine's device as GPU, even if it is none."""
 
     def __init__(self, cache: PrefixCache, record: BlockRecord) -> None:
         self._cache = cache
         self._record = record
-        # Of each page that the cache owns.
+        # Name of each page that the cache owns.
         self._names: dict[int, PageName] = {}
 
     @property
@@ -36,7 +36,7 @@ class ToldPrefixCache:
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
         match, given_back = self._cache.insert(tokens, pages)
-        # What is new lies at the end: pages [first, end) of the path.
+        # New pages are at the end: pages [first, end) of the path.
         end = first = len(match.pages)
         while first > 0 and match.pages[first - 1] not in self._names:
             first -= 1

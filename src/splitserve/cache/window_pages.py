@@ -1,21 +1,21 @@
-"""Window pages: the smaller pool of layers with sliding windows, in models where other layers see everything.
+"""Window pages: the smaller pool of layers with sliding windows, in models with other layers that attend to all tokens.
 
-Everybody names pages of the full layers' pool. `table` says which window page has the same tokens' KV of the windowed
-layers: those that are, or were lately, inside somebody's window have one.
+Callers name pages of the full layers' pool. `table` maps such a page to the window page with the KV of the same tokens
+in the windowed layers. Pages that are, or were lately, inside a window of a request have one.
 
 The life of a window page:
-1. `grow` gives one to each page that an admitted request takes, unless its tokens are computed elsewhere and have left
-   the window when they come (`arriving`).
-2. It is *pinned* while it is in the window of a request that runs on its page; `leave` says how far one has come.
-3. Then it is *idle*: who finds its page in the prefix cache can go on from there. Where pages are short, the one that
-   was used least recently is taken.
+1. `grow` allocates one for each page that an admitted request takes, unless another worker computes its tokens and they
+   have left the window when they arrive (`skip`).
+2. It is *pinned* while it is in the window of a request that runs on its page; `leave` moves that window on.
+3. Then it is *idle*: a request that finds its page in the prefix cache can continue from there. If pages are short, the
+   least recently used one is taken.
 4. `drop` frees it with its page.
 
-A request is promised what its window takes at most (`Claim`), whoever else runs on the same pages: windows part. A
-chunk of a prompt takes more, until it has been computed; for that some pages stay out of promises, as many as steps
-take.
+A request is promised the most pages that its window takes (`Claim`), even if other requests run on the same pages,
+because windows diverge. A chunk of a prompt takes more until it has been computed; for that, as many pages as steps
+take are never promised.
 
-It knows neither requests nor prefixes, nor who waits for a page until a step has ended: `PagedKVCache` does.
+Requests, prefixes and pages that wait for the end of a step are not known here: `PagedKVCache` handles them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WindowTable = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Claim:
-    """What an admitted request has of the window pages: those of its pages [first, stop) are pinned for it."""
+    """The window pages of an admitted request: those of its pages [first, stop) are pinned for it."""
 
     num_promised: int
     first: int
@@ -49,25 +49,26 @@ class Claim:
 
     @property
     def num_secured(self) -> int:
-        """Pinned, or promised."""
+        """Pages pinned or promised."""
         return max(self.num_promised, self.num_pinned)
 
 
 def window_pages_at_most(window: int, page_size: int) -> int:
-    """That a request pins before it takes the tokens of a step: wherever its window begins in a page, and so many that
-    what a step of n tokens takes beyond is never more than n / page_size."""
+    """Return the most window pages a request pins between steps, wherever its window begins within a page.
+
+    It is large enough that a step of n tokens takes at most n / page_size pages more."""
     return kv_to_page_num(window, page_size) + 2
 
 
 def least_window_pages(window: int, page_size: int, step_tokens: int) -> int:
-    """With fewer a single request might not get through its prompt."""
+    """Return the fewest window pages with which any single request can finish its prompt."""
     return window_pages_at_most(window, page_size) + kv_to_page_num(step_tokens, page_size)
 
 
 class WindowPages:
-    """`num_pages` of them, `least_window_pages` or more, beside `num_full_pages`.
+    """A pool of `num_pages` window pages, `least_window_pages` or more, beside `num_full_pages`.
 
-    `window`: tokens that the layer with the largest one sees. `step_tokens`: tokens of prompts in steps under way.
+    `window`: largest window of all layers, tokens. `step_tokens`: prompt tokens in steps in flight.
     """
 
     def __init__(
@@ -76,33 +77,33 @@ class WindowPages:
         self.num_pages = num_pages
         self.page_size = page_size
         self.window = window
-        # Read by the engine, too.
+        # The engine reads it, too.
         self.table: WindowTable = np.full(num_full_pages, -1, dtype=np.int32)
-        # What steps take beyond promises, at most.
+        # Maximum number of pages that steps take beyond promises.
         self.num_reserved = kv_to_page_num(step_tokens, page_size)
         self._pages = PageAllocator(num_pages)
-        # Of those that are not filled from their beginning on, the first slot that is.
+        # Page -> first filled slot. Only pages that are not filled from their beginning.
         self._begins: dict[int, int] = {}
-        # Windows that each page of the full layers' pool is in.
+        # Number of windows that contain each page of the full layers' pool.
         self._pins = [0] * num_full_pages
-        # Pages whose window pages are pinned by nobody, least recently used first.
+        # Pages with unpinned window pages, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
-        # Left over, while steps under way may look at them.
+        # Replaced pages that steps in flight may still read.
         self._num_aside = 0
-        # What a request pins between steps; and is promised, if it has so many tokens.
+        # Maximum pages that a request pins between steps. A request with enough tokens is promised this many.
         self.num_at_most = min(num_pages, window_pages_at_most(window, page_size))
-        # Sums over all claims: of what is secured, and of that, what steps take.
+        # Sums over all claims: pages secured, and of these, pages taken for steps.
         self._secured = 0
         self._beyond = 0
 
     @property
     def num_available(self) -> int:
-        """Free or idle."""
+        """Pages free or idle."""
         return self._pages.available() + len(self._idle)
 
     @property
     def can_admit(self) -> bool:
-        """Whether all claims are covered, and beside them what steps take."""
+        """Whether there is room for all claims and the pages that steps take beside them."""
         return max(0, self.num_reserved - self._beyond) <= self._num_grantable
 
     @property
@@ -110,17 +111,17 @@ class WindowPages:
         return self.num_pages - self._num_aside - self._secured
 
     def first_page(self, num_tokens: int) -> int:
-        """Of `num_tokens` computed tokens, the number of the page where the next one's window begins."""
+        """Return the number of the page in which the next token's window begins, after `num_tokens` computed tokens."""
         return first_token_read(self.window, num_tokens) // self.page_size
 
     def num_usable(self, pages: Sequence[int]) -> int:
-        """How many of a prefix's pages, at most, a request can go on behind: all that its next token sees is there."""
+        """Return the largest number of a prefix's pages that a request can continue with a complete window."""
         end = len(pages)
         while end > 0:
             begin, slot = divmod(first_token_read(self.window, end * self.page_size), self.page_size)
             for i in range(end - 1, begin - 1, -1):
                 if self.table[pages[i]] < 0 or self._begins.get(pages[i], 0) > (slot if i == begin else 0):
-                    # Whoever ends behind it sees it, too.
+                    # A prefix that ends behind this page needs it, too.
                     end = i
                     break
             else:
@@ -130,7 +131,10 @@ class WindowPages:
     # -- what requests have ---------------------------------------------------------------------------------------
 
     def claim(self, pages: Sequence[int], num_tokens: int) -> Claim:
-        """For a request that goes on behind `pages`, with a promise for `num_tokens` tokens. See `can_admit` after."""
+        """Claim pages for a request that continues `pages`, promised for `num_tokens` tokens.
+
+        The caller then checks `can_admit`.
+        """
         num_promised = min(self.num_at_most, kv_to_page_num(num_tokens, self.page_size))
         claim = Claim(num_promised, self.first_page(len(pages) * self.page_size), len(pages))
         self._pin(pages[claim.first :])
@@ -138,14 +142,17 @@ class WindowPages:
         return claim
 
     def has_room(self, claim: Claim, stop: int) -> bool:
-        """To grow up to `stop`; always within the promise, unless that waits for the end of a step."""
+        """Return whether a claim can grow up to `stop`.
+
+        It always can within its promise, unless pages wait for the end of a step.
+        """
         num_more = max(0, stop - claim.first - claim.num_secured)
         return stop - claim.stop <= self.num_available and (num_more == 0 or num_more <= self._num_grantable)
 
     def grow(self, claim: Claim, pages: Sequence[int], *, begin: int = 0) -> None:
-        """Take and pin window pages for the request's pages from `claim.stop` on. Look at `has_room` before.
+        """Take and pin window pages for the request's pages from `claim.stop` on. Check `has_room` before.
 
-        `begin`: slot of the first of them from which on it is filled.
+        `begin`: first slot to be filled of the first of these pages.
         """
         new = pages[claim.stop :]
         for page, window_page in zip(new, self._take(len(new)), strict=True):
@@ -156,29 +163,29 @@ class WindowPages:
         self._move(claim, claim.first, len(pages))
 
     def skip(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> int:
-        """So many tokens come, computed elsewhere, of them only those that the next one sees.
+        """Prepare for `num_tokens` tokens computed by another worker: only those in the next token's window arrive.
 
-        What the request has before these, it leaves. Returns the slot of its next page, behind what it has, from which
-        on it will be filled.
+        Pages of the request before the window are unpinned. Returns the first slot to be filled of its next page.
         """
         self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
         has_first = claim.first < claim.stop
         return 0 if has_first else first_token_read(self.window, num_tokens) % self.page_size
 
     def settle(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> None:
-        """The request takes no more; so many of its tokens are computed. What it has is all that it is promised."""
+        """Reduce the promise of a request that takes no more pages to those it has. `num_tokens`: computed tokens."""
         self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
         self._count(claim, -1)
         claim.num_promised = claim.num_pinned
         self._count(claim, 1)
 
     def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
-        """So many tokens are computed: what lies before the window of the next one is idle now.
+        """Unpin the pages before the window of the next token; `num_tokens` tokens are computed.
 
-        Returns whether that makes room for promises: what lies within the request's own is still its own.
+        Returns whether that makes room for promises: pages within the request's own promise stay its own.
 
-        Steps under way see no more either: those of the request that begin later than the tokens' own. What holds none
-        of the `num_prompt_tokens` tokens of a prompt is the first to be taken: others' prompts rarely end in an answer.
+        Steps in flight do not read these pages: the request's later steps begin behind the computed tokens. Pages
+        without any of the `num_prompt_tokens` prompt tokens are taken first: prompts of other requests rarely contain
+        an output.
         """
         first, secured = self.first_page(num_tokens), self._secured
         if first <= claim.first:
@@ -192,14 +199,15 @@ class WindowPages:
         return self._secured < secured
 
     def shrink(self, claim: Claim, pages: Sequence[int], keep: int) -> None:
-        """The request gives its pages from number `keep` on back; they are dropped next."""
+        """Unpin the request's pages from number `keep` on; the caller drops them next."""
         self._unpin(pages[keep : claim.stop])
         self._move(claim, claim.first, keep)
 
     def exchange(self, claim: Claim, old: Sequence[int], new: Sequence[int]) -> list[int]:
-        """`new` pages take the place of the request's first ones, `old`, which have the same tokens.
+        """Replace the request's first pages, `old`, by `new` ones with the same tokens.
 
-        Returns window pages that are nobody's now. Steps under way may look at them; then they go to `free`.
+        Returns window pages without an owner. Steps in flight may read them; after these the caller passes them to
+        `free`.
         """
         left: list[int] = []
         for i, (given, kept) in enumerate(zip(old, new, strict=True)):
@@ -221,36 +229,38 @@ class WindowPages:
         return left
 
     def release(self, claim: Claim, pages: Sequence[int]) -> None:
-        """The request has ended, or was not admitted."""
+        """End the claim of a request that has ended, or was not admitted."""
         self._unpin(pages[claim.first : claim.stop])
         self._count(claim, -1)
 
     # -- what pages have ------------------------------------------------------------------------------------------
 
     def of(self, pages: Sequence[int]) -> list[int]:
-        """For a hand-over: of each its window page, -1 where it has none."""
+        """Return the window page of each page, for a KV transfer; -1 for a page without one."""
         found: list[int] = self.table[list(pages)].tolist()
         return found
 
     def drop(self, pages: Iterable[int]) -> None:
-        """These pages of the full layers' pool are freed; nobody's window is on them."""
+        """Free the window pages of pages of the full layers' pool, which are in no window."""
         self._pages.free([w for page in pages if (w := self._detach(page)) is not None])
 
     def free(self, left: Sequence[int]) -> None:
-        """What `exchange` has left over."""
+        """Free window pages that `exchange` returned."""
         self._num_aside -= len(left)
         self._pages.free(left)
 
     def check(self, claims: Sequence[tuple[Claim, Sequence[int]]]) -> None:
-        """Raise AssertionError unless every window page is free, aside, or of one page, and pinned by the requests of
-        these claims, with their pages, and nobody else."""
+        """Raise AssertionError unless the window pages add up.
+
+        Each must be free, aside, or mapped by one page, and pinned by exactly the requests of these claims.
+        """
         pins = [0] * len(self._pins)
         for claim, pages in claims:
             assert claim.stop <= len(pages), "a claim reaches beyond its request's pages"
             for page in pages[claim.first : claim.stop]:
                 pins[page] += 1
                 assert self.table[page] >= 0, f"page {page} is in a window and has no window page"
-        assert pins == self._pins, "window pages are pinned by nobody, or not by who runs on them"
+        assert pins == self._pins, "pins of window pages differ from the requests that run on them"
         mapped = np.flatnonzero(self.table >= 0).tolist()
         assert len(set(self.table[mapped].tolist())) == len(mapped), "a window page has two owners"
         assert set(self._idle) == {page for page in mapped if not pins[page]}, (
@@ -261,7 +271,7 @@ class WindowPages:
         assert found == self.num_pages, f"{found} window pages free, held and aside of {self.num_pages}"
         sums = sum(c.num_secured for c, _ in claims), sum(self._taken_by_steps(c) for c, _ in claims)
         assert sums == (self._secured, self._beyond), f"secured and beyond are {sums}, accounted otherwise"
-        # Pages aside gave way to pages that others have, too.
+        # Pages aside were replaced by pages that others have, too.
         assert self._secured <= self.num_pages, "more is promised than there is"
 
     def _take(self, count: int) -> list[int]:
@@ -271,7 +281,7 @@ class WindowPages:
         return self._pages.alloc(count)
 
     def _is_better(self, begin: int, page: int) -> bool:
-        """Than what `page` has, if anything."""
+        """Return whether a window page filled from `begin` on has more tokens than that of `page`, if there is one."""
         return self.table[page] < 0 or begin < self._begins.get(page, 0)
 
     def _attach(self, page: int, window_page: int, begin: int) -> None:
@@ -282,7 +292,7 @@ class WindowPages:
             self._idle[page] = None
 
     def _detach(self, page: int) -> int | None:
-        """Its window page, if it has one; what is pinned stays pinned."""
+        """Remove and return a page's window page, if it has one; pins stay."""
         window_page = int(self.table[page])
         if window_page < 0:
             return None
@@ -312,12 +322,15 @@ class WindowPages:
         self._beyond += sign * self._taken_by_steps(claim)
 
     def _taken_by_steps(self, claim: Claim) -> int:
-        """A request that was promised less than a window, and outgrew that, takes none of what is kept for steps."""
+        """Return the pages of a claim that count as taken by steps.
+
+        A request that was promised less than a window and outgrew that takes none of the pages reserved for steps.
+        """
         return max(0, claim.num_pinned - max(claim.num_promised, self.num_at_most))
 
 
 class NoWindowPages:
-    """All layers' KV is in one pool."""
+    """Replacement of WindowPages if the KV of all layers is in one pool."""
 
     can_admit = True
     table = None

@@ -20,7 +20,7 @@ from splitserve.cli.bench import bench_app
 from splitserve.cli.certs import certs_app
 from splitserve.cli.chaos import chaos
 from splitserve.cli.cluster import cluster_app
-from splitserve.cli.command import Command, Group, run
+from splitserve.cli.command import Command, CommandGroup, run
 from splitserve.cli.options import (
     BackendOption,
     DpSizeOption,
@@ -34,22 +34,22 @@ from splitserve.cli.options import (
 from splitserve.cli.router_options import router
 from splitserve.cli.serve import serve
 from splitserve.cli.up import UpCommand, up
-from splitserve.config import DTYPES
-from splitserve.core.process_end import exit_code_of, unwinding
-from splitserve.errors import SplitserveError
-from splitserve.launch.checks import check_dtype
-from splitserve.launch.shape import WorkerShape
+from splitserve.core.config import DTYPES
+from splitserve.core.errors import SplitserveError
+from splitserve.core.shape import WorkerShape
+from splitserve.process.process_end import exit_code_of, unwinding
 from splitserve.router.args import parse_url
+from splitserve.worker.checks import check_dtype
 
 _SERVE, _TRY, _MEASURE = "Serve", "Try and check", "Measure"
 app = typer.Typer(
     name="splitserve",
-    cls=Group,
+    cls=CommandGroup,
     help="LLM serving with prefill and decode disaggregated.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Tables would cut the names of options where the terminal is narrow, or none.
+    # Tables would truncate option names in a narrow terminal, or if the output is no terminal.
     rich_markup_mode=None,
 )
 app.command(cls=UpCommand, rich_help_panel=_SERVE)(up)
@@ -63,12 +63,14 @@ app.add_typer(bench_app, rich_help_panel=_MEASURE)
 @app.command(rich_help_panel=_TRY)
 def demo(
     model: ModelArgument = "smollm2",
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France? Tell me about it.",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the answer at most.")] = 64,
+    prompt: Annotated[
+        str, typer.Option(help="Question for the model.")
+    ] = "What is the capital of France? Tell me about it.",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of the answer.")] = 64,
     dtype: DtypeOption = "float32",
 ) -> None:
-    """One question, answered by a prefill and a decode process, measured, and compared with a colocated worker."""
-    from splitserve.launch.demo import run_demo
+    """Answer a question with a prefill and a decode process, show the timings, and compare with a colocated worker."""
+    from splitserve.tools.demo import run_demo
 
     check_dtype(dtype)
     raise typer.Exit(run_demo(model, prompt, max_tokens=max_tokens, dtype=dtype))
@@ -76,7 +78,7 @@ def demo(
 
 @app.command(rich_help_panel=_TRY)
 def pull(model: ModelArgument = "smollm2") -> None:
-    """Fetch a model, so that later starts are fast. Prints its folder."""
+    """Fetch a model in advance, so that later starts are fast. Prints its folder."""
     from splitserve.engine.sources import resolve_model
 
     typer.echo(resolve_model(model))
@@ -84,14 +86,16 @@ def pull(model: ModelArgument = "smollm2") -> None:
 
 @app.command(rich_help_panel=_TRY)
 def chat(
-    url: Annotated[str, typer.Option(help="Of a router or worker.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Default: the first one served there.")] = None,
+    url: Annotated[str, typer.Option(help="URL of a router or worker.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="Model in requests. Default: the first one that the server lists.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0: greedy.")] = 0.7,
 ) -> None:
-    """Talk to a served model in the terminal."""
-    from splitserve.launch.chat import run_chat
+    """Chat with a served model in the terminal."""
+    from splitserve.tools.chat import run_chat
 
     raise typer.Exit(
         run_chat(parse_url(url), model=model, system=system, max_tokens=max_tokens, temperature=temperature)
@@ -104,16 +108,19 @@ def verify(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"auto, {', '.join(DTYPES)}; default: float32, in which all tokens must be equal, or "
-            "bfloat16 with --quantization."
+            help=f"auto, {', '.join(DTYPES)}. Default: float32, which requires equal tokens, or bfloat16 with "
+            "--quantization."
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help='Each line {"text": ...}, {"input_ids": [...]} or a string.'),
+        typer.Option(
+            metavar="FILE.jsonl",
+            help='One prompt per line: {"text": ...}, {"input_ids": [...]} or a string. Default: built-in prompts.',
+        ),
     ] = None,
     as_json: JsonOption = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 64,
     transfer_backend: BackendOption = "tcp",
     hand_over: HandOverOption = False,
     prefill_tp_size: TpSizeOption = 1,
@@ -123,14 +130,15 @@ def verify(
     decode_pp_size: PpSizeOption = 1,
     decode_dp_size: DpSizeOption = 1,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of each rank's model; default: the cores, divided.")
+        int | None, typer.Option(min=1, help="CPU threads per rank. Default: the cores, divided among the ranks.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="Of the pair's weights only, to see what it costs; exit code 0 whatever that is.")
+        str | None,
+        typer.Option(help="Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."),
     ] = None,
 ) -> None:
-    """Compare colocated and disaggregated output, token by token. Exit code 0: equal."""
-    from splitserve.launch.verify import VerifyOptions, run_verify
+    """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
+    from splitserve.tools.verify import VerifyOptions, run_verify
 
     if dtype is None:
         dtype = "float32" if quantization is None else "bfloat16"
@@ -155,8 +163,8 @@ app.command(rich_help_panel=_MEASURE)(chaos)
 
 @app.command(rich_help_panel=_TRY)
 def doctor() -> None:
-    """Show what this machine offers: versions, cores, memory, devices, transports, ports."""
-    from splitserve.launch.doctor import run_doctor
+    """Show the versions, cores, memory, devices, transports and ports of this machine."""
+    from splitserve.tools.doctor import run_doctor
 
     raise typer.Exit(run_doctor())
 
@@ -172,11 +180,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        # Benchmarks start processes of their own and of others.
+        # Benchmarks start other processes, and must end them on a signal.
         with unwinding() if words[:1] == ["bench"] else nullcontext():
             code = run(app, words)
             if code == exit_code_of(signal.SIGINT):
-                # The command line's library has turned KeyboardInterrupt into this code.
+                # Typer converts KeyboardInterrupt into this code.
                 sys.exit(code)
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)

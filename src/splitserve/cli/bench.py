@@ -8,28 +8,36 @@ from typing import Annotated
 import typer
 
 from splitserve.cli.bench_abuse import bench_abuse
-from splitserve.cli.bench_gpu import bench_gpu
 from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
 from splitserve.cli.bench_router import bench_router
 from splitserve.cli.bench_routing import bench_routing
 from splitserve.cli.bench_serve import bench_serve
-from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
-from splitserve.config import DTYPES
-from splitserve.launch.checks import check_backend
+from splitserve.cli.options import (
+    AppendOption,
+    AttentionOption,
+    GraphBatchOption,
+    JsonOption,
+    ModelArgument,
+    NoGraphOption,
+    QuickOption,
+    typed_again,
+)
+from splitserve.core.config import DTYPES
+from splitserve.worker.checks import check_backend
 
-bench_app = typer.Typer(name="bench", help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @bench_app.command("main")
 def bench_main(
     model: ModelArgument = "smollm2",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")] = "float32",
     append_to: AppendOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """Throughput and time to first token: colocated, disaggregated and plain transformers. Takes minutes."""
-    from splitserve.bench.figures import BenchOptions, run_bench
+    """Measure throughput and TTFT: colocated, disaggregated and plain transformers. Takes minutes."""
+    from splitserve.tools.bench.figures import BenchOptions, run_bench
 
     options = BenchOptions(model=model, dtype=dtype, append_to=append_to, as_json=as_json, quick=quick)
     raise typer.Exit(run_bench(options))
@@ -37,16 +45,18 @@ def bench_main(
 
 @bench_app.command("transfer")
 def bench_transfer(
-    backend: Annotated[list[str] | None, typer.Option(help="Repeatable; default: all that are present.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Transfer backend, repeatable. Default: all that are present.")
+    ] = None,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """Speed of each transport between two processes, beside its limit on this machine. Takes minutes.
+    """Measure each transport between two processes and compare it with its limit on this machine. Takes minutes.
 
-    Limits: raw sockets (tcp, gloo) and memcpy (shm) in one piece, the bare library in the same pieces (the others).
+    The limit is raw sockets (tcp, gloo) or memcpy (shm) with one piece, else the bare library with the same pieces.
     """
-    from splitserve.bench.transfer import TransferBenchOptions, run_transfer_bench
+    from splitserve.tools.bench.transfer import TransferBenchOptions, run_transfer_bench
 
     options = TransferBenchOptions(tuple(backend or ()), append_to=append_to, as_json=as_json, quick=quick)
     raise typer.Exit(run_transfer_bench(options))
@@ -58,7 +68,33 @@ bench_app.command("routing")(bench_routing)
 bench_app.command("growth")(bench_growth)
 bench_app.command("scheduler")(bench_scheduler)
 bench_app.command("startup")(bench_startup)
-bench_app.command("gpu")(bench_gpu)
+
+
+@bench_app.command("gpu")
+def bench_gpu(
+    ctx: typer.Context,
+    attention_backend: AttentionOption = "auto",
+    disable_cuda_graph: NoGraphOption = False,
+    cuda_graph_max_bs: GraphBatchOption = 64,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure decode, prefill and KV transfer on one GPU and compare them with the limits of the card.
+
+    The model is a random one of Llama 3 8B's shape. The GPU is the first one in CUDA_VISIBLE_DEVICES.
+    """
+    from splitserve.tools.bench.gpu import GpuBenchOptions, run_gpu_bench
+
+    options = GpuBenchOptions(
+        command=typed_again(ctx),
+        attention_backend=attention_backend,
+        max_graph_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
+        append_to=append_to,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_gpu_bench(options))
+
+
 bench_app.command("router")(bench_router)
 
 
@@ -66,25 +102,28 @@ bench_app.command("router")(bench_router)
 def bench_compare(
     ctx: typer.Context,
     model: ModelArgument = "smollm2",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")] = "bfloat16",
     system: Annotated[
         list[str] | None,
-        typer.Option(help="null, disaggregated, vllm-cpu, llama-cpp or transformers-serve; repeatable; default: all."),
+        typer.Option(
+            help="System, repeatable: null, disaggregated, vllm-cpu, llama-cpp, transformers-serve. Default: all."
+        ),
     ] = None,
-    transfer_backend: Annotated[str, typer.Option(help="How KV caches travel in ours.")] = "tcp",
+    transfer_backend: Annotated[str, typer.Option(help="Transport of the KV cache in our system.")] = "tcp",
     runs: Annotated[
-        int | None, typer.Option(min=1, help="Of each scenario; figures are their medians; default: 3, quick: 1.")
+        int | None, typer.Option(min=1, help="Runs of each scenario. Figures are medians. Default: 3, with --quick 1.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a request may take.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds per request.")] = 300.0,
     peers: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The peers' scripts; default: bench/peers of the checkout.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Scripts of the other engines. Default: bench/peers of the checkout."),
     ] = None,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """Our servers beside other engines' on this machine, which are installed first. Takes half an hour and more."""
-    from splitserve.bench.compare import SYSTEMS, CompareOptions, run_compare
+    """Compare our servers with other engines, which are installed first. Takes half an hour or more."""
+    from splitserve.tools.bench.compare import SYSTEMS, CompareOptions, run_compare
 
     check_backend(transfer_backend, "--transfer-backend")
     options = CompareOptions(

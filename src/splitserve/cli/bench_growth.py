@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, QuickOption, typed_again
-from splitserve.config import DTYPES
+from splitserve.core.config import DTYPES
 
-_BenchDtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")]
+_BenchDtype = Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")]
 _PageOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Markdown page whose section between this bench's marks is written anew."),
+    typer.Option(metavar="FILE", help="Markdown page. Its section between the marks of this benchmark is replaced."),
 ]
 
 
@@ -22,22 +22,22 @@ def bench_growth(
     ctx: typer.Context,
     model: ModelArgument = "smollm2",
     dtype: _BenchDtype = "bfloat16",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the model; default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the model. Default: all cores.")] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Figures are their medians; default: 9, quick: 3.")
+        int | None, typer.Option(min=1, max=100, help="Runs per size. Figures are medians. Default: 9, with --quick 3.")
     ] = None,
     append_to: AppendOption = None,
     page: _PageOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
-    """How step time grows with batch and context, the scheduler's with waiting requests, against the work."""
-    from splitserve.launch.scheduler_link import OPENMP_ENVIRONMENT
+    """Measure the growth of step time with batch and context, and of scheduler time with waiting requests."""
+    from splitserve.worker.scheduler_link import OPENMP_ENVIRONMENT
 
-    # As a worker's model has it. OpenMP reads it when torch is loaded, which the next import does.
+    # The same settings as in a worker. OpenMP reads them when the next import loads torch.
     for name, value in OPENMP_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from splitserve.bench.growth import GrowthOptions, options_for, run_growth_bench
+    from splitserve.tools.bench.growth import GrowthOptions, options_for, run_growth_bench
 
     sizes, waiting = options_for(quick=quick, repeats=repeats)
     options = GrowthOptions(
@@ -56,13 +56,13 @@ def bench_growth(
 
 def bench_scheduler(
     ctx: typer.Context,
-    rounds: Annotated[int, typer.Option(min=1, help="In which all loops and sizes take turns.")] = 9,
-    steps: Annotated[int, typer.Option(min=1, help="Of a round, for each loop and size.")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds. In each, all loops and sizes take turns.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round, for each loop and size.")] = 40,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What the scheduler costs a step at 1, 32 and 256 running requests, in the normal and the overlapped loop."""
-    from splitserve.bench.scheduler import SchedulerBenchOptions, run_scheduler_bench
+    """Measure scheduler overhead per step at 1, 32 and 256 running requests, in the normal and the overlapped loop."""
+    from splitserve.tools.bench.scheduler import SchedulerBenchOptions, run_scheduler_bench
 
     command = typed_again(ctx)
     raise typer.Exit(run_scheduler_bench(SchedulerBenchOptions(command, rounds, steps, append_to, as_json)))
@@ -72,15 +72,17 @@ def bench_startup(
     ctx: typer.Context,
     model: ModelArgument = "smollm2",
     dtype: _BenchDtype = "bfloat16",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the model; default: all cores.")] = None,
-    cold_runs: Annotated[int, typer.Option(min=0, help="With empty caches: smollm2 is downloaded each time.")] = 1,
-    warm_runs: Annotated[int, typer.Option(min=0, help="With filled caches.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the model. Default: all cores.")] = None,
+    cold_runs: Annotated[
+        int, typer.Option(min=0, help="Starts with empty caches: smollm2 is downloaded for each.")
+    ] = 1,
+    warm_runs: Annotated[int, typer.Option(min=0, help="Starts with filled caches.")] = 5,
     append_to: AppendOption = None,
     page: _PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Seconds from the start of a worker's process to its first token, with empty and with filled caches."""
-    from splitserve.bench.startup import StartupOptions, run_startup_bench
+    """Measure the time from the start of a worker to its first token, with empty and with filled caches."""
+    from splitserve.tools.bench.startup import StartupOptions, run_startup_bench
 
     options = StartupOptions(
         command=typed_again(ctx),

@@ -12,24 +12,22 @@ from splitserve.cli.options import AppendOption, JsonOption, typed_again
 
 def bench_router(
     ctx: typer.Context,
-    connections: Annotated[int, typer.Option(min=1, help="At once, for requests/s and chunks/s.")] = 32,
-    requests: Annotated[int, typer.Option(min=1, help="One after another, for the latency, in each round.")] = 500,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each load on all connections, in each round.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=1, help="In which all routers take turns; figures are medians.")] = 5,
-    peers: Annotated[
-        bool, typer.Option(help="Measure mini_lb and sglang-router, too, where they are installed.")
-    ] = True,
+    connections: Annotated[int, typer.Option(min=1, help="Connections at once, for requests/s and chunks/s.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests one after another per round, for the latency.")] = 500,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each load on all connections.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds. In each, all routers take turns.")] = 5,
+    peers: Annotated[bool, typer.Option(help="Measure mini_lb and sglang-router, too, if they are installed.")] = True,
     peers_python: Annotated[
-        Path | None, typer.Option(metavar="PYTHON", help="Interpreter that has sglang-router; default: this one.")
+        Path | None, typer.Option(metavar="PYTHON", help="Python interpreter with sglang-router. Default: this one.")
     ] = None,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Requests/s, added latency and streamed chunks/s of the router before mock workers, beside other routers.
+    """Compare requests/s, added latency and streamed chunks/s of our router and of others before mock workers.
 
-    Ours runs as `splitserve router --prefill URL PORT --decode URL`, all other options at their defaults.
+    Our router runs as `splitserve router --prefill URL PORT --decode URL` with default options. Figures are medians.
     """
-    from splitserve.bench.router import RouterBenchOptions, run_router_bench
+    from splitserve.tools.bench.router import RouterBenchOptions, run_router_bench
 
     options = RouterBenchOptions(
         command=typed_again(ctx),

@@ -9,32 +9,33 @@ import typer
 
 from splitserve.cli.bench_serve import make_trace
 from splitserve.cli.options import AppendOption, JsonOption, ModelArgument, typed_again
-from splitserve.config import DTYPES
-from splitserve.errors import ConfigError
+from splitserve.core.config import DTYPES
+from splitserve.core.errors import ConfigError
 from splitserve.router.policies import POLICIES
 
 
 def bench_routing(
     ctx: typer.Context,
-    trace: Annotated[Path, typer.Option(metavar="FILE", help="Times and shared prefixes: Mooncake's JSON Lines.")],
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="Trace of requests in Mooncake's JSON Lines.")],
     model: ModelArgument = "smollm2",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")] = "bfloat16",
     policy: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(POLICIES)}; repeatable; default: cache_aware and random.")
+        list[str] | None,
+        typer.Option(help=f"Routing policy, repeatable: {', '.join(POLICIES)}. Default: cache_aware and random."),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="The first of the trace.")] = 500,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of requests from the start of the trace.")] = 500,
     trace_length_scale: Annotated[
-        float, typer.Option(help="So many times the trace's tokens; 1/32 makes its blocks pages of 16.")
+        float, typer.Option(help="Factor on the tokens of the trace. 1/32 makes its blocks pages of 16 tokens.")
     ] = 1 / 32,
-    trace_speed: Annotated[float, typer.Option(help="So many times the trace's requests a second.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Factor on the requests per second.")] = 1.0,
     prefill: Annotated[int, typer.Option(min=2, help="Prefill workers.")] = 2,
-    pool_tokens: Annotated[int, typer.Option(min=1, help="Of each prefill worker's KV pool.")] = 100_000,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens.")] = 16,
+    pool_tokens: Annotated[int, typer.Option(min=1, help="Tokens in the KV pool of each prefill worker.")] = 100_000,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per page of the KV pool.")] = 16,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prefix hit rate and TTFT of a trace under routing policies, beside one worker with all of the cache."""
-    from splitserve.bench.routing import RoutingBenchOptions, run_routing_bench
+    """Compare prefix hit rate and TTFT of routing policies with those of one worker that has the whole cache."""
+    from splitserve.tools.bench.routing import RoutingBenchOptions, run_routing_bench
 
     policies = tuple(policy or ("cache_aware", "random"))
     if unknown := [name for name in policies if name not in POLICIES]:

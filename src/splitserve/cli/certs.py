@@ -28,7 +28,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace existing certificates and keys.")] = False,
 ) -> None:
     """Create a certificate authority, and with it a certificate for routers and one for workers."""
-    from splitserve.launch.certs import init_certs
+    from splitserve.deploy.certs import init_certs
 
     for path in init_certs(folder, host or (), days=days, force=force):
         typer.echo(path)

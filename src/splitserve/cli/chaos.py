@@ -8,28 +8,30 @@ from typing import Annotated
 import typer
 
 from splitserve.cli.options import AppendOption, BackendOption, JsonOption, ModelArgument, typed_again
-from splitserve.launch.checks import check_backend
+from splitserve.worker.checks import check_backend
 
 
 def chaos(
     ctx: typer.Context,
     model: ModelArgument = "smollm2",
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long workers are made to fail.")] = 120.0,
-    streams: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 30,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Seconds of faults.")] = 120.0,
+    streams: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 30,
     prefill: Annotated[int, typer.Option(min=2, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode workers.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each output.")] = 24,
     transfer_backend: BackendOption = "tcp",
-    hang_timeout: Annotated[float, typer.Option(min=1.0, help="The router's, seconds.")] = 6.0,
-    seed: Annotated[int | None, typer.Option(help="Of the choice of faults; default: another each time.")] = None,
+    hang_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until the router considers a worker hung.")
+    ] = 6.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the faults. Default: a random one.")] = None,
     append_to: AppendOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Kill, stop, restart and switch workers of a local cluster under load. Exit code 0: no client lost anything.
 
-    Every answer is compared with that of an undisturbed run, and in the end nothing may be held anywhere.
+    Every answer is compared with that of an undisturbed run. At the end no worker may hold any resource.
     """
-    from splitserve.chaos.run import ChaosOptions, run_chaos
+    from splitserve.tools.chaos.run import ChaosOptions, run_chaos
 
     check_backend(transfer_backend, "--transfer-backend")
     options = ChaosOptions(

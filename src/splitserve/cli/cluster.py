@@ -1,4 +1,4 @@
-"""`splitserve cluster`: many machines, as one file describes them."""
+"""`splitserve cluster`: clusters of many machines from one file."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from splitserve.api.api_keys import first_key
 from splitserve.cli.cluster_checks import check_cluster
 from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
-from splitserve.cluster.config import load_config
-from splitserve.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
-from splitserve.router.api_keys import first_key
+from splitserve.core.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
+from splitserve.deploy.config import load_config
 from splitserve.router.args import parse_url
 
 if TYPE_CHECKING:
-    from splitserve.cluster.control import ClusterStatus, ControlClient
+    from splitserve.deploy.control import ClusterStatus, ControlClient
 
 cluster_app = typer.Typer(
-    name="cluster", help="Many machines, as one file describes them: docs/cluster.md.", no_args_is_help=True
+    name="cluster", help="Clusters of many machines from one file: docs/cluster.md.", no_args_is_help=True
 )
-render_app = typer.Typer(name="render", help="Write the file in the words of others.", no_args_is_help=True)
+render_app = typer.Typer(name="render", help="Convert a cluster file for other systems.", no_args_is_help=True)
 cluster_app.add_typer(render_app)
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="See docs/cluster.md.")]
-NameOption = Annotated[str, typer.Option(help="Of the cluster, as its file has it.")]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Cluster file, see docs/cluster.md.")]
+NameOption = Annotated[str, typer.Option(help="Name of the cluster in its file.")]
 WaitOption = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Wait so long until everything is as it shall be.")
+    float | None, typer.Option(metavar="SECONDS", help="Wait at most this long for the desired state of the cluster.")
 ]
-# Seconds between two questions.
+# Seconds between two status requests.
 _POLL_INTERVAL = 0.3
 _DOWN_POLL_INTERVAL = 0.05
 
@@ -39,13 +39,13 @@ def up(
     config: ConfigArgument,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Place on this Ray cluster (HOST:PORT, or auto); default: here."),
+        typer.Option(metavar="ADDRESS", help="Run on this Ray cluster (HOST:PORT, or auto). Default: on this machine."),
     ] = None,
     ready_file: ReadyFileOption = None,
     exit_with_parent: ParentOption = False,
 ) -> None:
-    """Start a cluster and keep it as the file says. Ctrl-C drains."""
-    from splitserve.cluster.up import run_cluster_up
+    """Start a cluster and keep it in the state that the file describes. Ctrl-C drains."""
+    from splitserve.deploy.up import run_cluster_up
 
     loaded = load_config(config)
     check_cluster(loaded, is_local=ray is None)
@@ -54,9 +54,9 @@ def up(
 
 @cluster_app.command()
 def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: JsonOption = False) -> None:
-    """Show every process of a cluster. Exit code 1: not all is as it shall be."""
-    from splitserve.cluster.control import ControlClient
-    from splitserve.cluster.show import show_status
+    """Show every process of a cluster. Exit code 1: the cluster is not in its desired state."""
+    from splitserve.deploy.control import ControlClient
+    from splitserve.deploy.show import show_status
 
     client = ControlClient(name)
     deadline = time.monotonic() + (wait or 0.0)
@@ -68,13 +68,13 @@ def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: Js
 
 @cluster_app.command()
 def scale(
-    pools: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="Workers of each, e.g. decode=4.")],
+    pools: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="Workers per pool, e.g. decode=4.")],
     name: NameOption = "splitserve",
     wait: WaitOption = None,
 ) -> None:
-    """Have more or fewer workers of a pool. Those that go let their requests end, or move them."""
-    from splitserve.cluster.control import ControlClient
-    from splitserve.cluster.show import summary
+    """Change the number of workers in a pool. Removed workers finish their requests or migrate them."""
+    from splitserve.deploy.control import ControlClient
+    from splitserve.deploy.show import summary
 
     client = ControlClient(name)
     found = client.scale(_counts(pools))
@@ -94,10 +94,12 @@ def scale(
 def down(
     name: NameOption = "splitserve",
     now: Annotated[bool, typer.Option("--now", help="Do not wait for running requests.")] = False,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For everything to end.")] = 300.0,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds to wait for the end of all processes.")
+    ] = 300.0,
 ) -> None:
-    """End a cluster: running requests end first."""
-    from splitserve.cluster.control import ControlClient
+    """Stop a cluster after its running requests have finished."""
+    from splitserve.deploy.control import ControlClient
 
     client = ControlClient(name)
     client.down(now=now)
@@ -110,16 +112,16 @@ def down(
 
 @cluster_app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER_URL", help="As GET /workers has it.")],
-    router: Annotated[str, typer.Option(metavar="URL", help="Of the router that shall let go of it.")],
-    migrate: Annotated[bool, typer.Option("--migrate", help="What runs there moves to other workers now.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For what runs there.")] = 120.0,
+    worker: Annotated[str, typer.Argument(metavar="WORKER_URL", help="URL of the worker, as in GET /workers.")],
+    router: Annotated[str, typer.Option(metavar="URL", help="URL of the router that drains the worker.")],
+    migrate: Annotated[bool, typer.Option("--migrate", help="Migrate running requests to other workers now.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for running requests to finish.")] = 120.0,
     router_key_file: RouterKeyOption = None,
 ) -> None:
-    """Give a worker nothing new, and wait until nothing runs there: before its machine is taken away."""
+    """Send a worker no new requests and wait until none runs there, for example before removing its machine."""
     import asyncio
 
-    from splitserve.cluster.drain import drain_worker
+    from splitserve.deploy.drain import drain_worker
 
     key = None if router_key_file is None else first_key(router_key_file, "--router-key-file")
     order = drain_worker(parse_url(router), parse_url(worker), migrate=migrate, timeout=timeout, operator_key=key)
@@ -128,8 +130,8 @@ def drain(
 
 @render_app.command()
 def k8s(config: ConfigArgument) -> None:
-    """Print Kubernetes manifests for it."""
-    from splitserve.cluster.kubernetes import render
+    """Print Kubernetes manifests for the cluster."""
+    from splitserve.deploy.kubernetes import render
 
     loaded = load_config(config)
     check_cluster(loaded, is_local=False)
@@ -137,7 +139,7 @@ def k8s(config: ConfigArgument) -> None:
 
 
 def _status(client: ControlClient, deadline: float) -> ClusterStatus:
-    """Also of a cluster whose supervisor is not there yet. Raises WorkerUnavailableError at the deadline."""
+    """Return the status of a cluster. Waits for its supervisor. Raises WorkerUnavailableError at the deadline."""
     while True:
         try:
             return client.status()
@@ -148,7 +150,7 @@ def _status(client: ControlClient, deadline: float) -> ClusterStatus:
 
 
 def _counts(words: list[str]) -> dict[str, int]:
-    """Raises ConfigError."""
+    """Parse the numbers of workers per pool. Raises ConfigError."""
     counts = {}
     for word in words:
         pool, equals, number = word.partition("=")

@@ -11,9 +11,9 @@ from splitserve.cli.familiar import with_own_names
 from splitserve.cli.router_options import router, router_config
 from splitserve.cli.serve import serve
 from splitserve.cli.worker_options import worker_config
-from splitserve.cluster.config import OWN_WORKER_OPTIONS, ClusterConfig
-from splitserve.errors import ConfigError
-from splitserve.launch.join import settle_place
+from splitserve.core.errors import ConfigError
+from splitserve.deploy.config import OWN_WORKER_OPTIONS, ClusterConfig
+from splitserve.worker.join import settle_place
 
 
 def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
@@ -21,10 +21,10 @@ def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
 
     `is_local`: processes run on this machine.
     """
-    from splitserve.cluster.commands import router_args, worker_args
+    from splitserve.api.tls import tls_files
+    from splitserve.deploy.commands import router_args, worker_args
     from splitserve.engine.sources import resolve_model
-    from splitserve.launch.preflight import check_preflight
-    from splitserve.launch.tls import tls_files
+    from splitserve.worker.preflight import check_preflight
 
     args = router_config(_values(router, router_args(config), "router.args"))
     tls_files(args.ssl_certfile, args.ssl_keyfile)

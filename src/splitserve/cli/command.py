@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,27 +12,60 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from splitserve.cli.familiar import expand_lists, familiar_names, with_own_names
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 
 # Typer brings its own click, of which it exports only some classes.
 USAGE_ERROR: Any = typer.BadParameter.__base__
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 
 
 class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = with_own_names(self.name or "", args)
-        return super().parse_args(ctx, expand_lists(words) if self.name == "router" else words)
+        with _config_file_in_errors(ctx):
+            return super().parse_args(ctx, expand_lists(words) if self.name == "router" else words)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _config_file_in_errors(ctx):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         records = ((_section(param), param.get_help_record(ctx)) for param in self.get_params(ctx))
         _write_sections(formatter, ((title, record) for title, record in records if record is not None))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = (command for command in self.commands.values() if not command.hidden)
         rows = ((_section(c, "Commands"), (c.name, c.get_short_help_str(limit=200))) for c in commands)
         _write_sections(formatter, rows)
+
+
+@contextmanager
+def _config_file_in_errors(ctx: Any) -> Iterator[None]:
+    """Name the file of `--config` in errors about options that it gives."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        problem = usage_problem(error)
+        if _is_from_config_file(ctx, problem):
+            raise ConfigError(f"--config {ctx.params['config']}: {problem}") from None
+        raise
+    except ConfigError as error:
+        if _is_from_config_file(ctx, error.message):
+            # Changed in place, because subclasses of the error have other exit codes.
+            error.message = f"--config {ctx.params['config']}: {error.message}"
+        raise
+
+
+def _is_from_config_file(ctx: Any, problem: str) -> bool:
+    """Return whether the option that `problem` names first has its value from the file of `--config`."""
+    first = _OPTION.search(problem)
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name)
+        if first is not None and first[0] in (*param.opts, *param.secondary_opts):
+            return source is not None and source.name == "DEFAULT_MAP"
+    return False
 
 
 def _section(thing: Any, default: str = "Options") -> str:

@@ -20,9 +20,9 @@ import msgspec
 import typer
 
 from splitserve.cli.config_file import print_config, read_config
-from splitserve.config import LimitsConfig
-from splitserve.errors import ConfigError
-from splitserve.launch.checks import num_bytes
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import ConfigError
+from splitserve.worker.checks import num_bytes
 
 _CONFIG = Annotated[
     str | None,

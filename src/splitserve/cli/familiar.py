@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 
 POSITIONAL = "MODEL"
-# For workers: name -> option. A value follows "=" if it has to stand before the user's own.
+# For workers: name -> option. Text after "=" is a prefix of the user's value.
 _WORKER = {
     "--model": POSITIONAL,
     "--model-path": POSITIONAL,
@@ -66,7 +66,11 @@ _ALWAYS = {
     "--pd-disaggregation",
     "--mini-lb",
 }
+# Values of such a flag that request the behaviour it always has.
+_ON = ("true", "1", "yes", "on")
+_CHUNK_SIZE = "--chunked-prefill-size sets the tokens per step, at least those of the longest prompt for one chunk"
 _NO_MEANING = {
+    "--no-enable-chunked-prefill": f"prefill is always chunked; {_CHUNK_SIZE}",
     "--trust-remote-code": "code from a model's folder is never run; use an architecture that transformers has",
     "--api-key": "other users can read keys on a command line; write it to a file and give --api-key-file FILE",
     "--kv-transfer-config": "give --disaggregation-mode, --transfer-backend and --transfer-option instead",
@@ -111,7 +115,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def renamed(command: str, name: str) -> str:
-    """Return the option for a familiar name, and any other name as it is. Raises ConfigError if there is none."""
+    """Return the option for a familiar name, and any other name unchanged. Raises ConfigError if there is no option."""
     if name in (table := _TABLES.get(command, {})):
         return table[name]
     if name in _NO_MEANING and command in _TABLES:
@@ -133,6 +137,9 @@ def with_own_names(command: str, words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         target = renamed(command, name) if name.startswith("--") else name
         if name in _ALWAYS and target == name and command in _TABLES:
+            if equals and value.lower() not in _ON:
+                remedy = _CHUNK_SIZE if name == "--enable-chunked-prefill" else "leave it out"
+                raise ConfigError(f"{word}: this flag is always on; {remedy}")
             continue
         if name in _DIFFERENT and target != name:
             typer.echo(f"note: {name} is {target} here: {_DIFFERENT[name]}", err=True)

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have, each with its one help text."""
+"""Options and arguments that several commands share, with their help texts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.config import ATTENTION_BACKENDS, DTYPES
-from splitserve.disaggregation.transports import USER_BACKENDS
-from splitserve.errors import ConfigError, clause
+from splitserve.core.config import ATTENTION_BACKENDS, DTYPES
+from splitserve.core.errors import ConfigError, clause
+from splitserve.transfer.transports import USER_BACKENDS
 
 QUANTIZATION_HELP = "Quantize on load: int8 the weights, w8a8 activations, too. On a CPU, in bfloat16."
 ModelArgument = Annotated[
@@ -22,12 +22,6 @@ DtypeOption = Annotated[
     typer.Option(
         help=f"auto, {', '.join(DTYPES)}. auto: the checkpoint's dtype; on a CPU bfloat16 if our kernels compute it or "
         "--quantization needs it, else float32."
-    ),
-]
-DeviceOption = Annotated[
-    str,
-    typer.Option(
-        help="auto, cpu, cuda or cuda:N. Prefill and decode on GPUs need a transfer backend that reads GPU memory."
     ),
 ]
 BackendOption = Annotated[str, typer.Option(help=f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")]
@@ -72,7 +66,7 @@ ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when
 
 
 def named_json(text: str, option: str) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError."""
+    """Parse a JSON object. Raises ConfigError."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -83,7 +77,7 @@ def named_json(text: str, option: str) -> dict[str, Any]:
 
 
 def typed_again(ctx: typer.Context) -> str:
-    """The command with the options that were given, for a report's reader."""
+    """Return the command line with the given options, to repeat a run."""
     words = ctx.command_path.split()
     for param in ctx.command.params:
         value, source = ctx.params.get(str(param.name)), ctx.get_parameter_source(str(param.name))

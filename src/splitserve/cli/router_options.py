@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from splitserve.cli.derive import Option, fill, in_sections, limits, takes
-from splitserve.launch.logs import LEVELS
+from splitserve.process.logs import LEVELS
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 from splitserve.router.policies import POLICIES
 
@@ -111,6 +111,7 @@ _KEYS = (
         "cors_origins",
         "Web pages of this origin may send requests; *: any. Repeatable.",
         name="cors_origin",
+        convert=tuple,
         settings={"metavar": "ORIGIN"},
     ),
     Option("ssl_certfile", "PEM certificate: serve https.", settings=_FILE),
@@ -162,8 +163,8 @@ def router_config(values: Mapping[str, Any]) -> LBArgs:
 
 @takes((LBArgs(), ROUTER_OPTIONS))
 def router(ctx: typer.Context, **values: Any) -> None:
-    """Run the router. Workers are named here, or register themselves (splitserve serve --router URL)."""
-    from splitserve.launch.router import run_router
+    """Run the router. Its workers are options here, or register themselves (splitserve serve --router URL)."""
+    from splitserve.router.process import run_router
 
     process = {name: values[name] for name in ("ready_file", "fd", "exit_with_parent")}
     raise typer.Exit(run_router(router_config(values), **process))

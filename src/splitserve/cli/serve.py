@@ -10,17 +10,21 @@ import typer
 from splitserve.cli.derive import takes
 from splitserve.cli.options import ModelArgument
 from splitserve.cli.worker_options import WORKER_DEFAULTS, WORKER_OPTIONS, worker_config
-from splitserve.config import ClusterToken
+from splitserve.core.config import ClusterToken
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.checks import check_nodes
-from splitserve.launch.join import settle_place
+from splitserve.worker.checks import check_nodes
+from splitserve.worker.join import settle_place
 
 
 @takes((WORKER_DEFAULTS, WORKER_OPTIONS))
 def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -> None:
     """Run one worker: colocated, prefill or decode."""
-    from splitserve.launch.node_place import own_address
-    from splitserve.launch.worker import ProcessOptions, run_worker
+    from splitserve.engine.sources import set_compile_cache
+
+    # Set it before torch is imported, here and in the processes that inherit the environment.
+    set_compile_cache()
+    from splitserve.worker.node_place import own_address
+    from splitserve.worker.worker import ProcessOptions, run_worker
 
     place = settle_place(
         values["host"], values["port"], values["disaggregation_bootstrap_port"], values["router"] or (), values["join"]
@@ -38,16 +42,16 @@ def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -
         drain_timeout=values["drain_timeout"],
     )
     if node_rank > 0:
-        from splitserve.launch.node_process import run_node
+        from splitserve.worker.node_process import run_node
 
         raise typer.Exit(run_node(config, options))
     raise typer.Exit(run_worker(config, options=options))
 
 
 def _token(values: dict[str, Any]) -> ClusterToken | None:
-    from splitserve.launch.cluster_token import read_token_file
+    from splitserve.process.cluster_token import read_token_file
 
     path: Path | None = values["cluster_token_file"]
-    # A colocated worker needs none until it becomes one of a pair.
+    # A colocated worker needs a token only when its role changes to prefill or decode.
     is_needed = values["disaggregation_mode"] is not DisaggregationMode.NULL or values["nnodes"] > 1
     return None if path is None or not (is_needed or path.exists()) else read_token_file(path)

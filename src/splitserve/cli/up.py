@@ -24,8 +24,8 @@ from splitserve.cli.options import (
 )
 from splitserve.cli.router_options import ROUTER_OPTIONS
 from splitserve.cli.worker_options import WORKER_DEFAULTS, WORKER_OPTIONS
-from splitserve.cluster.config import OWN_WORKER_OPTIONS, SupervisionConfig
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
+from splitserve.deploy.config import OWN_WORKER_OPTIONS, SupervisionConfig
 from splitserve.router.args import LBArgs
 
 _SUPERVISION = SupervisionConfig(max_failed_starts=3)
@@ -69,11 +69,19 @@ _SET_BY_UP = {
     **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "workers of `up` are on this machine"),
     "--pp-layers": "stages of `up` are as even as possible: start such a worker by `splitserve serve`",
 }
+_TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="SPLITSERVE_CLUSTER_TOKEN_FILE",
+        help="File with the cluster token, if workers of other machines join. Default: a generated token.",
+    ),
+]
 _SET_BEHIND = {"--port": "workers take free ports; give the router's --port before --"}
 
 
 class UpCommand(Command):
-    """`--` may separate the options of the workers. Router options stand before it."""
+    """Command with an optional `--` before the options of workers. Router options must precede it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
@@ -104,14 +112,7 @@ def up(
     decode_dp_size: DpSizeOption = 1,
     hand_over: HandOverOption = False,
     threads: ThreadsOption = None,
-    cluster_token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="SPLITSERVE_CLUSTER_TOKEN_FILE",
-            help="File with the cluster token, if workers of other machines join. Default: a generated token.",
-        ),
-    ] = None,
+    cluster_token_file: _TokenFileOption = None,
     **values: Any,
 ) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains.
@@ -119,17 +120,11 @@ def up(
     Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level and
     limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
     """
-    from splitserve.cluster.deployment import LocalDeployment
-    from splitserve.cluster.up import run_up
-    from splitserve.launch.cluster_token import read_token_file
-    from splitserve.launch.shape import WorkerShape
-    from splitserve.router.api_keys import read_keys
+    from splitserve.core.shape import WorkerShape
+    from splitserve.deploy.deployment import LocalDeployment
+    from splitserve.deploy.up import run_up
 
-    if cluster_token_file is not None:
-        read_token_file(cluster_token_file)
-    for key in ("api_key_file", "operator_key_file", "worker_key_file"):
-        if values[key] is not None:
-            read_keys(values[key], f"--{key.replace('_', '-')}")
+    _check_files(cluster_token_file, values)
     worker_args = ["--served-model-name", model, *_given(ctx, {option.key: option for option in _WORKER_OPTIONS})]
     worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
     own = ("host", "port", "log_level")
@@ -158,6 +153,18 @@ def up(
     )
     check_cluster(deployment.config(), is_local=True)
     raise typer.Exit(run_up(deployment))
+
+
+def _check_files(cluster_token_file: Path | None, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a token or key file that cannot be read."""
+    from splitserve.api.api_keys import read_keys
+    from splitserve.process.cluster_token import read_token_file
+
+    if cluster_token_file is not None:
+        read_token_file(cluster_token_file)
+    for key in ("api_key_file", "operator_key_file", "worker_key_file"):
+        if values[key] is not None:
+            read_keys(values[key], f"--{key.replace('_', '-')}")
 
 
 def _given(ctx: typer.Context, options: Mapping[str, Option]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from splitserve.cli.derive import Option, fill, in_sections, limits, replaced
 from splitserve.cli.options import QUANTIZATION_HELP
-from splitserve.config import (
+from splitserve.core.config import (
     ATTENTION_BACKENDS,
     DTYPES,
     KERNELS,
@@ -22,12 +22,12 @@ from splitserve.config import (
     ServerConfig,
     WorkerConfig,
 )
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.transports import USER_BACKENDS, options_help
-from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker, named_values, stage_sizes
-from splitserve.launch.join import WILDCARDS, Place
-from splitserve.launch.logs import LEVELS
+from splitserve.process.logs import LEVELS
+from splitserve.transfer.transports import USER_BACKENDS, options_help
+from splitserve.worker.checks import check_worker, named_values, stage_sizes
+from splitserve.worker.join import WILDCARDS, WorkerAddress
 
 _FILE = {"metavar": "FILE"}
 WORKER_DEFAULTS = WorkerConfig(server=ServerConfig(log_level="info"))
@@ -167,7 +167,7 @@ _SCHEDULER = (
     Option("scheduler.enable_priority", "Run requests with a larger `priority` first."),
     Option(
         "scheduler.overlap_schedule",
-        "Plan each step after the previous one instead of beside it.",
+        "Plan each step after the end of the previous one, not during it.",
         name="disable_overlap_schedule",
         kind=bool,
         default=False,
@@ -337,7 +337,12 @@ WORKER_OPTIONS = in_sections(
 
 
 def worker_config(
-    model: str, values: Mapping[str, Any], place: Place, *, node_host: str = "", token: ClusterToken | None = None
+    model: str,
+    values: Mapping[str, Any],
+    place: WorkerAddress,
+    *,
+    node_host: str = "",
+    token: ClusterToken | None = None,
 ) -> WorkerConfig:
     """Return the config of a worker from the values of its options and its listening address.
 
@@ -361,11 +366,11 @@ def worker_config(
     return config
 
 
-def _peer_host(values: Mapping[str, Any], place: Place, node_host: str) -> str:
+def _peer_host(values: Mapping[str, Any], place: WorkerAddress, node_host: str) -> str:
     """Return the address at which other workers reach this one. Raises ConfigError."""
     found: str | None = values["disaggregation_host"] or place.peer_host
     if values["host"] in (None, *WILDCARDS):
-        # A node without an own address is reached at the address that the other nodes know.
+        # A node without its own address is reached at the address that the other nodes use.
         found = found or node_host or None
     if found is not None:
         return found

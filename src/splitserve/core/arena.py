@@ -1,6 +1,6 @@
 """Memory in one piece: private, or backed by a file that another process on this host can map as well.
 
-Nothing has a name in the file system, so nothing is left behind when a process is killed.
+It has no name in the file system, so nothing is left behind when a process is killed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from splitserve.core.layout import Region
 
 
 class Arena:
-    """`num_bytes` zeroed bytes. The system hands out real memory page by page, on first write.
+    """`num_bytes` bytes of zeroed memory. The system allocates it page by page, on first write.
 
-    `shareable` memory (Linux) lies in an anonymous file: its regions name it, and `shm` lets peers map it. The memory
-    goes when the last view of it does. Raises OSError where the system refuses.
+    `shareable` memory (Linux) is in an anonymous file: its regions name it, and `shm` lets peers map it. The memory is
+    freed with the last view of it. Raises OSError if the system refuses.
     """
 
     def __init__(self, num_bytes: int, *, shareable: bool = False) -> None:
@@ -29,7 +29,7 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """The memory of another process's shareable arena, through its file, which becomes ours to close."""
+        """Return the memory of another process's shareable arena, by its file, which the new arena closes."""
         arena = cls.__new__(cls)
         arena._fd = fd
         size = os.fstat(fd).st_size
@@ -44,7 +44,7 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def region(self, offset: int = 0, length: int | None = None) -> Region:
-        """A part of it, for transports."""
+        """Return a part of the memory, for transports."""
         length = self.num_bytes - offset if length is None else length
         return Region(self.address + offset, length, self._fd, offset)
 

@@ -1,6 +1,8 @@
-"""Numbers of CPU cores as text."""
+"""CPU cores: how many this process may use, and their numbers as text."""
 
 from __future__ import annotations
+
+import os
 
 # Limit of CPU threads per rank: more cores than a host has.
 MAX_THREADS = 1024
@@ -16,3 +18,10 @@ def parse_cpus(text: str) -> set[int]:
             raise ValueError(f"{part!r} names no core")
         cpus |= set(named)
     return cpus
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import msgspec
 
-from splitserve.errors import InvalidRequestError, SplitserveError
+from splitserve.core.errors import InvalidRequestError, SplitserveError
 
-# Whitespace between two parts of a JSON text at most: small models would go on for ever. Enough for seven levels.
+# Maximum whitespace between two parts of a JSON text, because small models would never end it. Enough for seven levels.
 MAX_JSON_WHITESPACE = 16
 
 
@@ -30,19 +30,19 @@ class GrammarKind(enum.StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    # GBNF, whose first rule is called `root`.
+    # GBNF with a first rule named `root`.
     EBNF = "ebnf"
-    # Free text in which tags open a grammar and close it again: tool calls. JSON, in xgrammar's form.
+    # Free text in which tags begin and end a grammar: tool calls. JSON, in xgrammar's format.
     STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar as the client gave it. Equal specs compile to the same thing, so it is the key of the cache."""
+    """A grammar as the client sent it. Equal specs compile to the same grammar, so it is the key of the cache."""
 
     kind: GrammarKind
     text: str
-    # JSON schemas: objects and arrays hold only what the schema names, also where JSON schema would allow more.
+    # JSON schemas: objects and arrays contain only what the schema names, even if JSON schema would allow more.
     strict: bool = True
 
 
@@ -68,11 +68,11 @@ class GrammarMatcher(Protocol):
 
     @property
     def failure(self) -> SplitserveError | None:
-        """Return the error after which there are no further masks. None: no error."""
+        """Error after which there are no further masks. None: no error."""
         ...
 
     def is_ready(self, *, soon: bool = False) -> bool:
-        """Return whether the next mask is ready. With `soon`: or is expected before a step that begins now ends."""
+        """Return whether the next mask is ready. `soon`: or is expected before the end of a step that begins now."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -88,29 +88,29 @@ class GrammarMatcher(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """The grammar is complete and its end has been accepted: nothing may follow."""
+        """Return whether the grammar is complete and its end was accepted: no token may follow."""
         ...
 
 
 class CompiledGrammar(Protocol):
     @property
     def num_bytes(self) -> int:
-        """Memory it takes, about."""
+        """Approximate memory it takes."""
         ...
 
     @property
     def is_usable(self) -> bool:
-        """Return whether new matchers can become ready. If not, compile the grammar again."""
+        """Whether new matchers can become ready. If not, compile the grammar again."""
         ...
 
     def matcher(self, output_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """Return a new matcher that has accepted `output_ids`, or has failed because it refuses one of them. Cheap."""
+        """Return a new matcher that has accepted `output_ids`, or has failed because it rejects one of them. Cheap."""
         ...
 
 
 class GrammarCompiler(Protocol):
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Called from several threads at a time. Raises InvalidRequestError where the spec is at fault."""
+        """Compile a grammar; several threads may call it at once. Raises InvalidRequestError if the spec is wrong."""
         ...
 
 

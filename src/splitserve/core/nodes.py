@@ -1,8 +1,9 @@
-"""Which of several hosts ("nodes") each rank of a worker is on. Every node computes it for itself, from the sizes.
+"""The host ("node") of each rank of a worker. Every node computes it by itself, from the sizes.
 
-Ranks are dealt out in blocks, in the order of `ParallelRank.index`: whole pipeline stages to a node where there are
-enough, so that the ranks that meet in every layer are on one host; else an even part of one stage. Node 0, which has
-the front end, gets the driver's block, and the blocks go on around: neighbours in the pipeline are neighbours here.
+Ranks are distributed in blocks, in the order of `ParallelRank.index`: whole pipeline stages to a node if there are
+enough, so that the ranks that exchange data in every layer are on one host; else an even part of one stage. Node 0,
+which has the front end, gets the driver's block; the other blocks follow in order, around the end, so that neighbours
+in the pipeline are on neighbouring nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from splitserve.core.parallel import ParallelRank
 
 
 def misfit(tp_size: int, pp_size: int, num_nodes: int) -> str | None:
-    """Why ranks of these sizes cannot be dealt out to so many nodes; None: they can."""
+    """Return why ranks of these sizes cannot be distributed to `num_nodes` nodes. None: they can."""
     num_ranks = tp_size * pp_size
     if _fits(tp_size, pp_size, num_nodes):
         return None
@@ -34,6 +35,6 @@ def node_of(rank: ParallelRank, num_nodes: int) -> int:
 
 
 def place_on_node(rank: ParallelRank, num_nodes: int) -> int:
-    """Of this rank among those of its worker that are on its node."""
+    """Return the index of this rank among the ranks of its worker on its node."""
     each = rank.group_size // num_nodes
     return rank.dp_rank * each + rank.index % each

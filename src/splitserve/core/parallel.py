@@ -1,8 +1,8 @@
-"""Which part of a worker's model one rank holds, as data: tensor parallel shards of pipeline stages.
+"""The part of a worker's model that one rank holds, as data: tensor parallel shards of pipeline stages.
 
 A worker's ranks are numbered stage by stage. One of them, the driver, has the scheduler: tensor parallel rank 0 of the
-last stage, because tokens are drawn there. The others follow: they run the driver's steps over their own shard and KV
-pool, and hand over the KV they hold (ADR 16).
+last stage, because tokens are sampled there. The others are followers: they run the driver's steps over their own shard
+and KV pool, and transfer the KV they hold (ADR 16).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-# Data parallel ranks of a worker at most.
+# Maximum number of data parallel ranks of a worker.
 MAX_DP_SIZE = 1024
 
 
@@ -30,12 +30,12 @@ class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def index(self) -> int:
-        """Of this rank among them."""
+        """Index of this rank among the ranks of `group`."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def name(self) -> str:
-        """For people: its place among them."""
+        """Its position in the group, for logs and errors."""
         return f"tp {self.tp_rank} of {self.tp_size}, pp {self.pp_rank} of {self.pp_size}"
 
     @property
@@ -48,21 +48,21 @@ class ParallelRank(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_driver(self) -> bool:
-        """It has the scheduler, draws the tokens, and writes and reads metadata rows."""
+        """Whether it has the scheduler, samples the tokens, and writes and reads metadata rows."""
         return self.is_last_stage and self.tp_rank == 0
 
     def group(self) -> Iterator[ParallelRank]:
-        """All ranks that compute with this one, itself among them, in the order of `index`."""
+        """Return all ranks that compute with this one, itself included, in the order of `index`."""
         for pp_rank in range(self.pp_size):
             for tp_rank in range(self.tp_size):
                 yield msgspec.structs.replace(self, tp_rank=tp_rank, pp_rank=pp_rank)
 
 
 def stage_layers(num_layers: int, pp_size: int, sizes: Sequence[int] = ()) -> list[range]:
-    """The layers of each pipeline stage: `sizes` of them where given, else as even as can be.
+    """Return the layers of each pipeline stage: `sizes` of them if given, else as even as possible.
 
-    What does not divide goes to the middle stages first: the first one embeds and the last one has the head. Raises
-    ValueError where a stage would be empty or `sizes` do not add up.
+    A remainder goes to the middle stages first: the first stage embeds and the last one has the head. Raises ValueError
+    if a stage would be empty or `sizes` do not add up.
     """
     if sizes:
         if len(sizes) != pp_size or sum(sizes) != num_layers or min(sizes) < 1:

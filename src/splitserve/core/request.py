@@ -1,7 +1,7 @@
-"""One sample of one client request as the scheduler sees it, from arrival to its one final message.
+"""One sample of a client request in the scheduler, from arrival to its one final message.
 
-The one quantity that scheduling moves is `num_computed_tokens`: it chases `num_tokens` (prompt + output). Where they
-are equal after a step, a token is sampled and `num_tokens` grows by one.
+Scheduling advances one quantity, `num_computed_tokens`, towards `num_tokens` (prompt + output). If they are equal after
+a step, a token is sampled and `num_tokens` grows by one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import enum
 from dataclasses import dataclass, field
 
 from splitserve.core.batch import TokenLogprob
+from splitserve.core.errors import GrammarError
 from splitserve.core.grammar import GrammarMatcher
-from splitserve.core.sampling import SamplingParams, mix64
-from splitserve.errors import GrammarError
+from splitserve.core.sampling import ResolvedSampling, mix64
 
 
 class DisaggregationMode(enum.StrEnum):
@@ -25,18 +25,18 @@ class DisaggregationMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoomKey:
-    """What both sides of a hand-over call it. Samples of one request may share a room number, never a key."""
+    """Key of a KV transfer for both workers. Samples of one request may share a room number, never a key."""
 
     room: int
     sample: int = 0
 
     @property
     def tag(self) -> int:
-        """64 bits for tables in memory that both sides look at; never 0."""
+        """64-bit tag for tables in memory that both workers read; never 0."""
         return mix64(self.room, self.sample) | 1
 
     def successor(self) -> RoomKey:
-        """A key nobody uses, for the next hand-over of the same sample."""
+        """Return an unused key for the next transfer of the same sample."""
         return RoomKey(mix64(self.room, self.sample) >> 1, self.sample)
 
     def __str__(self) -> str:
@@ -45,17 +45,17 @@ class RoomKey:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapInfo:
-    """Where this request's other half is. Drawn by the router, the same on both sides."""
+    """Location of the request's prefill worker. Chosen by the router, the same for both workers."""
 
     # The prefill worker's bootstrap server. FAKE_BOOTSTRAP_HOST routes the request through the fake transport.
     host: str
     port: int
     key: RoomKey
-    # Which of the prefill worker's data parallel ranks; None: the one that the room's number says.
+    # Data parallel rank of the prefill worker; None: derived from the room's number.
     dp_rank: int | None = None
 
     def prefill_rank(self, dp_size: int) -> int:
-        """The data parallel rank of prefill that serves the room: one rule for both sides, so that nobody guesses."""
+        """Return the data parallel rank of prefill that serves the room. Both workers apply this rule."""
         return self.key.room % dp_size if self.dp_rank is None else self.dp_rank
 
 
@@ -72,20 +72,20 @@ class FinishReason:
     type: FinishType
     # The stop token id or stop string that matched, for STOP.
     matched: int | str | None = None
-    # For ABORT: what happened, the HTTP status to answer and the reason code.
+    # For ABORT: what happened, the HTTP status to return and the reason code.
     message: str | None = None
     status_code: int | None = None
     reason: str | None = None
-    # For ABORT: the request field at fault, where one is.
+    # For ABORT: the request field at fault, if there is one.
     param: str | None = None
 
 
 @dataclass(slots=True)
 class Timeline:
-    """When a request entered each stage first, in the clock's seconds."""
+    """Clock time in seconds at which a request first entered each stage."""
 
     entered: dict[str, float] = field(default_factory=dict)
-    # The stage the request is in now; a retracted one comes back to stages it had left.
+    # The stage the request is in now; a retracted request re-enters earlier stages.
     stage: str = "received"
 
     def enter(self, stage: str, now: float) -> None:
@@ -103,31 +103,31 @@ class Request:
 
     rid: str
     prompt_ids: list[int]
-    params: SamplingParams
+    params: ResolvedSampling
     eos_token_ids: frozenset[int] = frozenset()
     bootstrap: BootstrapInfo | None = None
     return_logprob: bool = False
     num_top_logprobs: int = 0
-    # First prompt position whose logprob is wanted; None: no input logprobs.
+    # First prompt position to return a logprob for; None: no input logprobs.
     logprob_start: int | None = None
-    # How far the output has come in `params.grammar`, from when that is compiled.
+    # Position of the output in `params.grammar`, once that is compiled.
     grammar: GrammarMatcher | None = None
-    # Counts the requests of this worker in order of arrival.
+    # Number of the request in order of arrival at this worker.
     number: int = 0
     # Larger goes first.
     priority: int = 0
-    # When it must have ended, in the clock's seconds, and how long that was from its arrival; None: whenever.
+    # Clock time at which it must have ended, and the seconds from its arrival until then; None: no limit.
     deadline: float | None = None
     timeout: float | None = None
 
-    # The first `num_given_tokens` of it came with the request: another worker generated them.
+    # The first `num_given_tokens` came with the request: another worker generated them.
     output_ids: list[int] = field(default_factory=list)
     num_given_tokens: int = 0
-    # Of the tokens generated here.
+    # Logprobs of the tokens that this worker generated.
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed_tokens: int = 0
-    # How often its pages were taken back for others before it had ended.
+    # How often the request was retracted.
     num_retractions: int = 0
     # Pages of tokens [0, len(pages) x page_size). The first ones, those found in the prefix cache, belong to the cache
     # and are held by its lock; the rest belong to this request.
@@ -136,7 +136,7 @@ class Request:
     num_verify_steps: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
-    # Tokens whose KV was found in a prefix cache, on whichever side computed the prompt.
+    # Tokens found in a prefix cache on the worker that computed the prompt.
     num_cached_tokens: int = 0
     # Row of the page table; None while the request is not admitted.
     row: int | None = None
@@ -149,7 +149,7 @@ class Request:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens it came with: their KV comes before its first token here."""
+        """Tokens that came with the request. Their KV is computed before this worker samples its first token."""
         return len(self.prompt_ids) + self.num_given_tokens
 
     @property
@@ -158,20 +158,20 @@ class Request:
 
     @property
     def num_tokens_at_most(self) -> int:
-        """Tokens this request can grow to."""
+        """Maximum number of tokens of this request."""
         return len(self.prompt_ids) + self.params.max_new_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smallest first: the more important, then the older."""
+        """Sort key, smallest first: by higher priority, then by age."""
         return (-self.priority, self.number)
 
     @property
     def next_input_logprob(self) -> int | None:
-        """The first prompt position that is still to be scored; None: none is."""
+        """First prompt position that is not scored yet. None: all are scored."""
         if self.logprob_start is None:
             return None
-        # The first prompt token has nothing before it to be scored by.
+        # The first prompt token cannot be scored, because no token precedes it.
         position = max(self.logprob_start, 1) + len(self.input_logprobs)
         return position if position < self.num_prompt_tokens else None
 
@@ -180,7 +180,7 @@ class Request:
         return self.finish is not None
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens at positions [start, end), of prompt and output."""
+        """Return the tokens at positions [start, end) of prompt and output."""
         n = len(self.prompt_ids)
         if end <= n:
             return self.prompt_ids[start:end]
@@ -189,7 +189,7 @@ class Request:
         return self.prompt_ids[start:] + self.output_ids[: end - n]
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Take the next token and see whether it ends the request. One that the grammar refuses fails it."""
+        """Append the next token and finish the request if it ends there. A token that the grammar rejects fails it."""
         if self.grammar is not None and not self.grammar.accept(token_id):
             self.finish = self._refused(token_id)
             return

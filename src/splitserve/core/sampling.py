@@ -1,34 +1,34 @@
-"""How one request wants its tokens drawn, and the checks on what a client may ask for."""
+"""Sampling parameters of a request, and the checks of their values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarSpec
-from splitserve.errors import InvalidRequestError
 
 _MASK64 = (1 << 64) - 1
-# Larger than any vocabulary, and a number that messages can carry.
+# Larger than any vocabulary, and a number that fits messages.
 MAX_TOP_K = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters of one sample of one request, resolved: nothing in here is optional any more.
+class ResolvedSampling:
+    """Sampling parameters of one sample of one request, resolved: no value is optional here.
 
     The order of application is: logit bias, repetition/frequency/presence penalty, min-tokens mask, grammar,
     temperature, then the top-k, top-p and min-p filters on the tempered distribution.
     """
 
     max_new_tokens: int = 128
-    # Until so many output tokens exist, neither EOS, stop ids nor stop strings end the request.
+    # With fewer output tokens, neither EOS, stop ids nor stop strings end the request.
     min_new_tokens: int = 0
     # 0 means greedy.
     temperature: float = 1.0
     # -1 (or 0) switches the filter off.
     top_k: int = -1
     top_p: float = 1.0
-    # Tokens whose probability is under min_p x the largest probability are dropped.
+    # Tokens with a probability below min_p x the largest probability are dropped.
     min_p: float = 0.0
     # > 1 makes tokens of prompt and output less likely (CTRL, arXiv:1909.05858).
     repetition_penalty: float = 1.0
@@ -38,16 +38,16 @@ class SamplingParams:
     presence_penalty: float = 0.0
     # token id -> value added to its logit.
     logit_bias: dict[int, float] = field(default_factory=dict)
-    # Counter-based randomness: the draw at position p depends on (seed, p) alone. Always set; see `sample_seed`.
+    # Counter-based randomness: the variate at position p depends on (seed, p) alone. Always set; see `sample_seed`.
     seed: int = 0
-    # Stop strings are matched by the front end's detokenizer; the scheduler never sees text.
+    # The front end's detokenizer matches stop strings; the scheduler has no text.
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     # Keep the matched stop string (or the stop token's text) in the output.
     include_stop: bool = False
-    # What the output must look like; None: anything goes. Its end ends the request, whatever min_new_tokens says.
+    # Constraint on the output; None: no constraint. Its end ends the request, whatever min_new_tokens is.
     grammar: GrammarSpec | None = None
 
     @property
@@ -56,7 +56,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """A token is drawn by the ids of those before it, not only by the logits they led to and their number."""
+        """Whether sampling depends on the ids of earlier tokens, not only on their logits and number."""
         is_penal = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return is_penal or self.grammar is not None
 
@@ -94,12 +94,12 @@ class SamplingParams:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of sample number `sample` of a request with seed `seed`: sample 0 keeps it, the others differ."""
+    """Return the seed of sample number `sample` of a request with seed `seed`: sample 0 keeps it, the others differ."""
     return seed & _MASK64 if sample == 0 else mix64(seed & _MASK64, sample)
 
 
 def mix64(a: int, b: int) -> int:
-    """Two 64-bit integers to one, well mixed (the finaliser of SplitMix64, Steele et al., OOPSLA 2014)."""
+    """Mix two 64-bit integers into one (the finaliser of SplitMix64, Steele et al., OOPSLA 2014)."""
     z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -107,5 +107,5 @@ def mix64(a: int, b: int) -> int:
 
 
 def uniform_at(seed: int, position: int, choice: int = 0) -> float:
-    """The uniform variate in [0, 1) of one of the choices that lead to the token at absolute position `position`."""
+    """Return the uniform variate in [0, 1) of one of the choices that lead to the token at position `position`."""
     return (mix64(mix64(seed, position), choice) >> 11) * 2.0**-53

@@ -1,8 +1,8 @@
-"""Proposals against what is drawn: the rule of speculation, which every engine follows.
+"""Verification of proposals against sampled tokens: the rule of speculation for every engine.
 
-A token is drawn at each position by its own parameters and variate, as if it were the only one; a proposal is accepted
-while it equals what was drawn in its place. So nothing that is proposed can change an output, only how many steps it
-takes. Which guesses are made, and by whom, is not known here.
+At each position a token is sampled with its own parameters and variate, as if it were the only one. A proposal is
+accepted while it equals the token sampled in its place. So proposals never change an output, only the number of steps.
+This module does not depend on the proposer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitserve.core.batch import RequestResult, SampleSpec, TokenLogprob
 
 
 def specs_to_draw(spec: SampleSpec) -> list[SampleSpec]:
-    """How to draw after the last real token, then after each proposal, given that those before it are accepted."""
+    """Return how to sample after the last real token, and after each proposal if those before it are accepted."""
     proposals = spec.proposals
     if not proposals:
         return [spec]
@@ -32,7 +32,7 @@ def verified(
     logprobs: Sequence[TokenLogprob | None],
     input_logprobs: tuple[TokenLogprob, ...] = (),
 ) -> RequestResult:
-    """The outcome of a step for which these were drawn, in the order of `specs_to_draw`."""
+    """Return the result of a step with the sampled tokens `drawn`, in the order of `specs_to_draw`."""
     count = 0
     while count < len(spec.proposals) and spec.proposals[count] == drawn[count]:
         count += 1

@@ -1,7 +1,7 @@
 """Masks of the tokens that the grammars of a step's rows allow.
 
-Masks are computed elsewhere while the model runs (`grammar_link.py`). `Bitmasks.rows` collects them after the forward
-pass. A row whose mask is not there within a few milliseconds is not sampled in this step, so no other row waits for it.
+Grammar processes compute masks while the model runs (`grammar_link.py`). `StepMasks.rows` collects them after the
+forward pass. A row without a mask after a few milliseconds is not sampled in this step, so no other row waits for it.
 `forbid` then sets the logits of all tokens that a mask excludes to minus infinity.
 """
 
@@ -18,7 +18,7 @@ from splitserve.core.batch import SampleSpec
 from splitserve.core.grammar import GrammarMatcher
 from splitserve.engine.upload import to_device
 
-# [rows, words]: bit t % 32 of word t // 32 is set where token t may come. Rows without a grammar are undefined.
+# [rows, words]: bit t % 32 of word t // 32 is set if token t is allowed. Rows without a grammar are undefined.
 Bitmask = npt.NDArray[np.int32]
 
 # Seconds that all rows of a step together wait for masks after the forward pass.
@@ -38,7 +38,7 @@ class StepMasks:
         self._errors: dict[int, str] = {}
 
     def rows(self, part: slice) -> Bitmask | None:
-        """None where no row of the step has a grammar."""
+        """Return the masks of a part of the rows; None if no row of the step has a grammar."""
         if not self._has_grammar:
             return None
         if self._deadline is None:
@@ -57,7 +57,7 @@ class StepMasks:
 
 class MaskCollector:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        # One bit a token; those beyond the vocabulary, which a library may set, are 0.
+        # One bit per token; those beyond the vocabulary, which a library may set, are 0.
         bits = np.arange(-(-vocab_size // 32) * 32) < vocab_size
         self._vocabulary: Bitmask = np.packbits(bits, bitorder="little").view(np.int32)
         self._eos_token_ids = eos_token_ids
@@ -88,13 +88,13 @@ class MaskCollector:
             others = row & self._vocabulary
             tokens = np.array(sorted(ending))
             np.bitwise_and.at(others, tokens // 32, ~(np.int32(1) << (tokens % 32).astype(np.int32)))
-            # A grammar that is complete and leaves nothing else ends all the same.
+            # Only if other tokens are allowed. If none is, a complete grammar ends anyway.
             if others.any():
                 row[:] = others
         return True
 
     def _ending(self, spec: SampleSpec) -> set[int]:
-        """Tokens that are not to end this row's output now, if it can go on."""
+        """Return the tokens that must not end this row's output now, if it can continue."""
         params = spec.params
         is_short = len(spec.output_ids) < params.min_new_tokens
         ending = set(params.stop_token_ids) if is_short else set()
@@ -102,11 +102,11 @@ class MaskCollector:
 
 
 def forbid(logits: torch.Tensor, specs: Sequence[SampleSpec], bitmask: Bitmask) -> torch.Tensor:
-    """Logits [n, vocab_size] with all but the allowed tokens at -inf, in the rows that have a grammar.
+    """Return logits [n, vocab_size] with all but the allowed tokens at -inf, in the rows that have a grammar.
 
-    The input is left alone.
+    The input is unchanged.
     """
-    # Only now: importing it takes longer than most commands run.
+    # Imported here, because the import takes longer than most commands run.
     import xgrammar
 
     rows = [i for i, spec in enumerate(specs) if spec.grammar is not None]

@@ -1,4 +1,4 @@
-"""The engine in one call: load the model, take the memory, hand out what the other parts of a worker need."""
+"""Construction of the engine: load the model, allocate the pool, and create the other parts that a worker needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.errors import ConfigError, EngineError
 from splitserve.core.layout import KVLayout, Region
 from splitserve.engine.attention.base import AttentionBackend
 from splitserve.engine.attention.choose import choose_attention
@@ -28,14 +29,13 @@ from splitserve.engine.parallel.shared import SharedRunner
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
 from splitserve.engine.runner import ModelRunner
 from splitserve.engine.window_pool import WindowDemand, window_of_some
-from splitserve.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model, whose KV is in the pages of the model that is served."""
+    """A draft model. Its KV is stored in the pages of the served model."""
 
     loaded: LoadedModel
     attention: AttentionBackend
@@ -43,18 +43,18 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A model and its KV pool. Owned by the scheduler's process; `close` when nothing reads the regions any more."""
+    """A model and its KV pool. Owned by the scheduler's process; `close` only when nothing reads the regions."""
 
     loaded: LoadedModel
     pool: KVPool
     attention: AttentionBackend
-    # Guesses what `loaded` will say; None: nobody does. The KV of both is in each page.
+    # Proposer of draft tokens for `loaded`; None: no draft model. The KV of both models is in each page.
     draft: Draft | None = None
-    # Requests in a decode step that is replayed as a CUDA graph, at most; 0: none is.
+    # Maximum number of requests in a decode step that is replayed as a CUDA graph; 0: no graphs.
     max_graph_batch: int = 0
-    # The pool's table of owners, where several workers compute in it.
+    # The pool's table of owners, if several workers compute in it.
     shared: SharedPages | None = None
-    # Tokens that the windowed layers see at most, where these have window pages; None: nobody has.
+    # Maximum number of tokens that a windowed layer attends to. None: no layer has window pages.
     window: int | None = None
 
     @property
@@ -68,31 +68,31 @@ class BuiltEngine:
 
     @property
     def fingerprint(self) -> str:
-        """Peers may exchange KV only if theirs is equal."""
+        """Peers may exchange KV only if their fingerprints are equal."""
         return self.loaded.fingerprint
 
     @property
     def draft_fingerprint(self) -> str:
-        """The same of the draft model; empty where there is none."""
+        """Fingerprint of the draft model; empty without one."""
         return self.draft.loaded.fingerprint if self.draft else ""
 
     @property
     def num_pages(self) -> int:
-        """Pages that are this worker's."""
+        """Pages of this worker."""
         return self.shared.pages_per_worker if self.shared else self.layout.num_pages
 
     @property
     def max_total_tokens_per_request(self) -> int:
-        """Longest prompt + output: the context, or all our pages where that is smaller."""
+        """Maximum prompt and output tokens of a request: the context, or all pages of this worker if that is less."""
         return min(self.loaded.context_length, self.num_pages * self.layout.page_size)
 
     @property
     def ranks(self) -> Ranks | None:
-        """Those that compute this one's steps together; None: it does so alone, but perhaps for experts."""
+        """Ranks that compute each step together. None: this rank computes alone, perhaps with shared experts."""
         return self.loaded.share.ranks if self.loaded.share and not self.loaded.share.meeting else None
 
     def follower(self) -> FollowerRunner:
-        """What carries out the driver's orders, on each other rank."""
+        """Return the runner of the driver's orders, for each other rank."""
         return FollowerRunner(self.loaded, self.attention, self.layout.page_size)
 
     def runner(
@@ -103,14 +103,15 @@ class BuiltEngine:
         tell: Callable[[bytes], None] | None = None,
         window_table: WindowTable | None = None,
     ) -> ModelRunner:
-        """An engine that finds a request's pages in its row of `page_table` [rows, max pages a row].
+        """Return an engine that finds a request's pages in its row of `page_table` [rows, max pages per row].
 
-        `window_table` has their window pages, where the layout has any: then it must be given.
+        `window_table` has their window pages. It must be given if the layout has window pages.
 
-        Of several ranks, the driver's: `tell` brings each order to the others. Those have no graphs, and no warm-up.
+        With several ranks, this is the driver's runner: `tell` sends each order to the others. These have no graphs and
+        no warm-up.
 
-        On a GPU this records CUDA graphs, unless it is to run no decode steps for now (`has_graphs`), and compiles what
-        is compiled on first use: it may take a while.
+        On a GPU this compiles what is compiled on first use, and records CUDA graphs unless the worker runs no decode
+        steps for now (`has_graphs`): it may take a while.
         """
         if (tell is None) != (self.ranks is None):
             raise EngineError("the driver of several ranks must be able to tell them of its steps, and it alone")
@@ -130,19 +131,19 @@ class BuiltEngine:
         return runner
 
     def shared_runner(self, runner: ModelRunner) -> SharedRunner:
-        """Over `runner`, which is this engine's, the one of ranks that meet for the experts. On each of them."""
+        """Return the runner over `runner`, which is this engine's, for ranks that compute the experts together."""
         share = self.loaded.share
         if share is None or share.meeting is None:
             raise EngineError("this rank computes its steps alone: dp_attention is not set")
         return SharedRunner(runner, self.loaded.model, share.meeting)
 
     def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
-        """Record CUDA graphs of its decode steps, unless it has them. Nothing may run beside it."""
+        """Record CUDA graphs of the runner's decode steps, unless it has them. Nothing may run at the same time."""
         if runner.graphs is None and self.loaded.share is None:
             runner.graphs = self._graphs(page_table.shape[1])
 
     def _graphs(self, max_pages: int) -> DecodeGraphs | None:
-        """None where there are to be none, and where the model does what cannot be recorded."""
+        """Return the recorded graphs; None if they are disabled, or if the model's steps cannot be recorded."""
         padding_page = self.pool.padding_page
         if not self.max_graph_batch or padding_page is None or not isinstance(self.attention, FlashInferBackend):
             return None
@@ -160,12 +161,12 @@ class BuiltEngine:
                     device=self.pool.device,
                 )
         except Exception as error:
-            # A model that asks the device for a number in its forward, say (experts chosen on the host).
+            # For example a model that reads a number from the device in its forward (experts chosen on the host).
             logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
             return None
 
     def drafting_runner(self, page_table: PageTable, *, has_graphs: bool = True) -> DraftingRunner:
-        """The same that computes the draft model's KV too, and proposes. Only with a draft model."""
+        """Return a runner that also computes the draft model's KV, and proposes. Only with a draft model."""
         assert self.draft is not None
         draft = ModelRunner(self.draft.loaded, self.draft.attention, self.layout.page_size, page_table)
         return DraftingRunner(self.runner(page_table, has_graphs=has_graphs), draft)
@@ -186,12 +187,12 @@ def build_engine(
     pp_layers: Sequence[int] = (),
     windows: WindowDemand | None = None,
 ) -> BuiltEngine:
-    """Load `model` and give it a pool as `cache` says. Raises ModelLoadError or ConfigError.
+    """Load `model` and allocate its pool as `cache` specifies. Raises ModelLoadError or ConfigError.
 
-    `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can
-    map the pool. `ranks`: of several that compute the model together, this one and the others; each calls this. Then
-    all have the same number of pages. `pp_layers`: layers of each pipeline stage; empty: as even as can be. `windows`:
-    where only some layers have sliding windows, these get a pool of their own; None: there is one pool for all.
+    `draft_model` is loaded in the same way, and shares the pool. `shareable_pool`: other processes of this host can map
+    the pool. `ranks`: this rank and the others that compute the model together; each calls this, and all get the same
+    number of pages. `pp_layers`: layers of each pipeline stage; empty: as even as possible. `windows`: if only some
+    layers have sliding windows, these get a pool of their own; None: one pool for all layers.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
@@ -221,7 +222,7 @@ def engine_over(
     shareable_pool: bool = False,
     windows: WindowDemand | None = None,
 ) -> BuiltEngine:
-    """The same over models that are there already."""
+    """Build the engine over loaded models. See `build_engine`."""
     draft_layers = draft.layers if draft else ()
     one_page = layout_for(loaded.layers, loaded.dtype_name, page_size=cache.page_size, num_pages=1, draft=draft_layers)
     window, beside = _window_pages(one_page, loaded, cache, windows)
@@ -252,7 +253,7 @@ def engine_over(
 def _window_pages(
     one_page: KVLayout, loaded: LoadedModel, cache: CacheConfig, windows: WindowDemand | None
 ) -> tuple[int | None, Callable[[int], int]]:
-    """(largest window where only some layers have one, how many window pages there are beside so many pages)."""
+    """Return (largest window if only some layers have one, function from pages to window pages beside them)."""
     window = window_of_some(one_page, loaded.share.ranks if loaded.share else None) if windows else None
     if windows is None or window is None:
         return None, lambda num_pages: 0
@@ -277,12 +278,12 @@ def _engine(
     name = model.attention_backend
     attention = choose_attention(name, loaded, pool)
     guesser = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
-    # Shared pools are memory of the CPU.
+    # Shared pools are in memory of the CPU.
     return BuiltEngine(loaded, pool, attention, guesser, 0 if shared else model.cuda_graph_max_batch, shared, window)
 
 
 def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:
-    """Of the same device, dtype and context as `loaded`."""
+    """Load the draft model with the device, dtype and context of `loaded`."""
     draft = load_model(msgspec.structs.replace(model, model=name, context_length=loaded.context_length))
     if draft.vocab_size != loaded.vocab_size:
         raise ConfigError(

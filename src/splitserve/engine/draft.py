@@ -1,12 +1,12 @@
-"""A model that is served together with a small one, the draft, which guesses its next tokens.
+"""A model served together with a small one, the draft model, which proposes its next tokens.
 
-Both compute the same tokens on the same pages, each in layers of its own: what counts as computed of a request is so
-for both, and whatever copies, keeps or sends a page does so for both.
+Both compute the same tokens on the same pages, each in layers of its own: computed tokens of a request are computed for
+both, and every copy or transfer of a page includes the KV of both.
 
-1. `propose` lets the draft generate some tokens from where each request stands. It draws them by the request's own
-   parameters and variates, so the guess at a position is wrong only where the two models' distributions differ there.
-2. `execute` runs the model's step, guesses and all.
-3. Then the draft catches up on what it has not seen: prompts, and the last guess where all were accepted.
+1. `propose` lets the draft model generate some tokens for each request. It samples them with the request's own
+   parameters and variates, so a proposal is wrong only if the distributions of the two models differ at its position.
+2. `execute` runs the model's step, proposals included.
+3. Then the draft model computes what it has not computed yet: prompts, and the last proposal if all were accepted.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from splitserve.core.batch import RequestResult, RequestStep, StepPlan, StepResult
+from splitserve.core.errors import EngineError
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import EngineError
 
 
 class DraftingRunner:
-    """Engine, and its own Proposer (scheduler/speculation.py)."""
+    """Engine over both models. It is also the Proposer of its draft tokens (scheduler/speculation.py)."""
 
     def __init__(self, target: ModelRunner, draft: ModelRunner) -> None:
         self.target = target
         self._draft = draft
 
     def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
-        """`rooms[i]` tokens that may follow steps[i]. The draft's KV of all but the last is in place then."""
+        """Return `rooms[i]` proposals that follow steps[i], and store the draft's KV of all but the last."""
         guesses: list[list[int]] = [[] for _ in steps]
         for count in range(max(rooms, default=0)):
             asked = [i for i, room in enumerate(rooms) if room > count]
@@ -43,11 +43,11 @@ class DraftingRunner:
         return guesses
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Nothing is read before its time: proposals are made step by step, so no two of them overlap."""
+        """Return `execute` for this plan, without reading in advance: steps with proposals do not overlap."""
         return functools.partial(self.execute, plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Raises EngineError."""
+        """Run a step in both models. Raises EngineError."""
         result = self.target.execute(plan)
         unseen = [_unseen(step, outcome) for step, outcome in zip(plan.requests, result.requests, strict=True)]
         self._draft.execute(StepPlan(tuple(step for step in unseen if step is not None)))
@@ -55,7 +55,7 @@ class DraftingRunner:
 
 
 def _next_step(step: RequestStep, guesses: list[int]) -> RequestStep:
-    """The draft's own step, after so many guesses."""
+    """Return the draft model's own step, after the given proposals."""
     spec = step.sample
     assert spec is not None
     output_ids = [*spec.output_ids, *guesses]
@@ -65,7 +65,7 @@ def _next_step(step: RequestStep, guesses: list[int]) -> RequestStep:
 
 
 def _unseen(step: RequestStep, outcome: RequestResult) -> RequestStep | None:
-    """What the draft has yet to compute of a step; None: nothing that will be needed."""
+    """Return the part of a step that the draft model must still compute. None: no part will be needed."""
     num_guesses = len(step.sample.proposals) if step.sample else 0
     if num_guesses == 0:
         return RequestStep(step.rid, step.row, step.token_ids, step.start)

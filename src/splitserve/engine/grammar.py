@@ -1,6 +1,6 @@
 """Grammars over xgrammar (Dong et al., arXiv:2411.15100), for one model's vocabulary.
 
-Only grammar processes use it, because a call may need any time and memory. Special tokens have no text here, so no
+Only grammar processes use it, because a call may need any time and memory. Special tokens have no text here, so that no
 grammar can contain one; only the end-of-sequence tokens may follow a complete grammar.
 """
 
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarSpec
-from splitserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import xgrammar
 
-# The library's errors begin with a time and a place in its source.
+# The library's errors begin with a time and a position in its source.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is (false|true): )?")
 
 
 class XGrammarCompiler:
-    """`vocab_size`: the model's, which may be padded beyond the tokenizer's. Safe to use from several threads."""
+    """Compiler of the library. `vocab_size`: the model's, which may be padded beyond the tokenizer's. Thread-safe."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder = folder
@@ -48,7 +48,7 @@ class XGrammarCompiler:
         return grammar
 
     def _can_begin(self, grammar: XGrammar) -> bool:
-        """Whether any token but the end may come first."""
+        """Return whether any token but the end may be the first."""
         bits = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
         grammar.matcher().fill_bitmask(bits.data)
         first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=self.vocab_size, bitorder="little"))
@@ -63,7 +63,7 @@ class XGrammarCompiler:
             if self._made is None:
                 import xgrammar
 
-                # One thread a grammar and no cache: both are the queue's.
+                # One thread per grammar and no cache: the grammar queue has both.
                 self._made = xgrammar.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
             return self._made
 
@@ -71,7 +71,7 @@ class XGrammarCompiler:
         import xgrammar
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        # The general class takes seconds to import what it may need.
+        # AutoTokenizer takes seconds to import.
         loader = PreTrainedTokenizerFast if (self._folder / "tokenizer.json").is_file() else AutoTokenizer
         tokenizer = loader.from_pretrained(str(self._folder), local_files_only=True)
         stop = sorted(self._eos_token_ids)
@@ -92,7 +92,7 @@ class XGrammarCompiler:
 class XGrammar:
     """A compiled grammar of the library.
 
-    `ends_by_itself`: the model has no token to end with, so the first possible end counts.
+    `ends_by_itself`: the model has no end-of-sequence token, so the output ends at the first possible end.
     """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, *, ends_by_itself: bool) -> None:
@@ -109,7 +109,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """Matcher of the library. Its calls have no limit on time."""
+    """Matcher of the library. Its calls have no time limit."""
 
     __slots__ = ("_matcher",)
 

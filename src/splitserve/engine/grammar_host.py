@@ -1,6 +1,6 @@
-"""Grammars in processes of their own, as the scheduler uses them: no call here waits for the library.
+"""Grammars in processes of their own, for the scheduler: no call here waits for the library.
 
-`GrammarHost.compile` starts a process for the grammar (`grammar_process.py`) and returns the remote grammar, whose
+`GrammarHost.compile` starts a process for the grammar (`grammar_process.py`) and returns the remote grammar. Its
 matchers read their masks from that process (`grammar_link.py`).
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from splitserve.core.errors import EngineError, GrammarBudgetError, SplitserveError
 from splitserve.core.grammar import GrammarBudget, GrammarSpec
 from splitserve.engine.grammar_link import GrammarLink, GrammarWatch, RemoteGrammar
 from splitserve.engine.grammar_wire import Compile, GrammarSetup
-from splitserve.errors import EngineError, GrammarBudgetError, SplitserveError
 
 # Approximate memory of a process besides its grammar, bytes.
 _PROCESS_BYTES = 6 << 20
@@ -80,7 +80,7 @@ class GrammarHost:
         self._watch.close()
 
     def _connect(self, spec: GrammarSpec) -> GrammarLink:
-        """Start a process."""
+        """Start a process and return the connection to it."""
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSING)

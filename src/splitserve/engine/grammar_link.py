@@ -20,25 +20,25 @@ from contextlib import suppress
 
 import msgspec
 
+from splitserve.core.errors import EngineError, GrammarBudgetError, InvalidRequestError, SplitserveError
 from splitserve.core.grammar import GrammarBudget, GrammarSpec, refused_output
 from splitserve.engine.grammar_wire import (
     Advance,
-    Broken,
     Compiled,
     Drop,
     FromGrammar,
+    GrammarLibraryFailure,
     NextMask,
     OverBudget,
     Refused,
     Rejected,
     ToGrammar,
 )
-from splitserve.errors import EngineError, GrammarBudgetError, InvalidRequestError, SplitserveError
 
 # Seconds between two checks for the end while a grammar is compiled.
 _POLL_TIMEOUT = 1.0
 _RECEIVE_BYTES = 1 << 20
-# CPU seconds below which the next mask is expected within a step.
+# If a mask takes less than this many CPU seconds, the next mask is expected within a step.
 _QUICK = 0.002
 # Seconds to wait for the end of the output, for models without an end-of-sequence token.
 _END_TIMEOUT = 1.0
@@ -49,7 +49,7 @@ _REMEDY = (
 
 
 class GrammarWatch:
-    """Calls `wake` once when a connection that was passed to `add` can be read."""
+    """Thread that calls `wake` once when a connection that was passed to `add` can be read."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -128,7 +128,7 @@ class GrammarLink:
         self._dropped.append(number)
 
     def send(self, message: ToGrammar) -> None:
-        """Send now what the connection takes, and the rest in later calls."""
+        """Send as much as the connection takes, and the rest in later calls."""
         with self._lock:
             while self._dropped:
                 self._unsent += _frame(Drop(self._dropped.popleft()))
@@ -136,7 +136,7 @@ class GrammarLink:
             self._flush()
 
     def pull(self, timeout: float = 0.0) -> None:
-        """Take what has arrived. If nothing has, wait for something for up to `timeout` seconds."""
+        """Receive what has arrived. If nothing has, wait up to `timeout` seconds for data."""
         with self._lock:
             self._flush()
             if timeout > 0:
@@ -197,7 +197,7 @@ class GrammarLink:
                 self._num_bytes = message.num_bytes
             case Rejected():
                 self.failure = InvalidRequestError(message.message, param=self._spec.kind)
-            case Broken() if message.number < 0:
+            case GrammarLibraryFailure() if message.number < 0:
                 self.failure = EngineError(f"its grammar could not be compiled: {message.message}")
             case _:
                 if (matcher := self._matchers.get(message.number)) is not None:
@@ -296,7 +296,7 @@ class RemoteMatcher:
             self._arrives_by(time.monotonic() + _END_TIMEOUT)
         return self._is_terminated
 
-    def take(self, message: NextMask | Refused | OverBudget | Broken) -> None:
+    def take(self, message: NextMask | Refused | OverBudget | GrammarLibraryFailure) -> None:
         """Store the reply to the last tokens."""
         match message:
             case NextMask():
@@ -307,7 +307,7 @@ class RemoteMatcher:
                 self._failure = refused_output(self._given[message.index], message.index)
             case OverBudget():
                 self._failure = GrammarBudgetError(f"its grammar is too slow: {message.message}. {_REMEDY}")
-            case Broken():
+            case GrammarLibraryFailure():
                 self._failure = EngineError(f"its grammar failed: {message.message}")
 
     def _arrives_by(self, deadline: float) -> bool:

@@ -4,7 +4,7 @@
 2. For each socket that arrives there it forks: a grammar process for one grammar, which shares that memory.
 3. A grammar process compiles its grammar and serves all matchers of it, until its socket is closed.
 
-A call into the library cannot be interrupted, so the kernel ends a grammar process whose call exceeds its CPU time.
+A call into the library cannot be interrupted, so the kernel kills a grammar process if a call exceeds its CPU time.
 Compilations have the lowest priority, and so has a process from its first slow call on: they compute while the model
 leaves cores idle, or while it waits for a mask.
 """
@@ -27,15 +27,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarBudget, GrammarSpec
 from splitserve.engine.grammar import XGrammar, XGrammarCompiler, XGrammarMatcher, is_out_of_memory
 from splitserve.engine.grammar_wire import (
     Advance,
-    Broken,
     Compile,
     Compiled,
     Drop,
     FromGrammar,
+    GrammarLibraryFailure,
     GrammarSetup,
     NextMask,
     OverBudget,
@@ -43,12 +44,12 @@ from splitserve.engine.grammar_wire import (
     Rejected,
     ToGrammar,
 )
-from splitserve.errors import InvalidRequestError
 
 _LOWEST_PRIORITY = 19
 # CPU seconds of a call from which on the process has the lowest priority. A usual mask takes a tenth.
 _SLOW = 0.002
-# A call ends its request above the budget of a step. Above so many budgets, it ends the process.
+# Multiple of a step's CPU budget. A call above the budget ends its request; a call above this multiple ends the
+# process.
 _HARD_LIMIT = 4.0
 
 
@@ -61,7 +62,7 @@ class _Sample:
 
 
 class GrammarProcess:
-    """Serves one grammar on one connection. Single-threaded."""
+    """Server of one grammar on one connection. Single-threaded."""
 
     def __init__(self, connection: Connection, compiler: XGrammarCompiler, budget: GrammarBudget) -> None:
         self._connection = connection
@@ -99,7 +100,7 @@ class GrammarProcess:
         except MemoryError:
             raise
         except Exception as error:
-            self._send(Broken(f"{type(error).__name__}: {error}"))
+            self._send(GrammarLibraryFailure(f"{type(error).__name__}: {error}"))
             return None
         self._send(Compiled(grammar.num_bytes))
         return grammar
@@ -127,7 +128,7 @@ class GrammarProcess:
         except Exception as error:
             if is_out_of_memory(error):
                 raise MemoryError from error
-            return Broken(f"{type(error).__name__}: {error}", order.number)
+            return GrammarLibraryFailure(f"{type(error).__name__}: {error}", order.number)
         seconds = time.thread_time() - began
         sample.seconds += seconds
         if seconds > _SLOW:
@@ -171,7 +172,7 @@ def _with_lowest_priority(call: Callable[[], XGrammar]) -> XGrammar:
     try:
         thread.start()
     except RuntimeError as error:
-        # There is no memory for its stack.
+        # There is no memory for the stack of the thread.
         raise MemoryError from error
     thread.join()
     if not outcome:

@@ -11,7 +11,7 @@ from splitserve.core.grammar import GrammarBudget, GrammarKind
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """What a grammar server needs at startup, as JSON in its command line."""
+    """Settings of a grammar server, as JSON in its command line."""
 
     folder: str
     vocab_size: int
@@ -28,7 +28,7 @@ class Compile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Advance(msgspec.Struct, frozen=True, tag=True):
-    """Accept tokens and return the next mask. A number that the process does not know starts a matcher."""
+    """Accept tokens and return the next mask. An unknown number starts a matcher."""
 
     number: int
     token_ids: list[int]
@@ -50,7 +50,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
+class GrammarLibraryFailure(msgspec.Struct, frozen=True, tag=True):
     """The library failed: in the compilation (-1) or in one matcher."""
 
     message: str
@@ -80,4 +80,4 @@ class OverBudget(msgspec.Struct, frozen=True, tag=True):
 
 
 ToGrammar = Compile | Advance | Drop
-FromGrammar = Compiled | Rejected | Broken | NextMask | Refused | OverBudget
+FromGrammar = Compiled | Rejected | GrammarLibraryFailure | NextMask | Refused | OverBudget

@@ -1,14 +1,14 @@
 """Decode steps as CUDA graphs: hundreds of kernel launches become one.
 
-1. At the start the model's body is recorded for a few batch sizes (`bucket_sizes`), the largest first, so that the
-   smaller ones find their memory in its pool. A step of a recorded size takes no memory any more.
-2. A decode step goes to the smallest size that holds it. The rows that are left over compute a token of nobody, whose
-   KV goes to the pool's padding page.
-3. `run` copies the step's tokens and positions into the tensors of that recording, has the attention filled with its
-   pages, and replays. What it returns holds until the next step.
+1. At startup the model's body is recorded for a few batch sizes (`bucket_sizes`), the largest first, so that the
+   smaller ones reuse its memory pool. A step of a recorded size allocates no more memory.
+2. A decode step uses the smallest size that holds it. The rows that are left over compute a padding token; its KV goes
+   to the pool's padding page.
+3. `run` copies the step's tokens and positions into the tensors of that recording, fills the attention with its pages,
+   and replays. The result is valid until the next step.
 
-A step that is no decode, or too large, is left to the caller. Who records is given from outside: `CudaRecorder`, or in
-tests a function that runs everything anew.
+The caller computes a step that is no decode, or too large. The recorder is a parameter: `CudaRecorder`, or in tests a
+function that runs everything anew.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import torch
 from splitserve.engine.attention.base import FixedDecode, PagedBatch, ReplayableBackend
 from splitserve.engine.inputs import StepInputs
 
-# Parts of it have no types.
+# Parts of torch.cuda have no types.
 _cuda: Any = torch.cuda
-# Records what a function does on the device: what does it again, and the tensor that it returned.
+# Records a function's work on the device. Returns a function that repeats it, and the tensor that it returned.
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:
-    """Powers of two, and `largest` itself, in rising order; none for 0. So a step is at most half padding."""
+    """Return the powers of two up to `largest`, and `largest` itself; none for 0. So a step is at most half padding."""
     powers = [1 << i for i in range(max(largest, 0).bit_length())]
     return tuple(sorted({*(p for p in powers if p <= largest), *([largest] if largest > 0 else [])}))
 
 
 def bucket_for(num_requests: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of `sizes` (rising) that holds so many; None where none does."""
+    """Return the smallest of `sizes` (in rising order) that is at least `num_requests`. None: all are smaller."""
     return next((size for size in sizes if size >= num_requests), None)
 
 
 def padded(batch: PagedBatch, size: int, padding_page: int, window_padding_page: int | None = None) -> PagedBatch:
-    """A decode step of `size` requests: those of `batch`, and behind them some that write to the padding page.
+    """Return a decode step of `size` requests: those of `batch`, and behind them some that write to the padding page.
 
-    `window_padding_page`: that of the windowed layers' own pool; None: there is none.
+    `window_padding_page`: padding page of the windowed layers' own pool; None: there is no such pool.
     """
     extra = size - len(batch.starts)
     window_pages = None
@@ -60,17 +60,17 @@ def padded(batch: PagedBatch, size: int, padding_page: int, window_padding_page:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    # [1, size] each: where a replay finds its input.
+    # [1, size] each: input of a replay.
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: FixedDecode
     replay: Callable[[], None]
-    # [1, size, hidden_size]: where it leaves its output.
+    # [1, size, hidden_size]: output of a replay.
     hidden: torch.Tensor
 
 
 class DecodeGraphs:
-    """`body`: the model without its head. `max_pages`: of one request. Used by the thread that runs the model."""
+    """Recorded decode steps, for the model's thread only. `body`: the model without head. `max_pages`: per request."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class DecodeGraphs:
         self._body = body
         self._sizes = tuple(sorted(sizes))
         self._padding_pages = padding_page, window_padding_page
-        nobody = PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), page_size)
+        empty = PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), page_size)
         self._recordings: dict[int, _Recording] = {}
         for size in reversed(self._sizes):
             fixed = attention.fixed_decode(size, max_pages)
-            fixed.fill(padded(nobody, size, *self._padding_pages))
+            fixed.fill(padded(empty, size, *self._padding_pages))
             token_ids = torch.zeros(1, size, dtype=torch.int64, device=device)
             self._recordings[size] = self._record(record, token_ids, torch.zeros_like(token_ids), fixed)
 
@@ -108,7 +108,7 @@ class DecodeGraphs:
         return _Recording(token_ids, positions, fixed, replay, hidden)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """The body's output [T, hidden_size] for a decode step, until the next `run`; None for any other step."""
+        """Return the body's output [T, hidden_size] of a decode step, valid until the next `run`. None: other step."""
         batch = inputs.batch
         num_requests = len(batch.starts)
         size = bucket_for(num_requests, self._sizes)
@@ -123,7 +123,7 @@ class DecodeGraphs:
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share one pool of memory: they run one after the other."""
+    """Recorder of CUDA graphs that share one memory pool, because they run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _cuda.Stream(device)
@@ -133,12 +133,12 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            # Libraries choose and compile kernels on first use, and attention plans: none of it can be recorded.
+            # On first use libraries choose and compile kernels, and attention plans: none of it can be recorded.
             for _ in range(2):
                 compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do with the device meanwhile is no business of the recording.
+        # Work of other threads on the device must not enter the recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = compute()
         return graph.replay, out

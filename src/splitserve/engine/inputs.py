@@ -1,7 +1,7 @@
-"""A step plan as tensors: the requests' tokens one after the other, with the positions and pages that go with them.
+"""A step plan as tensors: the requests' tokens one after the other, with their positions and pages.
 
-Reads the page table, which the scheduler owns, only here and only once a step: a later change of a row does not reach a
-step that is prepared or under way. Tokens that the step before is still to draw are filled in when it has.
+Reads the page table, which the scheduler owns, only here and only once per step: a later change of a row does not
+affect a prepared or running step. Tokens that the step before is still to sample are filled in later.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from splitserve.core.batch import LAST_DRAWN, RequestStep, StepPlan
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import IntArray, PagedBatch
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError
 
 PageTable = npt.NDArray[np.int32]
 # Page -> page of the windowed layers' own pool (`cache/window_pages.py`).
@@ -24,21 +24,22 @@ WindowTable = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one forward pass is fed."""
+    """Input of one forward pass."""
 
     # [1, T], on the device.
     token_ids: torch.Tensor
     positions: torch.Tensor
-    # Where the tokens lie in the pool.
+    # Location of the tokens in the pool.
     batch: PagedBatch
     # Request i's tokens are [offsets[i], offsets[i + 1]) of the step.
     offsets: IntArray
-    # Rows of the page table whose last tokens go to `places` of the step, [n] each, on the device; None: none do.
+    # Rows of the page table with last tokens that go to `places` of the step, [n] each, on the device; None: no such
+    # row.
     drawn_rows: torch.Tensor | None = None
     places: torch.Tensor | None = None
 
     def fill_in(self, drawn: torch.Tensor) -> None:
-        """Put last tokens where they are wanted; `drawn` has that of every row of the page table."""
+        """Fill in the last sampled tokens. `drawn`: last token of every row of the page table."""
         if self.drawn_rows is not None:
             self.token_ids[0, self.places] = drawn[self.drawn_rows]
 
@@ -53,7 +54,7 @@ def build_inputs(
 ) -> StepInputs:
     """Flatten a plan of at least one request.
 
-    Raises EngineError where a request has no tokens, one that the model does not know, or too few pages.
+    Raises EngineError if a request has no tokens, a token outside the vocabulary, or too few pages.
     """
     pages = tuple(_pages_of(r, page_table, page_size) for r in plan.requests)
     batch = PagedBatch(

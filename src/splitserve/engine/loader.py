@@ -1,10 +1,10 @@
-"""Loading a model: from a config to weights on a device, with our attention in every layer.
+"""Loading a model: from a config to weights on a device, with Splitserve's attention in every layer.
 
-1. `sources.resolve_model` turns the name into a local folder.
-2. The model class of transformers is filled from safetensors, in eval mode, on the device, in the dtype asked for.
-3. `probe` proves that it can be served and tells its KV shapes.
+1. `sources.resolve_model` resolves the name to a local folder.
+2. The model class of transformers is filled from safetensors, in eval mode, on the device, in the requested dtype.
+3. `probe` proves that it can be served and returns its KV shapes.
 
-A LoadedModel is never changed afterwards. Nothing here knows of pools, requests or steps.
+A LoadedModel is never changed afterwards. Pools, requests and steps are not known here.
 """
 
 from __future__ import annotations
@@ -21,67 +21,68 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from splitserve.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
+from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.core.cpus import parse_cpus
+from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
 from splitserve.engine.attention import bridge
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.mla import use_latents
-from splitserve.engine.moe import choose_experts
 from splitserve.engine.native.layers import use_kernels
-from splitserve.engine.native.library import Library, find_library, has_fast_bfloat16
+from splitserve.engine.native.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.native.weights import Kind
-from splitserve.engine.parallel.body import Body, WholeBody
-from splitserve.engine.parallel.load import Share, load_share
+from splitserve.engine.parallel.body import ModelBody, WholeBody
+from splitserve.engine.parallel.load import ModelShare, load_share
 from splitserve.engine.parallel.probe import probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe
 from splitserve.engine.sources import has_experts, resolve_model
-from splitserve.errors import ConfigError, ModelLoadError, SplitserveError, clause
 
 logger = logging.getLogger(__name__)
 
-# RoPE variants whose angles depend on the longest sequence of a batch once it outgrows the original context.
+# Torch's kernel for grouped experts needs rows of a multiple of this number of bytes.
+_EXPERT_ROW_BYTES = 16
+# RoPE variants with angles that depend on the longest sequence of a batch once it outgrows the original context.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-# Of the time to load, what ranks wait for each other: before the front end gives up, they say who is missing.
+# Fraction of the load timeout that ranks wait for each other, so that they report a missing rank before it expires.
 _RANKS_FIRST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what the rest of the worker must know of it."""
+    """A model ready to run, with the properties that the rest of the worker needs."""
 
     # The causal LM of transformers.
     model: Any
-    # As the user named it, and where its files are.
+    # Name given by the user, and the folder of its files.
     name: str
     folder: Path
     device: torch.device
     dtype: torch.dtype
     dtype_name: str
-    # Tokens a request may have at most.
+    # Maximum number of tokens of a request.
     context_length: int
     vocab_size: int
-    # Tokens that end an answer; empty where the model has none.
+    # Tokens that end an output; empty if the model has none.
     eos_token_ids: frozenset[int]
-    # Layer i's KV shape.
+    # KV shape of each layer.
     layers: tuple[LayerShape, ...]
     num_parameters: int
-    # Our own, which layers of the model use; None: torch's do all.
-    kernels: Library | None
+    # The native kernels used by layers of the model; None: torch computes all layers.
+    kernels: KernelLibrary | None
     # Equal on two workers only if they serve the same weights, config and tokenizer.
     fingerprint: str
     # Wall time of the load, download included.
     load_seconds: float
-    # Where several ranks compute the model: this one's. Then `layers` and the model's weights are this rank's alone.
-    share: Share | None = None
+    # This rank's share if several ranks compute the model. Then `layers` and the weights are this rank's only.
+    share: ModelShare | None = None
 
-    def body(self) -> Body:
-        """Its layers, as one call."""
+    def body(self) -> ModelBody:
+        """Return its layers as one callable."""
         return WholeBody(self.model) if self.share is None else self.share.body(self.model, self.dtype)
 
 
 def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Sequence[int] = ()) -> LoadedModel:
-    """Load a model, or the part of it that this one of several `ranks` computes (`pp_layers`: layers of each stage).
+    """Load a model, or the part of it that this rank of `ranks` computes (`pp_layers`: layers of each stage).
 
     Raises ModelLoadError or ConfigError, each with the remedy.
     """
@@ -128,10 +129,10 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        # With its number, where the name has none.
+        # Adds the device's number if the name has none.
         device = torch.empty(0, device=name).device
         if device.type == "cuda":
-            # What libraries allocate and launch in this thread is for this device, too.
+            # Libraries in this thread then allocate and launch on this device, too.
             torch.cuda.set_device(device)
     except Exception as error:
         raise ConfigError(f"Device {name!r} cannot be used: {clause(error)}. Use auto, cpu, cuda or cuda:N.") from error
@@ -139,7 +140,7 @@ def _device(name: str) -> torch.device:
 
 
 def _set_affinity(cpus: str | None) -> None:
-    """Before any thread of torch's pools exists: they inherit it."""
+    """Set the CPU affinity. Call before torch starts its thread pools, which inherit it."""
     if cpus is None:
         return
     try:
@@ -173,7 +174,7 @@ def _read_config(folder: Path, name: str) -> Any:
 
 
 def _context_length(checkpoint: Any, config: ModelConfig) -> int:
-    """The context asked for, or the model's. Raises ConfigError where the model's positions do not reach so far."""
+    """Return the configured context, or the model's. Raises ConfigError if it exceeds the model's positions."""
     made_for = getattr(checkpoint, "max_position_embeddings", None)
     if config.context_length is None and made_for is None:
         raise ConfigError(f"Model {config.model} does not say how long a context it takes: set context_length.")
@@ -192,7 +193,7 @@ def _context_length(checkpoint: Any, config: ModelConfig) -> int:
 
 
 def _rope_parameters(checkpoint: Any) -> Iterator[dict[str, Any]]:
-    """The RoPE settings, one for all layers or one for each type of layer."""
+    """Return the RoPE settings, one for all layers or one per type of layer."""
     found = getattr(checkpoint, "rope_parameters", None) or {}
     if "rope_type" in found:
         yield found
@@ -213,14 +214,15 @@ def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_
 
 
 def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
-    """Return bfloat16 if quantization needs it, or if the checkpoint has it and our kernels compute it; else float32.
+    """Return bfloat16 if quantization needs it, or if checkpoint and native kernels have it; else float32.
 
-    Without our kernels, torch computes bfloat16 several times slower than float32 on CPUs without instructions for it.
+    Without these kernels, torch computes bfloat16 several times slower than float32 on CPUs without instructions for
+    it.
     """
     if config.quantization is not None:
         return "bfloat16"
     has_kernels = config.kernels == "auto" and num_ranks == 1 and find_library() is not None
-    # Experts are computed by torch.
+    # Torch computes experts, so a model with experts needs fast bfloat16 in torch, too.
     has_kernels &= has_fast_bfloat16() or not has_experts(checkpoint.get_text_config().to_dict())
     return "bfloat16" if checkpoint_dtype == "bfloat16" and has_kernels else "float32"
 
@@ -251,7 +253,7 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
 
 def _build_share(
     folder: Path, checkpoint: Any, config: ModelConfig, dtype_name: str, ranks: Ranks, pp_layers: Sequence[int]
-) -> tuple[Any, Share]:
+) -> tuple[Any, ModelShare]:
     if config.quantization is not None:
         raise ConfigError(
             f"quantization {config.quantization} is for models on one rank: leave it out, or use one rank."
@@ -283,15 +285,15 @@ def _build_share(
 
 
 def _adapt(model: Any, name: str) -> None:
-    """What is ours in a model of transformers whose weights, or this rank's part of them, are there."""
+    """Adapt a model of transformers after its weights, or this rank's part of them, were loaded."""
     use_latents(model, name)
-    choose_experts(model, name)
+    _choose_experts(model, name)
 
 
 def _use_kernels(
     model: Any, layers: tuple[LayerShape, ...], config: ModelConfig, device: torch.device, dtype_name: str
-) -> Library | None:
-    """Raises ConfigError for what cannot be had here."""
+) -> KernelLibrary | None:
+    """Install the native kernels if they support the model. Raises ConfigError if an option needs a missing kernel."""
     if config.kernels not in KERNELS:
         raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
     if config.quantization not in (None, *QUANTIZATIONS):
@@ -314,3 +316,27 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
         if found is not None:
             return frozenset([found] if isinstance(found, int) else found)
     return frozenset()
+
+
+def _choose_experts(model: Any, name: str) -> None:
+    """Compute the experts of `model` one after the other if transformers' default cannot.
+
+    The default (`grouped_mm`) sorts tokens by expert and multiplies all in one call. It reads no number back from the
+    device, so decode steps can be recorded as CUDA graphs.
+    """
+    rows = {row for module in model.modules() for row in _expert_row_sizes(module) if row % _EXPERT_ROW_BYTES}
+    if rows and model.config.get_text_config()._experts_implementation == "grouped_mm":
+        logger.warning(
+            "the experts of %s are computed one after the other: rows of %s bytes are not multiples of %d",
+            name,
+            ", ".join(map(str, sorted(rows))),
+            _EXPERT_ROW_BYTES,
+        )
+        model.set_experts_implementation("eager")
+
+
+def _expert_row_sizes(module: torch.nn.Module) -> list[int]:
+    """Return the bytes of a row of each weight if `module` holds the experts of a layer. Otherwise: none."""
+    if not hasattr(module, "_is_expert_parallel"):
+        return []
+    return [weight.shape[-1] * weight.element_size() for weight in module.parameters(recurse=False) if weight.ndim == 3]

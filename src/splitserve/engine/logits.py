@@ -1,7 +1,7 @@
-"""What a request's parameters do to its logits before a token is drawn: bias, penalties, the min-tokens mask.
+"""Changes of logits before sampling, by request parameters: bias, penalties, the min-tokens mask.
 
-Each touches few tokens of few rows. The host collects them as (row, token, amount) triples over the whole batch, and
-the device applies each kind in one operation. A batch that asks for none of it is returned as it came.
+Each changes few tokens of few rows. The host collects them as (row, token, amount) triples over the whole batch, and
+the device applies each kind in one operation. A batch without any of them is returned unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitserve.engine.upload import to_device
 
 
 class _Entries:
-    """(row, token, amount) triples."""
+    """A list of (row, token, amount) triples."""
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
@@ -29,7 +29,7 @@ class _Entries:
         self._amounts.append(np.broadcast_to(np.asarray(amounts, dtype=np.float32), len(tokens)))
 
     def apply(self, logits: torch.Tensor, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """logits with change(value, amount) in place of each value named. No (row, token) may occur twice."""
+        """Return logits with change(value, amount) in place of each listed value. No (row, token) may occur twice."""
         if not self._rows:
             return logits
         rows, tokens, amounts = (
@@ -39,7 +39,7 @@ class _Entries:
 
 
 def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]) -> torch.Tensor:
-    """Logits [n, vocab_size] as `specs[i]` wants row i, in the order SamplingParams gives. The input is left alone."""
+    """Return a copy of logits [n, vocab_size] with `specs[i]` applied to row i, in the order of SamplingParams."""
     bias, repetition, occurrence, masked = _Entries(), _Entries(), _Entries(), _Entries()
     for row, spec in enumerate(specs):
         p = spec.params
@@ -50,7 +50,7 @@ def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: fro
         if (p.frequency_penalty or p.presence_penalty) and spec.output_ids:
             tokens, counts = np.unique(spec.output_ids, return_counts=True)
             occurrence.add(row, tokens, counts * p.frequency_penalty + p.presence_penalty)
-        # With a grammar the bitmask sees to that (bitmask.py), since a complete grammar must be able to end.
+        # With a grammar the bitmask does this (bitmask.py), because a complete grammar must be able to end.
         if spec.num_output_tokens < p.min_new_tokens and spec.grammar is None:
             ending = set(p.stop_token_ids) | (set() if p.ignore_eos else eos_token_ids)
             masked.add(row, np.array(sorted(ending)), 0.0)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import SampleSpec, TokenLogprob
+from splitserve.core.errors import EngineError
 from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError
 
 
 def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """The logprob of token_ids[i] in row i of raw logits [n, vocab_size], with that row's num_top[i] best tokens.
+    """Return the logprob of token_ids[i] in row i of raw logits [n, vocab_size], with the row's num_top[i] best.
 
     Raises EngineError on NaN.
     """
@@ -36,7 +36,7 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 
 
 def score_drawn(logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]) -> list[TokenLogprob | None]:
-    """The logprob of each row's token; None where not asked for, or where there is no token."""
+    """Return the logprob of each row's token; None if not requested, or if there is no token."""
     asked = [i for i, spec in enumerate(specs) if spec.return_logprob and tokens[i] != NO_TOKEN]
     found: list[TokenLogprob | None] = [None] * len(specs)
     if asked:

@@ -1,16 +1,16 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): a token leaves one short row, all heads' source of keys and values.
+"""Multi-head latent attention (DeepSeek-V2, 2024): a token stores one short row, the source of all keys and values.
 
 The row is the latent (kv_lora_rank elements) and, behind it, a key part with positions that all heads share. A head's
-key is W_UK latent beside that part, its value W_UV latent; transformers' classes compute both for every token that is
-attended to (`expand_kv`). Here they never do:
+key is W_UK latent beside that part, its value W_UV latent. Transformers' classes compute both for every token that is
+attended to (`expand_kv`). Here neither is computed:
 
-1. `use_latents` puts an UpProjection in the place of `kv_b_proj`, and an `expand_kv` that hands on the rows as they
-   are: the keys of one head, whose values are their first elements. Queries, positions and norms stay transformers'.
-2. The attention function (`attention/bridge.py`) takes each query to the rows: q (W_UK c) = (W_UK' q) c (`absorb`).
+1. `use_latents` replaces `kv_b_proj` by an UpProjection, and `expand_kv` by a function that returns the rows as they
+   are: the keys of one head, with the values as their first elements. Queries, positions and norms stay transformers'.
+2. The attention function (`attention/bridge.py`) projects each query to the rows: q (W_UK c) = (W_UK' q) c (`absorb`).
 3. Attention over the rows gives each head a weighted latent, and `expand` makes that the head's output by W_UV.
 
-A rank of a tensor parallel group has some of the heads' W_UK and W_UV and all of the row, so how many heads there are
-is what the weights say, not the config.
+A rank of a tensor parallel group has some of the heads' W_UK and W_UV and the whole row, so the number of heads comes
+from the weights, not from the config.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-from splitserve.errors import ModelLoadError
+from splitserve.core.errors import ModelLoadError
 
 _CHECKED_TOKENS = 3
-# Largest difference from the model's own way, as a share of its largest number: roundings to the dtype.
+# Largest difference from the model's own computation, relative to its largest number: roundings to the dtype.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 class UpProjection(torch.nn.Module):
-    """`kv_b_proj`, cut by heads: from a latent to each head's key (without positions) and value."""
+    """`kv_b_proj`, sharded by heads: from a latent to each head's key (without positions) and value."""
 
     def __init__(self, weight: torch.Tensor, key_size: int, value_size: int) -> None:
-        """`weight`: [num_heads x (key_size + value_size), rank], shared with whoever has it."""
+        """`weight`: [num_heads x (key_size + value_size), rank]; its memory is shared with its other owners."""
         super().__init__()
         self.key_size = key_size
         self.value_size = value_size
@@ -46,28 +46,28 @@ class UpProjection(torch.nn.Module):
         return self.weight.view(-1, self.key_size + self.value_size, self.rank)
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries as the rows want them: [T, num_heads, key_size + rope] becomes [T, num_heads, rank + rope]."""
+        """Project queries to the rows: [T, num_heads, key_size + rope] becomes [T, num_heads, rank + rope]."""
         plain, rope = query[..., : self.key_size], query[..., self.key_size :]
         found = torch.bmm(plain.transpose(0, 1), self.by_head[:, : self.key_size])
         return torch.cat((found.transpose(0, 1), rope), dim=-1)
 
     def expand(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The heads' outputs of their weighted latents: [T, num_heads, rank] becomes [T, num_heads, value_size]."""
+        """Return the heads' outputs of weighted latents: [T, num_heads, rank] becomes [T, num_heads, value_size]."""
         up = self.by_head[:, self.key_size :].transpose(1, 2)
         return torch.bmm(mixed.transpose(0, 1), up).transpose(0, 1)
 
 
 def up_projection(module: torch.nn.Module) -> UpProjection | None:
-    """That of an attention module with latents; None where it has none."""
+    """Return the UpProjection of an attention module with latents; None if it has none."""
     found = module._modules.get("kv_b_proj")
     return found if isinstance(found, UpProjection) else None
 
 
 def use_latents(model: torch.nn.Module, name: str) -> int:
-    """Have every layer with latent attention keep latents; returns how many there are.
+    """Have every layer with latent attention store latents; return the number of such layers.
 
-    Raises ModelLoadError, naming model `name`, where a layer's own `expand_kv` computes something else than this module
-    knows.
+    Raises ModelLoadError, naming model `name`, if a layer's own `expand_kv` has another result than this module
+    expects.
     """
     count = 0
     for path, module in model.named_modules():
@@ -79,7 +79,7 @@ def use_latents(model: torch.nn.Module, name: str) -> int:
 
 
 def has_latents(module: Any) -> bool:
-    """Whether it is an attention that makes keys and values of latents."""
+    """Return whether it is an attention module that computes keys and values from latents."""
     return hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), torch.nn.Module)
 
 
@@ -90,18 +90,18 @@ def _replace(module: Any, place: str) -> None:
     up = UpProjection(linear.weight, module.qk_nope_head_dim, module.v_head_dim)
     _check(module, up, place)
     module.kv_b_proj = up
-    # Of this object, in front of its class's.
+    # Set on this object, where it hides the method of the class.
     module.expand_kv = _hand_on
 
 
 def _hand_on(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In `expand_kv`'s place. latent [1, 1, T, rank], rope [1, 1, T, rope_size]; the rows, and their latents."""
+    """Return the rows and their latents, in place of `expand_kv`. latent [1, 1, T, rank], rope [1, 1, T, rope_size]."""
     rows = torch.cat((latent, rope), dim=-1)
     return rows, rows[..., : latent.shape[-1]]
 
 
 def _check(module: Any, up: UpProjection, place: str) -> None:
-    """Scores and values by our way against the model's own, with its weights. Raises ModelLoadError."""
+    """Compare scores and values with the model's own computation, with its weights. Raises ModelLoadError."""
     rope_size, num_heads = module.qk_rope_head_dim, len(up.by_head)
     latent, rope = _random(up, 1, 1, _CHECKED_TOKENS, up.rank), _random(up, 1, 1, _CHECKED_TOKENS, rope_size)
     query = _random(up, 1, num_heads, up.key_size + rope_size)
@@ -121,6 +121,6 @@ def _check(module: Any, up: UpProjection, place: str) -> None:
 
 
 def _random(like: UpProjection, *shape: int) -> torch.Tensor:
-    """The same numbers each time."""
+    """Return random numbers, the same each time."""
     numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     return numbers.to(dtype=like.weight.dtype, device=like.weight.device)

@@ -1,15 +1,15 @@
-"""The paged KV pool: the memory that keys and values live in, laid out as `core/layout.py` says.
+"""The paged KV pool: the memory of keys and values, in the layout of `core/layout.py`.
 
-1. `num_pages_for` decides how many pages the device affords, `layout_for` writes that down as plain data.
-2. `KVPool` takes the memory, in one piece, and cuts it into components: the keys of layer 0, its values, and so on.
+1. `num_pages_for` computes how many pages fit the device, `layout_for` returns the layout as plain data.
+2. `KVPool` allocates the memory in one piece and splits it into components: the keys of layer 0, its values, and so on.
 3. Attention reads and writes it as tensors [num_pages, page_size, num_kv_heads, head_dim]; transports as raw regions.
    A layer with latent attention has one such tensor, of one head, instead of two.
-4. `save` copies pages to the host's memory for a request that gives way, `restore` back into other pages.
+4. `save` copies pages to host memory for a retracted request, `restore` copies them back into other pages.
 
-A draft model's layers are further components of the same pages: whatever moves a page moves its KV too.
-Where layers with windows have window pages (`cache/window_pages.py`), the copy of a page has its window page with it.
+A draft model's layers are further components of the same pages: a copy or transfer of a page includes its KV. If layers
+with windows have window pages (`cache/window_pages.py`), the copy of a page includes its window page.
 
-The pool does not know which page belongs to whom. Memory nobody wrote to reads as zero, and on a CPU it costs nothing.
+The pool does not know which request owns a page. Unwritten memory reads as zero, and on a CPU it costs nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.config import CacheConfig
 from splitserve.core.arena import Arena
+from splitserve.core.config import CacheConfig
+from splitserve.core.errors import ConfigError
 from splitserve.core.layout import DRAFT_PREFIX, LATENT, KVComponent, KVLayout, Region
 from splitserve.engine.probe import LayerShape
-from splitserve.errors import ConfigError
 
 # Components start at multiples of this many bytes: a page of the operating system, so that they can be registered.
 _ALIGNMENT = 4096
-# Of free memory, where nobody says. A machine's memory is others' too; on a GPU the rest is for a step's tensors.
+# Default fraction of free memory. Other processes use a machine's memory, too; on a GPU the rest is for step tensors.
 _MEM_FRACTIONS = {"cpu": 0.15, "cuda": 0.85}
 
 
 def layout_for(
     layers: Sequence[LayerShape], dtype: str, *, page_size: int, num_pages: int, draft: Sequence[LayerShape] = ()
 ) -> KVLayout:
-    """The layout of a pool that holds all of `layers` on this rank, components in the order k0, v0, k1, v1, ...
+    """Return the layout of a pool for all of `layers` on this rank, components in the order k0, v0, k1, v1, ...
 
-    After them the layers of a draft model.
+    The layers of a draft model follow them.
     """
     components = _components(layers, dtype) + _components(draft, dtype, DRAFT_PREFIX)
     return KVLayout(page_size=page_size, num_pages=num_pages, components=tuple(components))
@@ -67,7 +67,7 @@ def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> l
 
 
 def _tensors(shape: LayerShape) -> list[tuple[str, int]]:
-    """Names of what a layer keeps, and elements of a row."""
+    """Return the names of a layer's tensors, and the elements of a row of each."""
     return [(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)]
 
 
@@ -77,10 +77,10 @@ def num_pages_for(
     device: torch.device,
     num_window_pages: Callable[[int], int] = lambda num_pages: 0,
 ) -> int:
-    """Pages the pool gets: `max_total_tokens` rounded up, or what `mem_fraction` of the free memory holds.
+    """Return the pool's number of pages: `max_total_tokens` rounded up, or what `mem_fraction` of free memory holds.
 
-    `one_page` is a layout of the pool's shape; its numbers of pages do not matter. `num_window_pages`: beside so many
-    pages; 0: layers with windows have as many as others. Raises ConfigError where none fits.
+    `one_page` is a layout of the pool's shape; its numbers of pages do not matter. `num_window_pages` maps a number of
+    pages to that of window pages; 0: layers with windows have as many as others. Raises ConfigError if no page fits.
     """
     if cache.max_total_tokens is not None:
         if cache.max_total_tokens < 1:
@@ -101,7 +101,7 @@ def num_pages_for(
 
 
 def most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[int], int]) -> int:
-    """The largest number of pages that fits, with the window pages beside it."""
+    """Return the largest number of pages that fits, with the window pages beside them."""
     windowed = one_page.bytes_per_window_page
     full = one_page.bytes_per_page - windowed
     if not windowed and full:
@@ -110,7 +110,7 @@ def most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[i
     def fits(num_pages: int) -> bool:
         return num_pages * full + (num_window_pages(num_pages) or num_pages) * windowed <= num_bytes
 
-    # It fits, and where there are full layers here one more than the other does not; else other ranks set the bound.
+    # `low` fits. With full layers on this rank, one page more than `high` does not; without, other ranks set the bound.
     low, high = num_bytes // one_page.bytes_per_page, num_bytes // full if full else 1 << 31
     while low < high:
         middle = (low + high + 1) // 2
@@ -119,9 +119,9 @@ def most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[i
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes free on the device, now."""
+    """Return the bytes free on the device now."""
     if device.type == "cuda":
-        # What torch keeps for later tensors counts as taken: loading has left some.
+        # Memory that torch caches for later tensors counts as taken, and loading has left some.
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
@@ -129,17 +129,17 @@ def _free_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagesCopy:
-    """Pages in the host's memory: [number of pages, page_size, heads, head_dim] of each component, in their order."""
+    """Copy of pages in host memory: [number of pages, page_size, heads, head_dim] of each component, in their order."""
 
     parts: list[torch.Tensor]
-    # Of components with window pages: those that pages had, by the pages' places.
+    # The copied window pages of components with windows, and the index of the page that each belongs to.
     window_parts: list[torch.Tensor]
     window_places: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class DraftKV:
-    """PagedKV of a draft model. Memory and page numbers are the pool's."""
+    """PagedKV of a draft model. Memory and page numbers belong to the pool."""
 
     device: torch.device
     components: tuple[KVComponent, ...]
@@ -149,14 +149,14 @@ class DraftKV:
 
 
 class KVPool:
-    """The memory of one rank's KV cache; PagedKV of the model that is served.
+    """The memory of one rank's KV cache; PagedKV of the served model.
 
-    `keys[layer]` and `values[layer]`, or `latents[layer]`, are [num_pages, page_size, num_kv_heads, head_dim]. Whoever
-    uses `regions()` must be done with them before `close`. `shareable` memory can be mapped by other processes of this
-    host; raises ConfigError where the device has none, and where the system refuses the memory. With `shared` the
-    memory is that of a pool of several workers, and so are the page numbers. `has_padding_page`: the tensors hold one
-    page more, number `layout.num_pages`, which is nobody's: what a step computes for no request goes there. Regions end
-    before it. Not `is_whole`: other ranks have the rest of each page.
+    `keys[layer]` and `values[layer]`, or `latents[layer]`, are [num_pages, page_size, num_kv_heads, head_dim]. Users of
+    `regions()` must be done with them before `close`. `shareable` memory can be mapped by other processes of this host;
+    raises ConfigError if the device has no such memory, or if the system refuses it. With `shared` the memory and the
+    page numbers are those of a pool of several workers. `has_padding_page`: the tensors hold one more page, number
+    `layout.num_pages`, that no request owns: padding rows of a step write there. Regions end before it. Not `is_whole`:
+    other ranks hold the rest of each page.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class KVPool:
         self._is_whole = is_whole
         self.padding_page = layout.num_pages if has_padding_page else None
         self.window_padding_page = layout.num_window_pages if has_padding_page and layout.num_window_pages > 0 else None
-        # Page -> window page, or -1; the scheduler's, where there are window pages.
+        # Page -> window page, or -1; owned by the scheduler. None: no window pages.
         self.window_table: npt.NDArray[np.int32] | None = None
         self.device = device
         self.keys: dict[int, torch.Tensor] = {}
@@ -181,10 +181,10 @@ class KVPool:
         self.latents: dict[int, torch.Tensor] = {}
         drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
         self.components = layout.components[: len(layout.components) - len(drafts)]
-        # Without layers where there is no draft model.
+        # Without a draft model, it has no layers.
         self.draft_token_to_kv_pool = DraftKV(device, drafts)
         self._regions: list[Region] = []
-        # Memory of the CPU; a device's is the tensors' alone.
+        # Memory of the CPU; None on a device, where the tensors own it.
         num_window_pages = layout.num_window_pages + (self.window_padding_page is not None)
         held = replace(layout, num_pages=layout.num_pages + has_padding_page, num_window_pages=num_window_pages)
         self._arena = _arena(pool_bytes(held), device, shareable, shared)
@@ -211,7 +211,7 @@ class KVPool:
         return self.layout.bytes_per_page
 
     def bytes_of(self, pages: Sequence[int]) -> int:
-        """What a copy of the pages takes."""
+        """Return the bytes of a copy of the pages."""
         if self.window_table is None:
             return len(pages) * self.bytes_per_page
         num_window_pages = int((self.window_table[list(pages)] >= 0).sum())
@@ -219,9 +219,9 @@ class KVPool:
         return len(pages) * (self.bytes_per_page - windowed) + num_window_pages * windowed
 
     def save(self, pages: Sequence[int]) -> PagesCopy:
-        """A copy of the pages in the host's memory, outside the pool.
+        """Return a copy of the pages in host memory, outside the pool.
 
-        Raises MemoryError where there is no room for it, and where it would be a part of the pages only.
+        Raises MemoryError if there is no room for it, or if this rank holds only a part of each page.
         """
         if not self._is_whole:
             raise MemoryError("other ranks have the rest of these pages")
@@ -249,17 +249,17 @@ class KVPool:
             part.index_copy_(0, window_index, saved[torch.from_numpy(rows)].to(self.device))
 
     def _window_pages(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Of each of the pages, its window page, -1 where it has none."""
+        """Return the window page of each page; -1 if it has none."""
         if self.window_table is None:
             return np.full(len(pages), -1, np.int64)
         return self.window_table[list(pages)].astype(np.int64)
 
     def regions(self) -> tuple[Region, ...]:
-        """Region i is component i of the layout."""
+        """Return the memory regions; region i is component i of the layout."""
         return tuple(self._regions)
 
     def _parts(self, *, windowed: bool) -> list[torch.Tensor]:
-        """The tensors of components in the windowed layers' own pool, or of all others."""
+        """Return the tensors of components in the windowed layers' own pool, or of all others."""
         own = {c.layer for c in self.components if self.layout.has_window_pages(c.window)}
         draft = self.draft_token_to_kv_pool
         sides = (self.keys, self.values, self.latents)
@@ -272,7 +272,7 @@ class KVPool:
         return (self.keys, self.values, self.latents, draft.keys, draft.values, draft.latents)
 
     def close(self) -> None:
-        """Let go of the memory; it returns to the system with the last tensor that looks at it. Idempotent."""
+        """Release the memory; it returns to the system with the last tensor that refers to it. Idempotent."""
         for side in self._sides():
             side.clear()
         self._regions.clear()
@@ -280,7 +280,7 @@ class KVPool:
 
 
 def pool_bytes(layout: KVLayout) -> int:
-    """What a pool of this layout takes."""
+    """Return the bytes of a pool of this layout."""
     return sum(_aligned(size) for size in _sizes(layout))
 
 
@@ -293,7 +293,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _arena(num_bytes: int, device: torch.device, shareable: bool, shared: SharedPages | None) -> Arena | None:
-    """Zeroed memory of the CPU, which the system hands out page by page on first write; None for another device."""
+    """Return zeroed CPU memory, which the system allocates page by page on first write; None on other devices."""
     if device.type != "cpu":
         if shareable or shared:
             raise ConfigError(

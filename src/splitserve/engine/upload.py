@@ -1,7 +1,7 @@
-"""Small arrays of the host on their way to the device that computes: without waiting for it.
+"""Copies of small arrays from the host to the computing device, without waiting for it.
 
-A plain copy from the host waits until a GPU has done everything before it. From page-locked memory it takes its turn
-among the kernels, and the host goes on; torch keeps that memory until the copy is over, and then uses it again.
+A plain copy from the host waits until a GPU has done all work before it. From page-locked memory the copy is queued
+among the kernels, and the host continues. Torch keeps that memory until the copy is done, and then reuses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array as a tensor there. On a CPU it is the array's own memory, where that lies in one piece."""
+    """Return the array as a tensor on the device. On a CPU it shares the array's memory, if that is contiguous."""
     host = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return host.to(device)

@@ -1,4 +1,4 @@
-"""How memory is divided where some of a model's layers have sliding windows and others see everything.
+"""Division of memory if some of a model's layers have sliding windows and others attend to all tokens.
 
 The windowed layers' pool (`cache/window_pages.py`) has a share of the pages that the full layers have, but not more
 than all requests and steps can use. A request of any length takes no more of it than its window and a chunk.
@@ -14,24 +14,24 @@ from splitserve.cache.window_pages import least_window_pages, window_pages_at_mo
 from splitserve.core.layout import KVLayout
 from splitserve.engine.parallel.ranks import Ranks
 
-# Requests of so many tokens fill both pools alike, where nobody says another ratio.
+# Requests of this length fill both pools alike, unless another ratio is configured.
 FORESEEN_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class WindowDemand:
-    """What a worker's scheduler may ask of a windowed layers' own pool."""
+    """The most that a worker's scheduler uses of a windowed layers' own pool."""
 
-    # Its pages for each one of the full layers' pool, at most; 1: there is one pool. None: `FORESEEN_TOKENS` says.
+    # Maximum pages of that pool per page of the full layers' pool. 1: there is one pool. None: from `FORESEEN_TOKENS`.
     full_tokens_ratio: float | None
-    # Tokens of prompts in all steps under way.
+    # Prompt tokens in all steps in flight.
     step_tokens: int
     max_requests: int
-    # Why there is one pool for all layers whatever the ratio says; None: nothing is in the way.
+    # Option that requires one pool for all layers whatever the ratio is; None: no such option.
     obstacle: str | None = None
 
     def num_window_pages(self, num_pages: int, page_size: int, window: int) -> int:
-        """Beside so many pages of the full layers, for layers that see `window` tokens; 0: there is one pool."""
+        """Return the window pages beside `num_pages` of the full layers; 0: one pool. `window`: in tokens."""
         ratio = window / FORESEEN_TOKENS if self.full_tokens_ratio is None else self.full_tokens_ratio
         if ratio >= 1.0:
             return 0
@@ -42,7 +42,7 @@ class WindowDemand:
 
 
 def window_of_some(one_page: KVLayout, ranks: Ranks | None) -> int | None:
-    """The largest window of a model that has layers with and without one, be they on this rank or on others.
+    """Return the largest window of a model that has layers with and without one, on this rank or on others.
 
     None for any other model. Every rank calls it. Raises RanksLostError.
     """

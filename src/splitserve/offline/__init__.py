@@ -1,7 +1,7 @@
 """A model inside a Python program: no HTTP of one's own, no server to start first.
 
-Follow one call through it in this order: `engine` is what the user holds, `requests` checks what it was given,
-`runs` has them under way, `backends` takes each to a scheduler or to a router, `outputs` is what comes back.
+Follow one call: `engine.py` has the user's class, `requests.py` checks the arguments, `runs.py` has the requests in
+flight, `backends.py` sends each to a scheduler or to a router, `outputs.py` has the results.
 """
 
 from splitserve.offline.engine import Engine

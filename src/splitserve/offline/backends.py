@@ -1,6 +1,6 @@
-"""Where an engine's requests go: to a scheduler process of its own, or to the router of a cluster on this machine.
+"""Backends of an offline engine: a scheduler process of its own, or the router of a cluster on this machine.
 
-Both take the body of POST /generate and give native answer objects, so nobody above can tell them apart.
+Both accept the body of POST /generate and return native answer objects, so callers cannot distinguish them.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from splitserve.config import WorkerConfig
-from splitserve.errors import SplitserveError, WorkerUnavailableError
-from splitserve.launch.scheduler_link import Schedulers, open_schedulers
-from splitserve.metrics.worker import WorkerMetrics
+from splitserve.api import validation
+from splitserve.api.schemas import GenerateBody
+from splitserve.api.sse import EventSplitter, event_data
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import WorkerConfig
+from splitserve.core.errors import SplitserveError, WorkerUnavailableError
+from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.offline.outputs import named_error
 from splitserve.router.args import LBArgs
-from splitserve.router.sse import EventSplitter, event_data
-from splitserve.server import validation
 from splitserve.server.answer import AbortedAnswerError
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
 from splitserve.server.native import answer_object, prepare
 from splitserve.server.requests import RequestTable
-from splitserve.server.schemas import GenerateBody
-from splitserve.server.tokenizer import Tokenizer
+from splitserve.worker.scheduler_link import Schedulers, open_schedulers
 
-# Native answer objects of one request: those of a stream hold the whole so far, else there is one.
+# Native answer objects of one request: those of a stream contain all output so far, otherwise there is one.
 Answers = AsyncGenerator[dict[str, Any], None]
 
-# Seconds that the scheduler's last words may be under way after its end.
+# Seconds for which a last message of the scheduler may still arrive after its end.
 _LAST_WORDS_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
-# The router gives a request up first, and says why.
+# Longer than the router's timeout, so that the router reports the reason first.
 _ANSWER_SECONDS = LBArgs().timeout + 30.0
 
 
-class Backend(Protocol):
-    """Used from one event loop. `close` also after an `open` that failed or was cancelled."""
+class EngineBackend(Protocol):
+    """Interface of a backend. Used from one event loop. `close` is also called after a failed or cancelled `open`."""
 
     tokenizer: Tokenizer
 
     async def open(self) -> None:
-        """Raises SplitserveError."""
+        """Open the backend. Raises SplitserveError."""
         ...
 
     def answers(self, body: dict[str, Any]) -> Answers:
-        """Of one prompt. Raises SplitserveError; close the generator to abort."""
+        """Yield the answers to one prompt. Raises SplitserveError; close the generator to abort."""
         ...
 
     async def close(self) -> None: ...
 
 
 class SchedulerBackend:
-    """A front end without HTTP, over a scheduler process of its own."""
+    """Front end without HTTP, with a scheduler process of its own."""
 
     def __init__(self, config: WorkerConfig, folder: Path, tokenizer: Tokenizer, load_timeout: float) -> None:
         self.tokenizer = tokenizer
@@ -103,12 +103,12 @@ class SchedulerBackend:
 
 
 class RouterBackend:
-    """A client of the router at `url`."""
+    """Client of the router at `url`."""
 
     def __init__(self, url: str, tokenizer: Tokenizer, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.tokenizer = tokenizer
         self._url = f"{url}/generate"
-        # No limit on connections: the engine's places are the bound. No proxy stands between us and ourselves.
+        # No limit on connections, as the engine's slots are the limit. No proxy to this machine.
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None),
@@ -117,7 +117,7 @@ class RouterBackend:
         )
 
     async def open(self) -> None:
-        """The router serves already."""
+        """Do nothing: the router already serves."""
 
     async def answers(self, body: dict[str, Any]) -> Answers:
         try:
@@ -158,7 +158,7 @@ def _refusal(content: bytes, status: int) -> SplitserveError:
 
 
 async def _fail_at_end(schedulers: Schedulers) -> None:
-    """When a process ends, everything open ends with that, unless it has said itself what is wrong."""
+    """When a process ends, end all open requests with that error, unless it has reported its own."""
     what = await asyncio.shield(schedulers.ended)
     with suppress(SplitserveError):
         await schedulers.group.ready(_LAST_WORDS_SECONDS)

@@ -1,9 +1,9 @@
-"""Between a caller's thread or event loop and the engine's own loop, which runs in a thread of its own.
+"""Bridge between a caller's thread or event loop and the engine's own loop, which runs in its own thread.
 
 1. `wait` and `wait_async` run a coroutine in the engine's loop while the caller waits. A wait that is interrupted or
    cancelled cancels the coroutine.
-2. A Run is known here from its first wait to its `end`, so that `close` finds and stops it.
-3. After `close` nothing is run any more: waits raise, ends have nothing to do.
+2. A run is registered here from its first wait to its `end`, so that `close` can stop it.
+3. After `close` no coroutine is run: waits raise, and `end` does nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from splitserve.disaggregation.loop_thread import LoopThread
-from splitserve.errors import SplitserveError, WorkerUnavailableError
-from splitserve.offline.backends import Backend
-from splitserve.offline.runs import Run
+from splitserve.core.errors import SplitserveError, WorkerUnavailableError
+from splitserve.offline.backends import EngineBackend
+from splitserve.offline.runs import OfflineRun
+from splitserve.transfer.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -25,13 +25,16 @@ T = TypeVar("T")
 class Bridge:
     def __init__(self) -> None:
         self._loop = LoopThread("splitserve-engine")
-        # Guards the two below: whoever submits finds the loop running.
+        # Guards the two below: a submitter always finds the loop running.
         self._lock = threading.Lock()
         self._closed = False
-        self._runs: set[Run] = set()
+        self._runs: set[OfflineRun] = set()
 
-    def wait(self, work: Coroutine[Any, Any, T], run: Run | None = None) -> T:
-        """Its result. Raises WorkerUnavailableError when closed; interrupted (Ctrl-C), it cancels `work`."""
+    def wait(self, work: Coroutine[Any, Any, T], run: OfflineRun | None = None) -> T:
+        """Run `work` and return its result. An interrupt (Ctrl-C) cancels `work`.
+
+        Raises WorkerUnavailableError when closed.
+        """
         future = self._submit(work, run)
         try:
             return future.result()
@@ -41,20 +44,20 @@ class Bridge:
             future.cancel()
             raise
 
-    async def wait_async(self, work: Coroutine[Any, Any, T], run: Run | None = None) -> T:
-        """`wait` for a coroutine of another loop."""
+    async def wait_async(self, work: Coroutine[Any, Any, T], run: OfflineRun | None = None) -> T:
+        """Run `work` for a coroutine of another loop. Otherwise like `wait`."""
         return await asyncio.wrap_future(self._submit(work, run))
 
-    def end(self, run: Run) -> None:
-        """Abort what is left of it; returns when that is done."""
+    def end(self, run: OfflineRun) -> None:
+        """Abort the rest of a run; return when that is done."""
         if self._forget(run):
             self.wait(run.close())
 
-    async def end_async(self, run: Run) -> None:
+    async def end_async(self, run: OfflineRun) -> None:
         if self._forget(run):
             await self.wait_async(run.close())
 
-    def close(self, backend: Backend) -> None:
+    def close(self, backend: EngineBackend) -> None:
         """Stop every run and the backend, then the loop. Idempotent."""
         with self._lock:
             if self._closed:
@@ -66,7 +69,7 @@ class Bridge:
         finally:
             self._loop.close()
 
-    def _submit(self, work: Coroutine[Any, Any, T], run: Run | None) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T], run: OfflineRun | None) -> Future[T]:
         with self._lock:
             if self._closed:
                 work.close()
@@ -75,14 +78,14 @@ class Bridge:
                 self._runs.add(run)
             return self._loop.submit(work)
 
-    def _forget(self, run: Run) -> bool:
-        """Whether it is still to be ended: after `close` it has been."""
+    def _forget(self, run: OfflineRun) -> bool:
+        """Forget a run. Return whether it still has to be ended; `close` has ended all."""
         with self._lock:
             self._runs.discard(run)
             return not self._closed
 
 
-async def _stop(runs: list[Run], error: SplitserveError, backend: Backend) -> None:
+async def _stop(runs: list[OfflineRun], error: SplitserveError, backend: EngineBackend) -> None:
     for run in runs:
         await run.stop(error)
     await backend.close()

@@ -1,11 +1,13 @@
-"""`Engine`: a model that a Python program holds, asked by calls instead of HTTP.
+"""`Engine`: a model inside a Python program, used by calls instead of HTTP.
 
-The life of an Engine
-1. It starts what serves: one scheduler process, or with `prefill` and `decode` a whole cluster on this machine. The
-   model is loaded when the constructor returns.
-2. Every call is a Run in an event loop that the engine has in a thread of its own; the caller's thread or task waits.
-3. A call that is interrupted (Ctrl-C, a cancelled task, a stream that is closed) aborts what it has under way.
-4. `close`, the end of the `with` block or of the program: what runs is aborted, and no process or thread is left.
+Life cycle of an Engine:
+1. It starts one scheduler process, or with `prefill` and `decode` a whole cluster on this machine. The model is loaded
+   when the constructor returns.
+2. Every call is an OfflineRun in an event loop that the engine runs in its own thread; the caller's thread or task
+   waits.
+3. A call that is interrupted (Ctrl-C, a cancelled task, a closed stream) aborts its requests in flight.
+4. `close`, the end of the `with` block or of the program: running requests are aborted, and no process or thread is
+   left.
 
 Calls may come from any thread and any event loop, several at a time.
 """
@@ -19,34 +21,36 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, overload
 
-from splitserve.cluster.deployment import LocalDeployment
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.errors import ConfigError
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.engine.fit import check_worker_fit
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import ConfigError
-from splitserve.launch.fit import check_worker_fit
-from splitserve.launch.local import LocalCluster, wait_ready
-from splitserve.launch.shape import WorkerShape
-from splitserve.offline.backends import Backend, RouterBackend, SchedulerBackend
+from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
 from splitserve.offline.bridge import Bridge
 from splitserve.offline.options import EngineOptions, worker_args, worker_config
 from splitserve.offline.outputs import Chunk, Output
 from splitserve.offline.progress import console_for, progress_bar
 from splitserve.offline.requests import Prompt, Sampling, is_single, requests_for
-from splitserve.offline.runs import End, Run
-from splitserve.server.tokenizer import Tokenizer
+from splitserve.offline.runs import End, OfflineRun
 
 SamplingArgument = Sampling | Sequence[Sampling]
 
 
 class CallOptions(TypedDict, total=False):
-    # Likeliest tokens to score beside each generated token, 0: only that one. None: no logprobs.
+    # Likeliest tokens to score per generated token; 0: only the generated one. None: no logprobs.
     logprobs: int | None
-    # Seconds for the whole call, after which what is not done fails with DeadlineExceededError. None: none.
+    # Seconds for the whole call; unfinished prompts then fail with DeadlineExceededError. None: no deadline.
     deadline: float | None
 
 
 class Engine:
-    """`prefill`, `decode`: workers of each kind; both 0: one process does both. `transfer_backend` and `hand_over` are
-    between them. `progress`: show loading and batches on standard error, where that is a terminal.
+    """Model that this program can call. `prefill`, `decode`: workers of each kind; both 0: one process for both roles.
+
+    `transfer_backend` and `hand_over`: KV transfer between them. `progress`: show loading and batches on standard
+    error, if that is a terminal.
 
     Raises ConfigError, ModelLoadError, ClusterError.
     """
@@ -77,7 +81,7 @@ class Engine:
             if prefill or decode:
                 cluster = _cluster(model, prefill, decode, transfer_backend, hand_over, options)
                 wait_ready(closing.enter_context(cluster), console, load_timeout)
-                self._backend: Backend = RouterBackend(cluster.router_url, tokenizer)
+                self._backend: EngineBackend = RouterBackend(cluster.router_url, tokenizer)
             else:
                 self._backend = SchedulerBackend(config, folder, tokenizer, load_timeout)
             self._bridge = Bridge()
@@ -87,7 +91,7 @@ class Engine:
             self._closing = closing.pop_all()
         atexit.register(self.close)
 
-    # A text is a sequence of texts, too: the first overload is meant for it.
+    # A text is also a sequence of texts; the first overload is meant for it.
     @overload
     def generate(  # type: ignore[overload-overlap]
         self, prompts: Prompt, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
@@ -104,9 +108,10 @@ class Engine:
         sampling_params: SamplingArgument = None,
         **call: Unpack[CallOptions],
     ) -> Output | list[Output]:
-        """One prompt's answer, or those of a list in its order. `sampling_params`: for all, or one a prompt.
+        """Return one prompt's output, or those of a list in its order. `sampling_params`: for all, or one per prompt.
 
-        One prompt's failure is raised as it is; BatchError, when all of a list have ended and some failed.
+        The failure of a single prompt is raised unchanged. For a list, BatchError is raised when all have ended and
+        some failed.
         """
         with progress_bar(_num_prompts(prompts), progress=self._progress) as on_end:
             run = self._run(prompts, sampling_params, call, on_end=on_end)
@@ -132,7 +137,7 @@ class Engine:
         sampling_params: SamplingArgument = None,
         **call: Unpack[CallOptions],
     ) -> Output | list[Output]:
-        """`generate` for a coroutine. Cancelling it aborts what it asked for."""
+        """Run `generate` in a coroutine. Cancelling it aborts its requests."""
         with progress_bar(_num_prompts(prompts), progress=self._progress) as on_end:
             run = self._run(prompts, sampling_params, call, on_end=on_end)
             try:
@@ -147,9 +152,10 @@ class Engine:
         sampling_params: SamplingArgument = None,
         **call: Unpack[CallOptions],
     ) -> Generator[Chunk, None, None]:
-        """Answers as they grow; those of a list as they come, told apart by `index`. Errors as of `generate`.
+        """Yield increments of the outputs. Errors as for `generate`.
 
-        Nothing is asked before the first chunk is. Closing the generator, or dropping it, aborts the rest.
+        Increments of a list come in order of arrival, with their `index`. Nothing is sent before the first chunk is
+        requested. Closing or dropping the generator aborts the rest.
         """
         return self._chunks(self._run(prompts, sampling_params, call, stream=True))
 
@@ -159,11 +165,11 @@ class Engine:
         sampling_params: SamplingArgument = None,
         **call: Unpack[CallOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """`stream` for a coroutine. Left early, it aborts the rest when it is closed: see contextlib.aclosing."""
+        """Run `stream` in a coroutine. If left early, closing it aborts the rest: see contextlib.aclosing."""
         return self._achunks(self._run(prompts, sampling_params, call, stream=True))
 
     def close(self) -> None:
-        """Abort what runs, which fails with WorkerUnavailableError; end every process and thread. Idempotent."""
+        """Abort running requests, which fail with WorkerUnavailableError; end every process and thread. Idempotent."""
         atexit.unregister(self.close)
         self._closing.close()
 
@@ -183,8 +189,8 @@ class Engine:
         *,
         stream: bool = False,
         on_end: Callable[[End], None] = lambda _: None,
-    ) -> Run:
-        return Run(
+    ) -> OfflineRun:
+        return OfflineRun(
             requests_for(prompts, sampling, call.get("logprobs")),
             self._backend,
             self._places,
@@ -195,14 +201,14 @@ class Engine:
             on_end=on_end,
         )
 
-    def _chunks(self, run: Run) -> Generator[Chunk, None, None]:
+    def _chunks(self, run: OfflineRun) -> Generator[Chunk, None, None]:
         try:
             while (chunk := self._bridge.wait(run.next(), run)) is not None:
                 yield chunk
         finally:
             self._bridge.end(run)
 
-    async def _achunks(self, run: Run) -> AsyncGenerator[Chunk, None]:
+    async def _achunks(self, run: OfflineRun) -> AsyncGenerator[Chunk, None]:
         try:
             while (chunk := await self._bridge.wait_async(run.next(), run)) is not None:
                 yield chunk

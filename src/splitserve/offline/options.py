@@ -1,4 +1,4 @@
-"""How an engine's workers are set up: the options of `splitserve serve` that make sense inside a program."""
+"""Options of an engine's workers: those of `splitserve serve` that are useful inside a program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from splitserve.config import (
+from splitserve.core.config import (
     CacheConfig,
     DisaggregationConfig,
     ModelConfig,
@@ -16,18 +16,18 @@ from splitserve.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker
+from splitserve.core.errors import ConfigError
+from splitserve.worker.checks import check_worker
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 
-# The option that says what `overlap_schedule` in the config does not.
+# Option that negates `overlap_schedule` of the config.
 _NORMAL_LOOP = "disable_overlap_schedule"
 
 
 class EngineOptions(TypedDict, total=False):
-    """Each is the option of `splitserve serve` of that name, for every worker of the engine."""
+    """Options of `splitserve serve` by name, for every worker of the engine."""
 
     dtype: str
     device: str
@@ -54,15 +54,15 @@ class EngineOptions(TypedDict, total=False):
     speculative_ngram_max_match: int
     speculative_draft_model: str
     disable_overlap_schedule: bool
-    # Ranks that share each matrix of each worker's model, stages that share its layers.
+    # Ranks that share each matrix of a worker's model; stages that share its layers.
     tp_size: int
     pp_size: int
-    # Schedulers behind each worker's front end.
+    # Schedulers per worker.
     dp_size: int
 
 
 def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
-    """Of a worker in the null role. Raises ConfigError naming the option at fault."""
+    """Return the config of a worker in the null role. Raises ConfigError that names the invalid option."""
     unknown = options.keys() - EngineOptions.__annotations__.keys()
     if unknown:
         known = ", ".join(EngineOptions.__annotations__)
@@ -82,7 +82,7 @@ def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any])
 
 
 def worker_args(options: Mapping[str, Any]) -> list[str]:
-    """The same for the command line of a worker."""
+    """Return the same options for the command line of a worker."""
     flags = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not False}
     return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
 

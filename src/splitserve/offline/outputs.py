@@ -1,4 +1,4 @@
-"""What a call gives back, read from the native answers that a front end and a router both give; and its errors."""
+"""Outputs of a call, parsed from the native answers of a front end or a router, and its errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from splitserve.core.batch import TokenLogprob
-from splitserve.errors import (
+from splitserve.core.errors import (
     CapacityError,
     DeadlineExceededError,
     EngineError,
@@ -19,7 +19,7 @@ from splitserve.errors import (
     WorkerUnavailableError,
 )
 
-# Failures that a BatchError's message tells in full.
+# Failures that a BatchError's message contains in full.
 _NUM_TOLD = 5
 _BY_REASON: dict[str, type[SplitserveError]] = {
     kind.reason: kind
@@ -38,22 +38,23 @@ _BY_REASON: dict[str, type[SplitserveError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One prompt's answer."""
+    """Answer to one prompt."""
 
     text: str
     # Generated tokens, the stop token included.
     token_ids: tuple[int, ...]
-    # "stop": the model, a stop string or a complete grammar ended it. "length": max_new_tokens or the context did.
+    # "stop": ended by the model, a stop string or a complete grammar. "length": by max_new_tokens or the context
+    # length.
     finish_reason: str
-    # One a token of `token_ids`; empty unless asked for.
+    # One per token of `token_ids`; empty unless requested.
     logprobs: tuple[TokenLogprob, ...]
     prompt_tokens: int
-    # Of these, tokens whose KV was found in the prefix cache.
+    # Prompt tokens with KV found in the prefix cache.
     cached_tokens: int
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
-        """From a native answer object, finished or so far; so far, `finish_reason` is empty."""
+        """Parse a native answer object, finished or partial. If partial, `finish_reason` is empty."""
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
         return cls(
@@ -68,20 +69,20 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one prompt's answer has grown by."""
+    """Increment of one prompt's answer."""
 
     text: str
     token_ids: tuple[int, ...]
-    # One a token of this chunk; empty unless asked for.
+    # One per token of this chunk; empty unless requested.
     logprobs: tuple[TokenLogprob, ...]
-    # Which of the prompts.
+    # Index of the prompt.
     index: int = 0
-    # With the prompt's last chunk: the whole answer.
+    # Whole answer, with the prompt's last chunk only.
     output: Output | None = None
 
 
 class BatchError(SplitserveError):
-    """Some prompts of a list failed. Raised when all have ended, so nothing of the others is lost."""
+    """Failure of some prompts of a list. Raised when all have ended, so that the other outputs are not lost."""
 
     reason = "batch_failed"
 
@@ -93,21 +94,21 @@ class BatchError(SplitserveError):
             f"{len(errors)} of {len(outputs)} prompts failed ({'; '.join(told)}): "
             "the answers of the others are in this error's `outputs`, every failure in its `errors`"
         )
-        # In the order of the prompts; None for those that failed.
+        # Outputs in the order of the prompts. None: the prompt failed.
         self.outputs = list(outputs)
-        # Index of the prompt -> what ended it.
+        # Index of the prompt -> error that ended it.
         self.errors = dict(errors)
 
 
 def named_error(message: str, reason: str, status: int | None = None, param: str | None = None) -> SplitserveError:
-    """The error of our tree that has this reason code, whichever process it happened in. `status` None: the usual."""
+    """Return the error of our class with this reason code, from any process. `status` None: the class's default."""
     error = _BY_REASON.get(reason, SplitserveError)(message, param=param)
     error.reason, error.http_status = reason, error.http_status if status is None else status
     return error
 
 
 def _logprobs(meta: Mapping[str, Any]) -> tuple[TokenLogprob, ...]:
-    """Entries are [logprob, token id, text]."""
+    """Parse the logprobs. Entries are [logprob, token id, text]."""
     own = meta.get("output_token_logprobs", ())
     tops = meta.get("output_top_logprobs") or [()] * len(own)
     return tuple(

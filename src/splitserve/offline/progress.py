@@ -1,4 +1,4 @@
-"""What a waiting user sees, on standard error and only where that is a terminal."""
+"""Progress display on standard error, only if that is a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from splitserve.errors import SplitserveError
+from splitserve.core.errors import SplitserveError
 from splitserve.offline.outputs import Output
 
 
@@ -20,7 +20,7 @@ def console_for(*, progress: bool) -> Console:
 
 @contextmanager
 def progress_bar(num_prompts: int, *, progress: bool) -> Iterator[Callable[[Output | SplitserveError], None]]:
-    """What is to be called at the end of each prompt, from any thread. One prompt gets no bar."""
+    """Yield the function to call at the end of each prompt, from any thread. A single prompt gets no bar."""
     console = console_for(progress=progress)
     if console.quiet or num_prompts < 2:
         yield lambda _: None

@@ -1,6 +1,6 @@
-"""From what a caller gives to one native request a prompt. What is wrong with the call as a whole is raised here.
+"""Conversion of a call's arguments to one native request per prompt. Errors of the call as a whole are raised here.
 
-What is wrong with one prompt (too long, a temperature out of range) ends that prompt alone, later.
+An error of one prompt (too long, a temperature out of range) ends only that prompt, later.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any, TypeGuard
 
 from pydantic import ConfigDict, field_validator
 
-from splitserve.errors import InvalidRequestError
-from splitserve.server import validation
-from splitserve.server.fanout import draw_rid
-from splitserve.server.schemas import NativeSampling
-from splitserve.server.tokenizer import Tokenizer
+from splitserve.api import validation
+from splitserve.api.fanout import draw_rid
+from splitserve.api.schemas import NativeSampling
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.errors import InvalidRequestError
 
 # A text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class SamplingParams(NativeSampling):
-    """`sampling_params` of the native API, typed; a name it does not know is an error. None: the server's default."""
+    """`sampling_params` of the native API with types; unknown names are errors. None: the server's default."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,11 +43,11 @@ class PromptRequest:
     rid: str
     prompt: Prompt
     sampling: SamplingParams
-    # Likeliest tokens to score beside each token; None: no logprobs.
+    # Likeliest tokens to score per token. None: no logprobs.
     num_top_logprobs: int | None
 
     def body(self, tokenizer: Tokenizer, *, stream: bool) -> dict[str, Any]:
-        """Of POST /generate. Raises InvalidRequestError where the prompt cannot be tokenized."""
+        """Return the body for POST /generate. Raises InvalidRequestError if the prompt cannot be tokenized."""
         return {
             "rid": self.rid,
             "input_ids": _token_ids(self.prompt, tokenizer),
@@ -59,9 +59,9 @@ class PromptRequest:
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
-    """Whether this is one prompt, not a list of prompts. An empty list is a list of none.
+    """Return whether this is one prompt, not a list of prompts. An empty list is a list of no prompts.
 
-    Raises TypeError for what is neither.
+    Raises TypeError for any other type.
     """
     if isinstance(prompts, bytes | Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
         raise TypeError(
@@ -74,7 +74,7 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
 def requests_for(
     prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling], num_top_logprobs: int | None
 ) -> list[PromptRequest]:
-    """One a prompt. `sampling`: for all, or one a prompt. Raises InvalidRequestError."""
+    """Return one request per prompt. `sampling`: for all, or one per prompt. Raises InvalidRequestError."""
     each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
     shared = list(sampling) if isinstance(sampling, Sequence) else sampling
     params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]

@@ -1,13 +1,14 @@
-"""One call's prompts under way, and what has come of them. Lives in the engine's event loop.
+"""Prompts of one call in flight, and their results. Lives in the engine's event loop.
 
-The life of a Run
-1. The first `next` starts runners, which take the prompts in turn. Each prompt waits for one of the engine's places.
-2. Every answer the backend gives is the whole so far, so of a prompt only the latest is kept: a caller that lags behind
-   finds what came meanwhile as one chunk, and no runner waits for it.
-3. A prompt that fails, or is not done by the call's deadline, ends alone; the error is told when all have ended.
-4. `close` or `stop` aborts what still runs.
+Life cycle of an OfflineRun:
+1. The first `next` starts runners, which process the prompts in order. Each prompt waits for one of the engine's
+   slots.
+2. Each answer of the backend contains all output so far, so only the latest is kept per prompt. A slow caller gets
+   several answers as one chunk, and no runner waits for it.
+3. A prompt that fails, or misses the call's deadline, ends alone; the error is raised when all have ended.
+4. `close` or `stop` aborts running prompts.
 
-It knows neither the scheduler nor HTTP.
+This module knows neither the scheduler nor HTTP.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from splitserve.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
-from splitserve.offline.backends import Backend
+from splitserve.core.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
+from splitserve.offline.backends import EngineBackend
 from splitserve.offline.outputs import BatchError, Chunk, Output
 from splitserve.offline.requests import PromptRequest
 
 logger = logging.getLogger(__name__)
 
-# What a prompt came to.
+# Result of a prompt.
 End = Output | SplitserveError
 
 
-class Run:
-    """`places`: requests of the whole engine at a time. `deadline`: seconds for all prompts together; None: none.
+class OfflineRun:
+    """Run of one call's prompts.
 
-    `is_single`: its one prompt's failure is raised as it is, not as a BatchError. `on_end` gets each prompt's end.
+    `places`: slots for requests of the whole engine. `deadline`: seconds for all prompts together. None: no deadline.
+
+    `is_single`: a failure of the only prompt is raised unchanged, not as a BatchError. `on_end` gets each prompt's
+    result.
     """
 
     def __init__(
         self,
         requests: Sequence[PromptRequest],
-        backend: Backend,
+        backend: EngineBackend,
         places: asyncio.Semaphore,
         *,
         stream: bool = False,
@@ -56,17 +60,17 @@ class Run:
         self._num_runners = num_runners
         self._on_end = on_end
         self._runners: list[asyncio.Task[None]] = []
-        # Index -> its latest native answer, or its failure, that the caller has not seen; longest unseen first.
+        # Index -> latest native answer or failure that the caller has not received; longest waiting first.
         self._news: dict[int, Mapping[str, Any] | SplitserveError] = {}
         self._arrived = asyncio.Event()
-        # Index -> characters and tokens the caller has seen.
+        # Index -> characters and tokens that the caller has received.
         self._seen: dict[int, tuple[int, int]] = {}
         self._outputs: dict[int, Output] = {}
         self._errors: dict[int, SplitserveError] = {}
         self._stopped: SplitserveError | None = None
 
     async def next(self) -> Chunk | None:
-        """What is new of some prompt; None when all have ended. Raises BatchError then where some have failed."""
+        """Return the next increment of some prompt. None: all have ended. Raises BatchError then if some failed."""
         if not self._runners:
             self._start()
         while True:
@@ -82,24 +86,24 @@ class Run:
             if len(self._outputs) + len(self._errors) == len(self._requests):
                 self._raise_failures()
                 return None
-            # Every runner has deadlines of its own, so something arrives.
+            # Every runner has deadlines of its own, so an answer or error arrives.
             self._arrived.clear()
             await self._arrived.wait()
 
     async def finish(self) -> list[Output]:
-        """All answers, in the order of the prompts. Raises BatchError where some have failed."""
+        """Return all answers, in the order of the prompts. Raises BatchError if some failed."""
         while await self.next() is not None:
             pass
         return [self._outputs[r.index] for r in self._requests]
 
     async def stop(self, error: SplitserveError) -> None:
-        """Abort what runs; whoever waits gets `error`."""
+        """Abort running prompts; waiting callers get `error`."""
         self._stopped = self._stopped or error
         self._arrived.set()
         await self.close()
 
     async def close(self) -> None:
-        """Abort what runs. Idempotent; nothing of it is under way when it returns."""
+        """Abort running prompts. Idempotent; none is in flight when it returns."""
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
@@ -114,7 +118,7 @@ class Run:
         for request in waiting:
             try:
                 async with asyncio.timeout_at(ends_at), self._places:
-                    # A deadline that has passed already ends it here, before anything is sent.
+                    # A deadline that has already passed ends it here, before anything is sent.
                     await asyncio.sleep(0)
                     await self._ask(request)
             except SplitserveError as error:

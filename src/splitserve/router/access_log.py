@@ -1,9 +1,9 @@
-"""The access log: one line a request, when it has ended, with its timeline.
+"""Access log: one line per request with its timeline, written when the request has ended.
 
     request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 uncached_tokens=- output_tokens=64
     queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
 
-`-` is what did not come to be, or is not known. Tokens are what workers said, in passing: in a usage, in a journal.
+`-` is a value that does not exist or is unknown. Token counts are those that workers reported in a usage or a journal.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from splitserve.router.tries import Tries
 
 logger = logging.getLogger(__name__)
 
-# An answer larger than this is not read a second time for its count of tokens.
+# Bytes. A larger answer is not parsed for its token counts.
 _MAX_READ = 1 << 20
 
 
 @dataclass(slots=True)
-class Visit:
-    """A client's request, as the line will tell of it."""
+class LoggedRequest:
+    """Record of a client's request for its log line."""
 
     route: str
-    # Name of the API key; None: none was asked for.
+    # Name of the API key. None: no key was needed.
     caller: str | None = None
-    # Clock time.
+    # Clock time of the arrival.
     arrived: float = field(default_factory=time.monotonic)
-    # None until its body was understood.
+    # None until its body was parsed.
     tries: Tries | None = None
-    # Set where it failed. In a stream, what it would have been answered before the first byte.
+    # Set if it failed. For a stream: the status that it would have had before the first byte.
     status: int | None = None
-    # Who is at fault: prefill, decode, colocated, router or client.
+    # Component at fault: prefill, decode, colocated, router or client.
     side: str | None = None
 
     def fail(self, side: str, status: int) -> None:
         self.side, self.status = side, status
 
     def log(self, client: ClientStream) -> None:
-        """Write the line."""
+        """Write the log line."""
         if not logger.isEnabledFor(logging.INFO):
             return
         tries = self.tries
@@ -86,7 +86,7 @@ class _Counts(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    # OpenAI's routes, /generate.
+    # Token counts: `usage` in answers of OpenAI's routes, `meta_info` in those of /generate.
     usage: _Counts | None = None
     meta_info: _Counts | None = None
 
@@ -95,18 +95,18 @@ _ANSWERS = msgspec.json.Decoder(_Answer | list[_Answer])
 
 
 def _count_tokens(client: ClientStream, journal: Journal) -> tuple[int | None, int | None]:
-    """Tokens of prompt and output, as far as known."""
+    """Return the known numbers of prompt and output tokens. None: unknown."""
     answers = _last_event(client.last_chunks) if client.is_event_stream else _answers(b"".join(client.last_chunks))
     counts = [c for c in (answer.usage or answer.meta_info for answer in answers) if c is not None]
     prompt_tokens = sum(c.prompt_tokens for c in counts) if counts else None
     if journal.lines and not (answers and answers[0].usage):
-        # An event tells of its own sample only, the journal of all.
+        # An event has the counts of its own sample only, the journal those of all.
         return prompt_tokens, journal.count_tokens()
     return prompt_tokens, sum(c.completion_tokens for c in counts) if counts else None
 
 
 def _last_event(chunks: Sequence[bytes]) -> list[_Answer]:
-    """The last event of a stream that has counts."""
+    """Return the last event of a stream that has token counts."""
     for event in reversed(b"".join(chunks).split(b"\n\n")):
         answers = _answers(event[len(b"data:") :]) if event.startswith(b"data:") else []
         if any(answer.usage or answer.meta_info for answer in answers):

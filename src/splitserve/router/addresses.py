@@ -1,7 +1,7 @@
-"""One name, several routers: what is said to all of them must reach every address that the name has.
+"""Addresses of a router name: messages to all routers behind one name must reach each of its addresses.
 
-A headless Service of Kubernetes is such a name; while its routers are replaced, old and new ones stand behind it.
-Connecting by the name reaches any one of them.
+A headless Service of Kubernetes is such a name. While its routers are replaced, it has the addresses of old and new
+ones. A connection to the name reaches any one of them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-# Routers behind one name that are told.
+# Maximum number of addresses of one name that are used.
 MAX_ADDRESSES = 64
 _LOOK_UP_SECONDS = 5.0
 
-# The addresses of a URL's name, None where there is but one way: to connect as the URL says. Raises OSError.
+# Returns the addresses of a URL's name. None instead of an address: connect as the URL says. Raises OSError.
 LookUp = Callable[[str], Awaitable[list[str | None]]]
 
 
 async def look_up(url: str) -> list[str | None]:
-    """See LookUp. IPv4, where the name has such addresses: a router seldom listens on both kinds."""
+    """Return the addresses as LookUp. IPv4 only, if there are any: a router rarely listens on both kinds."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
     try:
@@ -41,14 +41,14 @@ async def look_up(url: str) -> list[str | None]:
 
 
 def named(url: str, address: str | None) -> str:
-    """For people."""
+    """Return the name of a router for log lines."""
     return url if address is None else f"{url} ({address})"
 
 
 def connector(address: str | None, tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
-    """Return the connector of a session that connects to `address`, whatever host its URLs name. None: to that host.
+    """Return the connector of a session that connects to `address` for any host in its URLs. None: to that host.
 
-    The name stays the one in requests and in certificates. `tls`: for https. None: what the system trusts.
+    Requests and certificates still use the name. `tls`: for https. None: the system's trusted certificates.
     """
     resolver = None if address is None else _FixedResolver(address)
     return aiohttp.TCPConnector(resolver=resolver, ssl=True if tls is None else tls)
@@ -69,4 +69,4 @@ class _FixedResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the resolver holds no resources."""

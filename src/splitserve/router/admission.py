@@ -1,10 +1,11 @@
-"""How many requests the router lets to the workers at once.
+"""Limit of the requests that the router sends to the workers at once.
 
-1. A request that finds a place free, and nobody waiting for one, goes on at once.
-2. Else it waits, in the order of arrival, its own time running. Where as many wait as may, it is refused.
-3. Whoever ends gives the place on, also by leaving; so does whoever leaves the line.
+1. A request is admitted at once if a slot is free and no request waits.
+2. Otherwise it waits in order of arrival, within its own deadline. If the queue is full, it is rejected.
+3. A request that ends or is cancelled passes its slot to the next. A waiting request that is cancelled leaves the
+   queue.
 
-It does not know what a request is.
+Independent of what a request is.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from __future__ import annotations
 import asyncio
 import time
 
-from splitserve.errors import CapacityError, DeadlineExceededError
+from splitserve.core.errors import CapacityError, DeadlineExceededError
 
 
-class Admission:
-    """`max_running`: None: as many as come. `max_queued`: that wait, at most."""
+class RequestAdmission:
+    """Slots for running requests, and a queue. `max_running` None: no limit. `max_queued`: waiting requests."""
 
     def __init__(self, max_running: int | None, max_queued: int) -> None:
         self._max_running = max_running
         self._max_queued = max_queued
-        # Hands its places on in the order in which they were asked for.
+        # Grants slots in the order in which they were requested.
         self._places = None if max_running is None else asyncio.Semaphore(max_running)
         self.num_queued = 0
 
     def place(self, rid: object, seconds: float) -> _Place:
-        """A context that holds a place; it gives the seconds that the request waited, exactly 0 if it did not have to.
+        """Return a context that holds a slot. It yields the seconds that the request waited, exactly 0 without a wait.
 
-        Entering it raises CapacityError, and DeadlineExceededError when the request has waited its `seconds`.
+        Entering it raises CapacityError if the queue is full, and DeadlineExceededError after `seconds` of waiting.
         """
         return _Place(self, rid, seconds)
 
@@ -69,11 +70,11 @@ class Admission:
 
 
 class _Place:
-    """Written out, as every request comes through here: a generator for it costs several times as much."""
+    """Context of one slot. A class, because every request uses one and a generator would cost several times as much."""
 
     __slots__ = ("_admission", "_rid", "_seconds")
 
-    def __init__(self, admission: Admission, rid: object, seconds: float) -> None:
+    def __init__(self, admission: RequestAdmission, rid: object, seconds: float) -> None:
         self._admission = admission
         self._rid = rid
         self._seconds = seconds

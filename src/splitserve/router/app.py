@@ -1,4 +1,4 @@
-"""The router's face: routes and their answers. What happens behind them is the balancer's business."""
+"""ASGI application of the router: routes and their answers. The balancer does the work behind them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -17,8 +18,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
+from splitserve.api import validation
+from splitserve.api.api_keys import ApiKeys, read_keys
+from splitserve.api.error_shape import body_of, error_body, headers_of
 from splitserve.api.intake import Intake
 from splitserve.api.json_body import parse_object
+from splitserve.api.key_guard import KeyGuard
 from splitserve.api.limits import effective_limits
 from splitserve.api.openapi import (
     BOOLEAN,
@@ -35,27 +40,25 @@ from splitserve.api.openapi import (
     operation,
     or_null,
 )
+from splitserve.api.operations import shared_operations
 from splitserve.api.request_memory import RequestMemory
+from splitserve.api.schemas import AbortBody
+from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
-from splitserve.router.api_keys import ApiKeys, read_keys
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger
-from splitserve.router.failure import UpstreamError, body_of, error_body, headers_of
+from splitserve.router.failure import UpstreamError
 from splitserve.router.generate_app import GenerateApp
-from splitserve.router.key_guard import KeyGuard
 from splitserve.router.register import PDRegistryRequest, WorkerOrder
-from splitserve.router.role_order import RoleOrder, switch_role
+from splitserve.router.registry import WorkerRegistry
+from splitserve.router.role_order import RoleOrderBody, switch_role
 from splitserve.router.worker import Worker
-from splitserve.server import validation
-from splitserve.server.operations import shared_operations
-from splitserve.server.schemas import AbortBody
 
 Body = TypeVar("Body", bound=BaseModel)
 
 _OPERATIONS = shared_operations(UPSTREAM_ERRORS)
 GENERATE_ROUTES = ("/generate", "/v1/chat/completions", "/v1/completions")
-# Questions that any worker answers alike: our route, method, the worker's route.
+# Requests that any worker answers alike: our route, method, the worker's route.
 ANY_WORKER_ROUTES = (
     ("/get_model_info", "GET", "/get_model_info"),
     ("/model_info", "GET", "/model_info"),
@@ -63,9 +66,11 @@ ANY_WORKER_ROUTES = (
     ("/tokenize", "POST", "/tokenize"),
     ("/detokenize", "POST", "/detokenize"),
 )
-# Who may come without a key, and what a client's key opens; all else is for operators.
+# Paths without authentication, and paths for the keys of clients. All others are for operators.
 OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
 CLIENT_PATHS = ("/", *GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
+# Prefix of further paths for clients: the name of a model follows.
+CLIENT_PREFIX = "/v1/models/"
 # Order of the workers' schedulers in the merged list. Clients read the throughput of the first one.
 _GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
 
@@ -73,7 +78,9 @@ _LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
 _MESSAGE = fields(message=TEXT)
 _SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
 _WORKER = fields(url=TEXT, mode=TEXT, healthy=BOOLEAN, ready=BOOLEAN, reason=or_null(TEXT), draining=BOOLEAN)
-_ROLE = operation("Change the role of a worker", body=RoleOrder, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS))
+_ROLE = operation(
+    "Change the role of a worker", body=RoleOrderBody, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS)
+)
 _PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
 _FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
 _ABORT = operation(
@@ -83,7 +90,7 @@ _INFO = operation("Describe the router and all workers", answer=OBJECT)
 
 
 def build_router_app(args: LBArgs) -> ASGIApp:
-    """The ASGI application. Its balancer is open while the application runs."""
+    """Return the ASGI application. Its balancer is open while the application runs."""
     balancer = MiniLoadBalancer(args)
 
     @asynccontextmanager
@@ -103,6 +110,12 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         app.router.routes.append(Route(path, generate, methods=["POST"]))
     for path, method, target in ANY_WORKER_ROUTES:
         app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method], **_OPERATIONS[target])
+
+    @app.get(f"{CLIENT_PREFIX}{{name:path}}", **_OPERATIONS["/v1/models/{name}"])
+    async def model(name: str) -> Response:
+        # Encoded as one segment, so that no proxy can interpret the name as another path.
+        return await _ask_any(balancer, "GET", CLIENT_PREFIX + quote(name, safe=""))
+
     _add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
     describe(app, {path: _OPERATIONS[path] for path in GENERATE_ROUTES})
@@ -118,7 +131,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
 
 
 def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
-    """Requests to generate go past FastAPI: its way to a route costs as much as all that this router does with them."""
+    """Route requests that generate past FastAPI: its routing takes as long as all other work of the router."""
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         is_generate = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GENERATE_ROUTES
@@ -128,7 +141,7 @@ def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
 
 
 def _behind_doors(app: ASGIApp, args: LBArgs) -> ASGIApp:
-    """With what a request passes before it reaches a route."""
+    """Wrap the application in authentication and CORS."""
     if args.has_keys:
         app = KeyGuard(
             app,
@@ -136,9 +149,11 @@ def _behind_doors(app: ASGIApp, args: LBArgs) -> ASGIApp:
             operators=_read_keys(args.operator_key_file, "--operator-key-file"),
             open_paths=OPEN_PATHS,
             client_paths=CLIENT_PATHS,
+            client_prefix=CLIENT_PREFIX,
         )
     if args.cors_origins:
-        # Outside the guard: a browser asks before it shows a key, and its page may read why a key was refused.
+        # Outside the guard: browsers send preflight requests without a key, and a page may read why its key was
+        # rejected.
         app = CORSMiddleware(
             app,
             allow_origins=args.cors_origins,
@@ -156,14 +171,19 @@ def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
 def _any_worker_route(balancer: MiniLoadBalancer, method: str, target: str) -> Any:
     async def ask_any(request: Request) -> Response:
         body = await request.body() if method == "POST" else None
-        status, answer, headers = await balancer.upstream.ask(balancer.registry.any_healthy(), method, target, body)
-        return Response(answer, status, media_type=headers.get("content-type", "application/json"))
+        return await _ask_any(balancer, method, target, body)
 
     return ask_any
 
 
+async def _ask_any(balancer: MiniLoadBalancer, method: str, target: str, body: bytes | None = None) -> Response:
+    """Return the response of a healthy worker, whatever its status. `target`: path, percent-encoded."""
+    status, answer, headers = await balancer.upstream.ask(balancer.registry.any_healthy(), method, target, body)
+    return Response(answer, status, media_type=headers.get("content-type", "application/json"))
+
+
 def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
-    """Who comes and goes."""
+    """Add the routes that register, list, drain and switch workers."""
     registry = balancer.registry
 
     @app.post("/register", **operation("Register a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
@@ -201,36 +221,44 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.post("/workers/drain", **operation("Drain a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404, 409)))
     async def drain_worker(request: Request) -> Response:
         order = _parse(WorkerOrder, await request.body(), "find")
-        worker = registry.get(order.url)
-        if worker.switching_to is not None:
-            raise RoleSwitchRunningError(f"{worker.url} changes its role to {worker.switching_to}: drain it afterwards")
-        if order.migrate and not registry.has_stand_in(worker):
-            raise WorkerUnavailableError(
-                f"no other {worker.mode} worker takes requests, so what runs on {worker.url} can go nowhere: "
-                "start one, or drain without migrate"
-            )
-        worker.is_draining = True
-        if order.migrate:
-            worker.break_off("was drained by an operator")
-        return _json(_describe(worker))
+        return _json(_describe(_drain(registry, order)))
 
     @app.post("/workers/resume", **operation("Resume a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404)))
     async def resume_worker(request: Request) -> Response:
         worker = registry.get(_parse(WorkerOrder, await request.body(), "find").url)
         worker.is_draining = False
-        # Who orders this has looked at it.
+        # The operator has examined the worker.
         worker.forgive()
         return _json(_describe(worker))
 
     @app.post("/role", **_ROLE)
     async def role(request: Request) -> Response:
-        order = _parse(RoleOrder, await request.body(), "change the role of")
+        order = _parse(RoleOrderBody, await request.body(), "change the role of")
         worker, seconds = await switch_role(registry, balancer.upstream, order)
         return _json({**_describe(worker), "seconds": seconds})
 
 
+def _drain(registry: WorkerRegistry, order: WorkerOrder) -> Worker:
+    """Stop new requests to a worker. With `migrate`, move those in flight, too.
+
+    Raises UnknownWorkerError, RoleSwitchRunningError or WorkerUnavailableError.
+    """
+    worker = registry.get(order.url)
+    if worker.switching_to is not None:
+        raise RoleSwitchRunningError(f"{worker.url} changes its role to {worker.switching_to}: drain it afterwards")
+    if order.migrate and not registry.has_stand_in(worker):
+        raise WorkerUnavailableError(
+            f"no other {worker.mode} worker takes requests, so what runs on {worker.url} can go nowhere: "
+            "start one, or drain without migrate"
+        )
+    worker.is_draining = True
+    if order.migrate:
+        worker.break_off("was drained by an operator")
+    return worker
+
+
 def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
-    """How things are, and what an operator may order."""
+    """Add the routes for status, metrics and orders of operators."""
     registry = balancer.registry
 
     @app.get("/", **operation("Name the router, its workers and its main routes", answer=INDEX))
@@ -313,7 +341,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
 
 
 def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merged fields that SGLang's clients read of a single server. Schedulers that generate come first."""
+    """Return the merged fields that SGLang's clients read from a single server. Schedulers that generate come first."""
     workers = [w for mode in _GENERATING_FIRST for w in info[mode.value]]
     paths = [w["tokenizer_path"] for w in workers if "tokenizer_path" in w]
     states = [state for w in workers for state in w.get("internal_states", ())]
@@ -321,7 +349,7 @@ def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:
-    """200 if every worker agreed, else 503 with the answers of those that did not."""
+    """Return 200 if every worker succeeded, otherwise 503 with the answers of those that did not."""
     failed = {
         w.url: {"status": status, "body": body.decode(errors="replace")} for w, status, body in answers if status != 200
     }
@@ -346,7 +374,7 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """A route or method that is not there."""
+    """Answer a request to an unknown route or with an unsupported method."""
     assert isinstance(error, HTTPException)
     code = "not_found" if error.status_code == 404 else "invalid_request"
     body = error_body(f"{request.method} {request.url.path}: {error.detail}", "invalid_request_error", code)

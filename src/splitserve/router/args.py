@@ -1,34 +1,30 @@
-"""Options of the router process, the same for the command line, a test and an embedding program."""
+"""Options of the router process, the same for the command line, tests and embedding programs."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
-from splitserve.config import LimitsConfig
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError
 from splitserve.router.policies import POLICIES
 
-# As browsers send it: no path, no capitals.
+# Origin as browsers send it: no path, no capitals.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
-# A URL but for its scheme.
+# A URL without its scheme.
 _ADDRESS = re.compile(r"[\w.-]+:\d+/?")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """A prefill worker given at the start."""
+    """Prefill worker given at startup."""
 
     url: str
-    # Port of its bootstrap server; None: the workers' own option counts.
+    # Port of its bootstrap server. None: the workers' own option applies.
     bootstrap_port: int | None = None
 
     @classmethod
@@ -46,68 +42,68 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class LBArgs:
-    """Everything one router is told."""
+    """Configuration of one router."""
 
     host: str = "127.0.0.1"
     # 0: any free port.
     port: int = 8000
-    # Who gets a request, and the same for one kind of worker; None: `policy`.
+    # Routing policy, and those of prefill and decode workers. None: `policy`.
     policy: str = "round_robin"
     prefill_policy: str | None = None
     decode_policy: str | None = None
-    # Policy cache_aware: a worker is passed over, whatever it has cached, while it has so many requests more than the
-    # least loaded, and so many times as many.
+    # Policy cache_aware: a worker is avoided, whatever it has cached, while its load exceeds the least load by more
+    # than this number of requests and by more than this factor.
     balance_abs_threshold: int = 8
     balance_rel_threshold: float = 1.5
-    # Whose tokenizer reads the prompts for it: a folder or a name, as for a worker; None: that of the workers, where
-    # their folder is one of this machine.
+    # Folder or name of the model with the tokenizer for prompts, as for a worker. None: that of the workers, if their
+    # folder exists on this machine.
     model: str | None = None
-    # A request goes to a decode worker alone where that has to compute so many tokens of its prompt, or fewer; None:
-    # never.
+    # A decode worker serves a request alone if it has to compute at most this many prompt tokens. None: never.
     disaggregate_above: int | None = None
     prefill: tuple[PrefillConfig, ...] = ()
     decode: tuple[str, ...] = ()
-    # Colocated workers: used where there is no prefill and decode pair.
+    # Colocated workers: used if there is no prefill and decode pair.
     workers: tuple[str, ...] = ()
-    # JSON lines that list workers, see `workers_file.py`; None: there is none.
+    # File of JSON lines that list workers, see `workers_file.py`. None: no file.
     workers_file: Path | None = None
-    # Prove the path of a worker that joins before it gets requests, see `prober.py`.
+    # Whether a worker that joins must prove its path before it gets requests, see `prober.py`.
     probe: bool = True
-    # Deadlines in seconds: a whole request, the connection to a worker, silence of a worker while it answers.
+    # Deadlines in seconds: of a whole request, of a connection attempt, and of the silence while a worker answers.
     timeout: float = 1800.0
     connect_timeout: float = 5.0
     idle_timeout: float = 600.0
-    # Seconds between two questions to a worker how it is.
+    # Seconds between two health checks of a worker.
     health_interval: float = 2.0
-    # Seconds without a sign of life after which a worker that is asked for one counts as hung.
+    # Seconds without a heartbeat after which a worker that should send them counts as hung.
     hang_timeout: float = 30.0
-    # Other workers that a request may be given to, one after the other, where those it has fail; in a stream anew after
-    # each token.
+    # Number of further workers to which a request is sent after failures, one after the other. A stream restarts the
+    # count after each token.
     max_retries: int = 3
-    # Retries of a request whose worker hung or died while it tokenized or prefilled that request.
+    # Retries of a request after its worker hung or died while it tokenized or prefilled that request.
     max_prefill_retries: int = 1
-    # Requests at the workers at once, None: as many as come; and beyond them, waiting.
+    # Maximum number of requests that run at the workers (None: no limit), and that wait in the router.
     max_running_requests: int | None = None
     max_queued_requests: int = 1024
-    # Requests a second of each key in the long run, and at once; None: any, and as many as come in a second.
+    # Requests per key: per second on average (None: no limit), and in a burst (None: as many as in one second).
     rate_limit: float | None = None
     rate_limit_burst: int | None = None
     # At shutdown, seconds that running requests get to finish.
     drain_timeout: float = 30.0
     log_level: str = "info"
-    # One line a request.
+    # One log line per request.
     access_log: bool = True
-    # Files with the keys of clients, and of operators and workers; None: see `key_guard.py`.
+    # Files with the keys of clients, and of operators and workers. None: see `key_guard.py`.
     api_key_file: Path | None = None
     operator_key_file: Path | None = None
-    # File whose first key opens the workers; None: they ask for none.
+    # File with keys. The first authenticates the router's requests to workers. None: workers require no key.
     worker_key_file: Path | None = None
-    # Web pages of these origins may ask, e.g. https://chat.example.org; "*": any.
+    # Origins of web pages that may send requests, e.g. https://chat.example.org; "*": any.
     cors_origins: tuple[str, ...] = ()
     # PEM files; None: no TLS.
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    # PEM files for workers at https URLs: authority of their certificates; certificate and key of the router as client.
+    # PEM files for workers at https URLs: the authority of their certificates, and the router's own certificate and
+    # key.
     worker_ssl_ca_certs: Path | None = None
     worker_ssl_certfile: Path | None = None
     worker_ssl_keyfile: Path | None = None
@@ -157,50 +153,9 @@ class LBArgs:
         own = {DisaggregationMode.PREFILL: self.prefill_policy, DisaggregationMode.DECODE: self.decode_policy}
         return own.get(mode) or self.policy
 
-    @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the router to an argparse parser."""
-        for name, option, kind in _options():
-            default = getattr(cls(), name)
-            if name == "prefill":
-                parser.add_argument(option, action="append", nargs="+", default=[], metavar=("URL", "BOOTSTRAP_PORT"))
-            elif kind is bool:
-                parser.add_argument(option, dest=name, action="store_false")
-            elif default == ():
-                parser.add_argument(option, dest=name, action="append", default=[])
-            else:
-                choices = POLICIES if name.endswith("policy") else None
-                parser.add_argument(option, dest=name, type=kind, default=default, choices=choices)
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> LBArgs:
-        """Raises ConfigError for a malformed URL or port."""
-        given = {name: getattr(args, name) for name, _, _ in _options()}
-        given["prefill"] = tuple(PrefillConfig.parse(" ".join(words)) for words in args.prefill)
-        for name in ("decode", "workers"):
-            given[name] = tuple(parse_url(url) for url in given[name])
-        return cls(**{**given, "cors_origins": tuple(args.cors_origins)})
-
-
-# Options whose names differ from those of their fields.
-_OPTION_NAMES = {
-    "workers": "--worker",
-    "cors_origins": "--cors-origin",
-    "probe": "--no-probe",
-    "access_log": "--disable-access-log",
-}
-
-
-def _options() -> Iterator[tuple[str, str, Any]]:
-    """Yield field, option and type of each option for argparse."""
-    for name, hint in get_type_hints(LBArgs).items():
-        if name != "limits":
-            kind = next((k for k in (*get_args(hint), hint) if k is not NoneType), str)
-            yield name, _OPTION_NAMES.get(name, f"--{name.replace('_', '-')}"), kind
-
 
 def parse_url(text: str) -> str:
-    """`http://host:port` without a trailing slash. Raises ConfigError for anything else."""
+    """Return `http://host:port` without a trailing slash. Raises ConfigError for anything else."""
     try:
         parts = urlsplit(text.strip())
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,53 +1,59 @@
-"""The mini load balancer: takes a client's request, chooses who serves it, and accounts for what came of it."""
+"""Mini load balancer: serves each client request with selected workers, and records its metrics and log line."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from splitserve.api.api_keys import first_key, key_header
+from splitserve.api.error_shape import Headers, body_of, headers_of
 from splitserve.api.field_limits import check_fields
 from splitserve.api.json_body import parse_object
-from splitserve.config import LimitsConfig
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import RateLimitError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import SplitserveError, WorkerUnavailableError, clause
-from splitserve.router.access_log import Visit
-from splitserve.router.admission import Admission
-from splitserve.router.api_keys import first_key, key_header
+from splitserve.router.access_log import LoggedRequest
+from splitserve.router.admission import RequestAdmission
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import Cause, Headers, UpstreamError, body_of, error_frames, headers_of, in_log
+from splitserve.router.failure import FailureCause, UpstreamError, error_frames, in_log
 from splitserve.router.health import HealthMonitor
 from splitserve.router.log_words import one_word
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import Body
+from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.prober import Prober, generate, hand_over
 from splitserve.router.prompts import PromptReader
-from splitserve.router.rate_limit import RateLimit
-from splitserve.router.redaction import redacted, without_addresses
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
-from splitserve.router.worker import Pair, Worker
+from splitserve.router.worker import Worker, WorkerPair
 from splitserve.router.worker_tls import worker_tls
 from splitserve.router.workers_file import WorkersFile
 
 logger = logging.getLogger(__name__)
 
-# Largest body that is parsed in the event loop, bytes: about a millisecond.
+# Largest body that is parsed in the event loop, bytes: takes about a millisecond.
 _INLINE_BYTES = 256 << 10
 
 
 class MiniLoadBalancer:
-    """Owns the registry, the HTTP client and what watches the workers. `open` and `close` it inside the event loop."""
+    """Owner of the registry, the HTTP client and the tasks that watch workers.
+
+    Call `open` and `close` in the event loop.
+    """
 
     def __init__(self, args: LBArgs) -> None:
         self.args = args
         self.registry = WorkerRegistry(args)
         self.metrics = RouterMetrics()
-        self._admission = Admission(args.max_running_requests, args.max_queued_requests)
+        self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         self.metrics.waiting.set_function(lambda: self._admission.num_queued)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
@@ -71,9 +77,6 @@ class MiniLoadBalancer:
 
     def add_decode_server(self, url: str, *, is_static: bool = False) -> bool:
         return self.registry.add(url, DisaggregationMode.DECODE, is_static=is_static)
-
-    def select_pair(self) -> Pair:
-        return self.registry.select_pair()
 
     async def open(self) -> None:
         self._upstream = Upstream(self.args, self.registry, self._key_header, self._worker_tls)
@@ -104,14 +107,14 @@ class MiniLoadBalancer:
     async def generate(
         self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
     ) -> None:
-        """Serve one request to its last byte, streamed or not. Errors go to the client; nothing is raised for them."""
-        visit = Visit(path, caller)
+        """Serve one request to its last byte, streamed or not. Errors are sent to the client and not raised."""
+        visit = LoggedRequest(path, caller)
         counts = self.metrics.of_route(path)
         counts.requests.inc()
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
-            body = await self._parse(raw)
+            body = await self._parse(path, raw)
             await self._dispatch(visit, body, headers, client)
         except UpstreamError as error:
             await self._fail_upstream(visit, client, error)
@@ -126,14 +129,14 @@ class MiniLoadBalancer:
             if self.args.access_log:
                 visit.log(client)
 
-    async def _parse(self, raw: bytes) -> Body:
+    async def _parse(self, path: str, raw: bytes) -> Body:
         """Parse the body of a request. Raises InvalidRequestError."""
         limits = self.args.limits
         if len(raw) <= _INLINE_BYTES:
-            return parse_request(raw, limits)
-        return await asyncio.to_thread(parse_request, raw, limits)
+            return parse_request(path, raw, limits)
+        return await asyncio.to_thread(parse_request, path, raw, limits)
 
-    async def _dispatch(self, visit: Visit, body: Body, headers: Headers, client: ClientStream) -> None:
+    async def _dispatch(self, visit: LoggedRequest, body: Body, headers: Headers, client: ClientStream) -> None:
         tries = visit.tries = Tries(
             visit.route,
             body,
@@ -143,10 +146,7 @@ class MiniLoadBalancer:
             registry=self.registry,
             metrics=self.metrics,
             prompts=self._prompts,
-            timeout=self.args.timeout,
-            max_retries=self.args.max_retries,
-            max_prefill_retries=self.args.max_prefill_retries,
-            hang_timeout=self.args.hang_timeout,
+            args=self.args,
         )
         async with self._admission.place(tries.rid, tries.seconds_left) as tries.queued:
             self.metrics.running.inc()
@@ -155,14 +155,14 @@ class MiniLoadBalancer:
             finally:
                 self.metrics.running.dec()
 
-    async def _fail_upstream(self, visit: Visit, client: ClientStream, error: UpstreamError) -> None:
+    async def _fail_upstream(self, visit: LoggedRequest, client: ClientStream, error: UpstreamError) -> None:
         self._log_failure(visit, error.side, error.status, error.body, error.url)
         body = error.body
-        if error.cause is not Cause.REQUEST:
+        if error.cause is not FailureCause.REQUEST:
             body = redacted(body, (worker.host for worker in self.registry.all()))
         await self._fail(visit, client, error.side, error.status, body, error.headers)
 
-    def _log_failure(self, visit: Visit, side: str, status: int, body: bytes, url: str = "-") -> None:
+    def _log_failure(self, visit: LoggedRequest, side: str, status: int, body: bytes, url: str = "-") -> None:
         rid = one_word(None if visit.tries is None else visit.tries.rid)
         logger.warning(
             "request failed rid=%s route=%s side=%s worker=%s status=%d error=%s",
@@ -175,7 +175,7 @@ class MiniLoadBalancer:
         )
 
     async def _fail(
-        self, visit: Visit, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
+        self, visit: LoggedRequest, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
     ) -> None:
         visit.fail(side, status)
         self.metrics.errors.labels(visit.route, side, str(status)).inc()
@@ -187,12 +187,12 @@ class MiniLoadBalancer:
             raise ConnectionAbortedError("the answer broke off after its headers")
 
     async def prove_path(self) -> None:
-        """Have a pair generate, or a colocated worker where there are no pairs, chosen as for a request.
+        """Let a pair generate, or a colocated worker if there are no pairs, selected as for a request.
 
-        Raises WorkerUnavailableError, saying why it cannot.
+        Raises WorkerUnavailableError with the reason of a failure.
         """
         target = self.registry.select()
-        if isinstance(target, Pair):
+        if isinstance(target, WorkerPair):
             problem = await hand_over(self.upstream, target)
         else:
             problem = await generate(self.upstream, target)
@@ -204,7 +204,7 @@ class MiniLoadBalancer:
     async def ask_all(
         self, workers: Sequence[Worker], method: str, path: str, body: bytes | None = None
     ) -> list[tuple[Worker, int, bytes]]:
-        """The same short question to several workers at once: status and body of each; 503 for one that is lost."""
+        """Send one short request to several workers at once. Return status and body of each; 503 for a lost one."""
 
         async def ask(worker: Worker) -> tuple[Worker, int, bytes]:
             try:
@@ -216,8 +216,61 @@ class MiniLoadBalancer:
         return await asyncio.gather(*(ask(worker) for worker in workers))
 
 
-def parse_request(raw: bytes, limits: LimitsConfig) -> Body:
+def parse_request(path: str, raw: bytes, limits: LimitsConfig) -> Body:
     """Return the body of a request to generate. Raises InvalidRequestError."""
     body = parse_object(raw, limits)
     check_fields(body, limits)
+    check_num_samples(path, body, limits)
     return body
+
+
+class RateLimit:
+    """Token buckets, one per caller, full at first. Their number is limited by the number of keys.
+
+    `rate`: requests per second on average, `burst`: at once; both per caller. A bucket is stored as the time at which
+    it will be full again (generic cell rate algorithm, ITU-T I.371).
+    """
+
+    def __init__(self, rate: float, burst: int, clock: Clock | None = None) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock or SystemClock()
+        self._full_at: dict[str, float] = {}
+
+    def take(self, caller: str) -> None:
+        """Count a request. Raises RateLimitError, and then does not count it."""
+        now = self._clock.now()
+        full_at = max(now, self._full_at.get(caller, now))
+        too_early = full_at - now - (self._burst - 1) / self._rate
+        # Smaller values are rounding errors if the machine's clock has run for months.
+        if too_early > 1e-6:
+            raise RateLimitError(
+                f"{caller} sent more than {self._rate:g} requests a second (--rate-limit) and {self._burst} at once: "
+                f"come again in {too_early:.3g} s",
+                retry_after=too_early,
+            )
+        self._full_at[caller] = full_at + 1 / self._rate
+
+
+# Errors of workers may name their peers, and clients must not learn addresses inside the cluster.
+_ADDRESS_PLACEHOLDER = "(address: see the router's log)"
+_URL = r"\b(?:https?|tcp|ipc)://[^\s,;'\")]*[^\s,;:.'\")]"
+_IP_AND_PORT = r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}:\d{1,5}\b|\[[0-9a-fA-F:.]+\]:\d{1,5}\b"
+
+
+def without_addresses(text: str, hosts: Iterable[str]) -> str:
+    """Replace URLs, IP addresses with a port, and `hosts` with a port."""
+    names = "|".join(re.escape(host) for host in sorted(set(hosts), key=len, reverse=True) if host)
+    pattern = f"{_URL}|{_IP_AND_PORT}" + (rf"|(?<![\w.-])(?:{names}):\d{{1,5}}\b" if names else "")
+    return re.sub(pattern, _ADDRESS_PLACEHOLDER, text)
+
+
+def redacted(body: bytes, hosts: Iterable[str]) -> bytes:
+    """Return an error's body with a message for clients. A body in another format is not changed."""
+    try:
+        answer = msgspec.json.decode(body)
+        error = answer["error"]
+        error["message"] = without_addresses(error["message"], hosts)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body
+    return msgspec.json.encode(answer)

@@ -1,12 +1,12 @@
-"""Keeps what the router knows of its workers' prefix caches, by their KV events. One task for each worker.
+"""Task that follows the KV events of the workers, to track their prefix caches.
 
-1. Ask the worker where its events are. It cannot say yet: again in a moment. It tells none: by load alone, and asked
-   again from time to time, for it may be restarted.
-2. Follow each data parallel rank: load its index, apply its events, heal gaps (`events/subscriber.py`).
-3. Ask again from time to time. Other addresses, or a subscription that failed: begin anew.
-4. The worker leaves: what was known of it is forgotten.
+1. Request the address of the events from the worker. If it is not ready yet, retry soon. If it publishes none, route
+   by load only and repeat the request periodically, as the worker may be restarted.
+2. Follow each data parallel rank: load its index, apply its events, repair gaps (`observe/events/subscriber.py`).
+3. Repeat the request periodically. If the addresses changed or a subscription failed, start again.
+4. When the worker leaves, drop its cache indexes.
 
-Only workers of whom somebody wants to know it are followed. It does not know what is made of it.
+It follows only workers in the registry's `followed_modes`. This module does not use the result itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import aiohttp
 import msgspec
 
-from splitserve.events.discovery import PublisherInfo, find_publishers, follow
+from splitserve.observe.events.discovery import PublisherInfo, find_publishers, follow
 from splitserve.router.addresses import connector
 from splitserve.router.failure import UpstreamError
 from splitserve.router.prefixes import CachedPrefixes
@@ -29,7 +29,7 @@ from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Intervals between two looks whether a worker's events are where they were: its answer costs its scheduler some work.
+# Number of intervals between two checks of the address of a worker's events. An answer costs its scheduler some work.
 _LOOK_EVERY = 5
 
 
@@ -38,7 +38,8 @@ class _ModelInfo(msgspec.Struct, frozen=True):
 
 
 class CacheFollower:
-    """`model`: whose tokenizer reads the prompts; None: the workers' own. `interval`: seconds."""
+    """Follower of all workers' KV events. `model`: its tokenizer reads the prompts. None: the workers' own.
+    `interval`: seconds."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class CacheFollower:
         self._interval = interval
 
     async def run(self) -> None:
-        """For ever; cancel it. At once over where nobody wants to know."""
+        """Follow the workers until cancelled. Return at once if no policy needs their caches."""
         if not self._registry.followed_modes:
             return
         async with aiohttp.ClientSession(
@@ -82,7 +83,7 @@ class CacheFollower:
                 await asyncio.sleep(self._interval)
                 continue
             if info is not None or self._registry.disaggregate_above is not None:
-                # First: whose blocks are known, for him prompts are read.
+                # The tokenizer is needed first, because prompts are read as soon as blocks are known.
                 await self._learn_model(worker)
             if info is not None:
                 await self._follow(session, worker, info)
@@ -98,7 +99,7 @@ class CacheFollower:
             await asyncio.sleep(_LOOK_EVERY * self._interval)
 
     async def _learn_model(self, worker: Worker) -> None:
-        """Where none was named, or that one has no tokenizer."""
+        """Load the worker's tokenizer if no model was given, or if that has no tokenizer."""
         if self._prompts.has_tokenizer:
             return
         try:
@@ -110,7 +111,7 @@ class CacheFollower:
             await self._prompts.load_folder(folder)
 
     async def _follow(self, session: aiohttp.ClientSession, worker: Worker, info: PublisherInfo) -> None:
-        """Until its events come from elsewhere, or cannot be followed."""
+        """Follow a worker until the address of its events changes, or a subscription fails."""
         subscribers = [follow(session, worker.url, info, p.dp_rank) for p in info.publishers]
         worker.prefixes = CachedPrefixes(info.block_size, [s.index for s in subscribers])
         tasks = [asyncio.create_task(s.run()) for s in subscribers]
@@ -121,7 +122,7 @@ class CacheFollower:
                     if await find_publishers(session, worker.url) != info:
                         return
                 except OSError:
-                    # It may be busy. Who is gone for good leaves the registry.
+                    # The worker may be busy. A lost worker leaves the registry.
                     continue
         finally:
             worker.prefixes = None
@@ -130,7 +131,7 @@ class CacheFollower:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _has_ended(self, tasks: list[asyncio.Task[None]], worker: Worker) -> bool:
-        """Whether a subscription has, after the time between two looks."""
+        """Wait between two checks. Return whether a subscription has ended."""
         done, _ = await asyncio.wait(tasks, timeout=_LOOK_EVERY * self._interval)
         for task in done:
             logger.warning("worker url=%s KV events cannot be followed: %r", worker.url, task.exception())

@@ -1,6 +1,6 @@
-"""The client's end of one exchange, straight on ASGI: headers go out with the first byte of the body, not before.
+"""Connection to the client of one request, directly on ASGI. Headers are sent with the first byte of the body.
 
-So an error that comes before the first token still gets its own status. It also tells when the client leaves.
+So an error before the first token still gets its own status. This module also detects that the client disconnected.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Send
 
-from splitserve.router.failure import Headers
+from splitserve.api.error_shape import Headers
 
 
 class ClientStream:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        # None until the headers have gone out.
+        # Status of the answer. None: the headers have not been sent.
         self.status: int | None = None
         self.finished = False
         self.is_event_stream = False
-        # The bytes so far end inside an SSE event.
+        # Whether the bytes so far end inside an SSE event.
         self.mid_frame = False
-        # Accepted and not handed to the connection.
+        # Bytes accepted and not yet sent to the connection.
         self._unsent = b""
         # Clock time of the first byte.
         self.started_at: float | None = None
-        # For whoever wants to know how the answer ended.
+        # Last bytes sent, for readers that need to know how the answer ended.
         self.last_chunks: deque[bytes] = deque(maxlen=4)
 
     @property
@@ -44,12 +44,12 @@ class ClientStream:
         self.started_at = time.monotonic()
 
     def accept(self, chunk: bytes) -> None:
-        """Take bytes for the client. They go out with the next `write` or `end`, whoever calls it."""
+        """Accept bytes for the client. The next `write` or `end` sends them."""
         self.mid_frame = not chunk.endswith(b"\n\n")
         self._unsent += chunk
 
     async def write(self, chunk: bytes = b"") -> None:
-        """Returns when the client's connection has room for more. A writer that is cancelled loses nothing of it."""
+        """Send accepted bytes and `chunk`. Return when there is room for more. Cancelling loses no byte."""
         if chunk:
             self.accept(chunk)
         await self._flush(more=True)
@@ -64,19 +64,19 @@ class ClientStream:
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except asyncio.CancelledError:
-            # The server waits for room first and writes then: what is interrupted was not written.
+            # The server first waits for room and then writes: if the wait is interrupted, nothing was written.
             self._unsent = data + self._unsent
             raise
         if data:
             self.last_chunks.append(data)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
-        """A whole answer at once."""
+        """Send a whole answer at once."""
         await self.start(status, {"content-type": "application/json", **headers, "content-length": str(len(body))})
         await self.end(body)
 
     async def disconnected(self) -> None:
-        """Return when the client has left (or has been answered in full)."""
+        """Return when the client has disconnected, or has received the whole answer."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -84,14 +84,14 @@ class ClientStream:
 async def serve_client(
     receive: Receive, send: Send, serve: Callable[[ClientStream], Awaitable[None]], on_disconnect: Callable[[], None]
 ) -> None:
-    """Run `serve`, which writes the answer. It is cancelled when the client leaves before its end."""
+    """Run `serve`, which writes the answer. It is cancelled if the client disconnects before the answer is complete."""
     client, work = ClientStream(receive, send), asyncio.current_task()
     assert work is not None
     has_left = has_ended = False
 
     def stop_work(_: asyncio.Task[None]) -> None:
         nonlocal has_left
-        # Where the answer is out, what is left is the other side's goodbye.
+        # After the whole answer is sent, only the close of the connection is left.
         if not client.finished and not has_ended:
             has_left = True
             work.cancel()
@@ -101,7 +101,7 @@ async def serve_client(
     try:
         await serve(client)
     except asyncio.CancelledError:
-        # Somebody else may want this task to end, too.
+        # This task may also have been cancelled by other code.
         if not has_left or work.uncancel() > 0:
             raise
         on_disconnect()

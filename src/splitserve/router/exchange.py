@@ -1,12 +1,12 @@
-"""One client request served by a pair, from dispatch to the last byte.
+"""Exchange of one client request with a pair of workers, from dispatch to the last byte.
 
-1. The same bytes go to both workers at the same time.
-2. The decode's answer goes to the client as it comes: a stream with a journal delta by delta (see `journal.py`), any
-   other byte for byte.
-3. The prefill's answer is read beside it. It says only that the KV was handed over, and carries the prompt's logprobs.
-4. A side that fails fails the pair: the other request is cancelled, which its worker sees as a disconnect and aborts.
-   What caused it (see `failure.py`) is raised; who calls sees whether another pair can go on.
-5. A client that leaves cancels both (see `client_stream.py`).
+1. The same bytes are sent to both workers at the same time.
+2. Decode's answer is forwarded to the client: a stream with a journal delta by delta (see `journal.py`), any other
+   answer byte for byte.
+3. The prefill's answer is read in parallel. It confirms the KV transfer and carries the prompt's logprobs.
+4. If one worker fails, the pair fails: the other request is cancelled; its worker detects the disconnect and aborts.
+   The cause (see `failure.py`) is raised, and the caller decides whether another pair can continue.
+5. If the client disconnects, both requests are cancelled (see `client_stream.py`).
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from typing import Any
 
 import msgspec
 
+from splitserve.api.dispatch import JOURNAL_HEADER
+from splitserve.api.error_shape import Headers
+from splitserve.api.sse import EventSplitter, encode_event, event_data
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import Headers, UpstreamError, error_in_event
+from splitserve.router.failure import UpstreamError, error_in_event
 from splitserve.router.journal import DeltaReader, Journal
 from splitserve.router.logprobs import merge_answer, merge_event
-from splitserve.router.sse import EventSplitter, encode_event, event_data
 from splitserve.router.upstream import Upstream, WorkerCall, answer_headers
-from splitserve.router.worker import Pair, Worker
-from splitserve.server.dispatch import JOURNAL_HEADER
+from splitserve.router.worker import Worker, WorkerPair
 
-# Seconds the second side gets to report its cause after the first has failed without a conclusive one.
+# Seconds in which the second worker may report its cause after the first has failed without a conclusive one.
 GRACE_SECONDS = 0.25
-# Seconds the prefill gets to say goodbye after the decode has answered in full.
+# Seconds in which the prefill worker may finish its answer after decode has answered in full.
 LINGER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One client request as it goes to the workers."""
+class ForwardedRequest:
+    """One client request as it is sent to the workers."""
 
     path: str
     body: bytes
     headers: Headers
-    # Seconds it may take.
+    # Timeout of the request, seconds.
     seconds: float
     journal: Journal
     # Called when the prompt has been processed, if this is known before the answer ends.
     on_prefilled: Callable[[], None]
-    # The prompt's logprobs are to be taken from the prefill's answer.
+    # Whether the prompt's logprobs are taken from the prefill's answer.
     merge_logprobs: bool = False
 
 
-async def forward_single(upstream: Upstream, worker: Worker, call: Call, client: ClientStream) -> None:
-    """Serve a request by one worker. Raises UpstreamError."""
+async def forward_single(upstream: Upstream, worker: Worker, call: ForwardedRequest, client: ClientStream) -> None:
+    """Serve a request with one worker. Raises UpstreamError."""
     side = "colocated" if worker.mode is DisaggregationMode.NULL else worker.mode.value
     await _Answer(upstream, worker, side, call, client).forward(None)
 
 
 class PairExchange:
-    def __init__(self, upstream: Upstream, pair: Pair, call: Call, client: ClientStream) -> None:
+    def __init__(self, upstream: Upstream, pair: WorkerPair, call: ForwardedRequest, client: ClientStream) -> None:
         self._upstream = upstream
         self._pair = pair
         self._call = call
         self._client = client
 
     async def run(self) -> None:
-        """Serve the request. Raises the UpstreamError that is the cause if it fails; both requests have ended then."""
+        """Serve the request. If it fails, raise the UpstreamError that is the cause, after both requests have ended."""
         prefill = asyncio.create_task(self._read_prefill())
         try:
             errors = await self._forward(prefill)
@@ -78,10 +79,10 @@ class PairExchange:
                 await asyncio.gather(prefill, return_exceptions=True)
 
     async def _forward(self, prefill: asyncio.Task[list[Any]]) -> list[UpstreamError]:
-        """Decode's answer goes to the client, unless prefill fails. How the two failed, the first one first; empty if
-        the client has its whole answer.
+        """Forward decode's answer to the client, unless prefill fails. Return the failures, the first one first.
 
-        Where a side fails the other may yet report the cause, for a short while; decode may also end well meanwhile.
+        Empty: the client has the whole answer. If one worker fails, the other may still report the cause for a short
+        time; decode may also finish successfully in that time.
         """
         answer = _Answer(self._upstream, self._pair.decode, "decode", self._call, self._client)
         interruption = _Interruption(prefill)
@@ -101,7 +102,7 @@ class PairExchange:
         return [error for error in errors if error is not None]
 
     async def _read_prefill(self) -> list[Any]:
-        """The prefill's whole answer: its object, its list's elements, or its stream's events; empty if not needed."""
+        """Return the prefill's answer: its object, list elements or stream events. Empty: not needed."""
         call, worker = self._call, self._pair.prefill
         sent = self._upstream.post(worker, "prefill", call.path, call.body, call.headers, call.seconds)
         try:
@@ -119,9 +120,11 @@ class PairExchange:
 
 
 class _Answer:
-    """The way of one worker's answer to the client."""
+    """Forwarder of one worker's answer to the client."""
 
-    def __init__(self, upstream: Upstream, worker: Worker, side: str, call: Call, client: ClientStream) -> None:
+    def __init__(
+        self, upstream: Upstream, worker: Worker, side: str, call: ForwardedRequest, client: ClientStream
+    ) -> None:
         self._upstream = upstream
         self._worker = worker
         self._side = side
@@ -129,7 +132,7 @@ class _Answer:
         self._client = client
 
     async def forward(self, prefill: asyncio.Task[list[Any]] | None) -> None:
-        """Send the request and pass the answer on. `prefill`: whose logprobs are merged in. Raises UpstreamError."""
+        """Send the request and forward the answer. `prefill`: source of logprobs. Raises UpstreamError."""
         call = self._call
         sent = self._upstream.post(self._worker, self._side, call.path, call.body, call.headers, call.seconds)
         try:
@@ -158,7 +161,8 @@ class _Answer:
                 events = [_merge_into(await asyncio.shield(prefill), event) for event in events]
             if not self._client.started and (events or deltas.is_done):
                 await self._client.start(sent.status, answer_headers(sent))
-            # Together, or the next worker would begin too early or too late.
+            # Update journal and client without an await in between. Otherwise the next worker could continue at the
+            # wrong delta.
             self._client.accept(b"".join(events))
             journal.lines += deltas.lines
             if deltas.lines:
@@ -185,7 +189,7 @@ class _Answer:
         await self._client.end()
 
     def _raise_if_error(self, first_chunk: bytes) -> None:
-        """A stream that begins with an error is an answer with that status: the client has seen nothing yet."""
+        """If a stream begins with an error, raise it with its status: the client has received nothing yet."""
         if b'"error"' not in first_chunk[:64]:
             return
         error = error_in_event(event_data(first_chunk.split(b"\n\n", 1)[0]))
@@ -199,7 +203,7 @@ async def _chunks(sent: WorkerCall) -> AsyncIterator[bytes]:
 
 
 async def _merged(chunks: AsyncIterator[bytes], prefill: asyncio.Task[list[Any]]) -> AsyncIterator[bytes]:
-    """The stream with the prompt's logprobs in each of its events."""
+    """Yield the stream with the prompt's logprobs in each of its events."""
     splitter = EventSplitter()
     async for chunk in chunks:
         for event in splitter.feed(chunk):
@@ -217,8 +221,12 @@ def _merge_into(prefill: list[Any], event: bytes) -> bytes:
 
 
 class _Interruption:
-    """Ends what the block waits for when `prefill` fails: at once if that is the cause, else when decode has had its
-    time to explain itself. `has_happened` after the block: whether it did."""
+    """Context that interrupts its block if `prefill` fails.
+
+    A conclusive failure interrupts at once, any other after decode had time to report its own failure.
+
+    `has_happened`: whether it interrupted the block.
+    """
 
     def __init__(self, prefill: asyncio.Task[list[Any]]) -> None:
         self._prefill = prefill
@@ -235,7 +243,7 @@ class _Interruption:
         self._prefill.remove_done_callback(self._on_end)
         if self._timer is not None:
             self._timer.cancel()
-        # Somebody else may want this task to end, too.
+        # This task may also have been cancelled by other code.
         return self.has_happened and work is not None and work.uncancel() == 0 and kind is asyncio.CancelledError
 
     def _on_end(self, prefill: asyncio.Task[list[Any]]) -> None:
@@ -252,7 +260,7 @@ class _Interruption:
 
 
 def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:
-    """What an ended task failed with. Raises what is not an UpstreamError: a bug."""
+    """Return the error of an ended task. Raises any error that is not an UpstreamError: it is a bug."""
     error = task.exception() if task.done() else None
     if error is None or isinstance(error, UpstreamError):
         return error
@@ -260,7 +268,7 @@ def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:
 
 
 def _events(body: bytes, worker: Worker) -> list[Any]:
-    """The events of the prefill's stream. Raises UpstreamError if one of them reports an error."""
+    """Return the events of the prefill's stream. Raises UpstreamError if one of them reports an error."""
     events = [event_data(event) for event in EventSplitter().feed(body)]
     for event in events:
         error = error_in_event(event)

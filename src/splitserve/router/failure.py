@@ -1,54 +1,52 @@
-"""How one side of a pair failed, which of two failures is the cause, and how the client is told.
+"""Failures of the workers of a pair: selection of the cause, and the error that the client gets.
 
-When one side fails the other soon fails too, for want of its partner. The client gets the cause: a request at fault
-(4xx) before a worker that is gone, that before a worker's own error (5xx), and an abort (499) only if there is nothing
-better. Between equals the first one counts.
+When one worker of a pair fails, the other soon fails too, because it lost its partner. The client gets the cause. An
+invalid request (4xx) has priority over a lost worker, a lost worker over a worker's own error (5xx), and any of them
+over an abort (499). Among equals the first one counts.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any
 
 import msgspec
 
-from splitserve.api.error_text import shortened
-from splitserve.errors import (
-    InvalidKeyError,
+from splitserve.api.error_shape import Headers, error_body
+from splitserve.core.errors import (
     PeerLostError,
-    RateLimitError,
     SchedulerLostError,
     SplitserveError,
     clause,
 )
 
-Headers = dict[str, str]
 # Codes of errors by which a worker reports the loss of its scheduler or its peer.
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
-# Of an answer, in a line of the log.
+# Bytes of an answer in a log line.
 _LOGGED_BYTES = 500
 
 
 def in_log(body: bytes) -> str:
-    """The beginning of an answer, as one line of text."""
+    """Return the beginning of an answer as one line of text."""
     text = body[:_LOGGED_BYTES].decode(errors="replace")
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-class Cause(enum.IntEnum):
-    """What a failure tells of the cause, most telling first."""
+class FailureCause(enum.IntEnum):
+    """Kind of a failure, the most specific cause first."""
 
-    REQUEST = 0  # the worker refused the request
-    LOST = 1  # the worker cannot be reached, or went away
+    REQUEST = 0  # the worker rejected the request
+    LOST = 1  # the worker is unreachable, or was lost
     WORKER = 2  # the worker reports an error of its own, or of its partner
-    ABORTED = 3  # the worker stopped because somebody told it to
+    ABORTED = 3  # the worker was instructed to abort
 
 
 class UpstreamError(Exception):
-    """A worker did not serve its half. Carries the answer for the client: status, body (JSON) and headers."""
+    """Failure of one worker at its part of a request, and the answer for the client: status, body (JSON), headers."""
 
-    def __init__(self, side: str, url: str, status: int, body: bytes, cause: Cause, headers: Headers | None = None):
+    def __init__(
+        self, side: str, url: str, status: int, body: bytes, cause: FailureCause, headers: Headers | None = None
+    ):
         super().__init__(f"{side} worker {url}: {status}")
         self.side = side
         self.url = url
@@ -61,7 +59,7 @@ class UpstreamError(Exception):
 
     @property
     def code(self) -> str:
-        """The reason code in the body; empty where there is none."""
+        """Return the reason code in the body, or an empty string."""
         try:
             body = msgspec.json.decode(self.body)
         except msgspec.DecodeError:
@@ -70,7 +68,7 @@ class UpstreamError(Exception):
         return str(error.get("code") or "") if isinstance(error, dict) else ""
 
     def explained(self, context: str, outcome: str, code: str | None = None) -> UpstreamError:
-        """The same failure, told in full: which request, at what stage, and what became of it. `code`: another one."""
+        """Return the same failure with request, stage and outcome in its message. `code`: replaces the code."""
         try:
             body = msgspec.json.decode(self.body)
             body["error"]["message"] = f"{context}: {clause(body['error']['message'])}; {outcome}"
@@ -81,18 +79,18 @@ class UpstreamError(Exception):
 
     @property
     def is_conclusive(self) -> bool:
-        """No later report of the other side can explain more."""
-        return self.cause <= Cause.LOST
+        """Return whether no later report of the other worker can explain more."""
+        return self.cause <= FailureCause.LOST
 
     @classmethod
     def answered(cls, side: str, url: str, status: int, body: bytes, headers: Headers | None = None) -> UpstreamError:
-        """The worker answered with an error status."""
+        """Return the failure of a worker that answered with an error status."""
         if status == 499:
-            cause = Cause.ABORTED
+            cause = FailureCause.ABORTED
         elif 400 <= status < 500:
-            cause = Cause.REQUEST
+            cause = FailureCause.REQUEST
         else:
-            cause = Cause.WORKER
+            cause = FailureCause.WORKER
         return cls(side, url, status, body, cause, headers)
 
     @classmethod
@@ -103,35 +101,15 @@ class UpstreamError(Exception):
         """
         headers = {"retry-after": "1"} if status == 503 else {}
         body = error_body(message, "server_error", "worker_unavailable")
-        error = cls(side, url, status, body, Cause.LOST, headers)
+        error = cls(side, url, status, body, FailureCause.LOST, headers)
         error.is_worker_loss = is_worker_loss
         return error
 
 
-def error_body(message: str, error_type: str, code: str | int, param: str | None = None) -> bytes:
-    """An error in OpenAI's shape."""
-    param = None if param is None else shortened(param)
-    error = {"message": shortened(message), "type": error_type, "param": param, "code": code}
-    return msgspec.json.encode({"error": error})
-
-
-def body_of(error: SplitserveError) -> bytes:
-    return error_body(error.message, error.openai_type, error.reason, error.param)
-
-
-def headers_of(error: SplitserveError) -> Headers:
-    """What goes with the status: how to come in, or when to come again."""
-    if isinstance(error, InvalidKeyError):
-        return {"www-authenticate": "Bearer"}
-    if isinstance(error, RateLimitError):
-        return {"retry-after": str(math.ceil(error.retry_after))}
-    return {"retry-after": "1"} if error.http_status == 503 else {}
-
-
 def error_frames(body: bytes, *, mid_frame: bool) -> bytes:
-    """The end of a stream that failed: one event with the error, then [DONE].
+    """Return the end of a failed stream: one event with the error, then [DONE].
 
-    `mid_frame`: the stream broke off inside an event, which is closed first.
+    `mid_frame`: the stream ended inside an event, which is closed first.
     """
     line = b" ".join(body.split(b"\n"))
     return (b"\n\n" if mid_frame else b"") + b"data: " + line + b"\n\ndata: [DONE]\n\n"
@@ -144,13 +122,13 @@ def _statuses(error: type[SplitserveError]) -> dict[str, int]:
     return codes
 
 
-# The status that an error would have had before the stream began, by its code, else by its type.
+# Status that an error would have had before the stream began, by its code, otherwise by its type.
 _STATUS_OF_CODE = _statuses(SplitserveError)
 _STATUS_OF_TYPE = {"invalid_request_error": 400, "aborted": 499}
 
 
 def error_in_event(event: Any) -> tuple[int, bytes] | None:
-    """Status and body of the error that an SSE event reports, or None: streams fail inside a 200."""
+    """Return status and body of the error that an SSE event reports, or None. Streams fail after a status of 200."""
     if not isinstance(event, dict) or not isinstance(event.get("error"), dict):
         return None
     error = event["error"]

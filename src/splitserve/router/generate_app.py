@@ -1,6 +1,6 @@
-"""The routes that generate, straight on ASGI: from a request to the balancer, and word of clients that leave.
+"""Routes that generate, directly on ASGI: they pass requests to the balancer and report disconnected clients.
 
-They stand before FastAPI, whose way to a route costs as much as all that this router does with a request.
+They precede FastAPI: its routing takes as long as all other work of the router per request.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
+from splitserve.api.error_shape import Headers
+from splitserve.api.key_guard import caller_of
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
-from splitserve.router.failure import Headers
-from splitserve.router.key_guard import caller_of
 from splitserve.router.upstream import REQUEST_HEADERS
 
 logger = logging.getLogger(__name__)
 
 
 class GenerateApp:
-    """The ASGI application of all of them."""
+    """ASGI application of the routes that generate."""
 
     def __init__(self, balancer: MiniLoadBalancer) -> None:
         self._balancer = balancer
-        # A key that was checked here is not for the workers.
+        # A key that was checked here is not sent to the workers.
         names = [name for name in REQUEST_HEADERS if name != "authorization" or not balancer.args.has_keys]
         self._passed = {name.encode(): name for name in names}
 
@@ -49,7 +49,7 @@ class GenerateApp:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """The whole of it; None: the client left before its end."""
+    """Return the whole body. None: the client disconnected before its end."""
     pieces: list[bytes] = []
     while True:
         message = await receive()

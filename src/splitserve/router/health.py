@@ -23,12 +23,15 @@ from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Seconds that one question may take.
+# Timeout of one check, seconds.
 CHECK_TIMEOUT = 5.0
 
 
 class HealthMonitor:
-    """`interval`: seconds from an answer to the next question. `hang_timeout`: see above, seconds."""
+    """Health checks of all workers.
+
+    `interval`: seconds from an answer to the next check. `hang_timeout`: see above, in seconds.
+    """
 
     def __init__(self, registry: WorkerRegistry, upstream: Upstream, interval: float, hang_timeout: float) -> None:
         self._registry = registry
@@ -37,7 +40,7 @@ class HealthMonitor:
         self._hang_timeout = hang_timeout
 
     async def run(self) -> None:
-        """For ever; cancel it."""
+        """Check the workers until cancelled."""
         watches = Watches(self._watch)
         try:
             while True:
@@ -53,7 +56,7 @@ class HealthMonitor:
     async def _watch(self, worker: Worker) -> None:
         while True:
             await self._check(worker)
-            # A silent one has had its time already.
+            # A silent worker was already checked for its whole timeout.
             is_asked = worker.silent_since is not None and worker.broken_off is None
             seconds = min(self._interval, self._hang_timeout / 8) if is_asked else self._interval
             began = time.monotonic()
@@ -61,7 +64,7 @@ class HealthMonitor:
             _discount(worker, time.monotonic() - began - seconds)
 
     async def _check(self, worker: Worker) -> None:
-        """One round of questions."""
+        """Check the worker once."""
         was_healthy = worker.healthy
         asked_at = time.monotonic()
         if worker.silent_since is None:
@@ -69,7 +72,7 @@ class HealthMonitor:
         status = await self._ask(worker, "/health")
         lives = status is not None
         if lives and (worker.calls or worker.broken_off is not None):
-            # 504: the front end is there, its scheduler is not.
+            # 504: the front end answers, but its scheduler does not.
             lives = await self._ask(worker, "/get_load") not in (None, 504)
         if lives:
             worker.give_sign()
@@ -84,7 +87,7 @@ class HealthMonitor:
             logger.log(level, "worker url=%s mode=%s healthy=%s", worker.url, worker.mode, worker.healthy)
 
     async def _ask(self, worker: Worker, path: str) -> int | None:
-        """The status of the answer; None: there was none."""
+        """Return the status of the answer. None: there was none."""
         silent_since = worker.silent_since or time.monotonic()
         left = silent_since + self._hang_timeout - time.monotonic()
         seconds = min(CHECK_TIMEOUT, self._hang_timeout, max(left, self._hang_timeout / 8))

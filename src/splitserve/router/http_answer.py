@@ -1,24 +1,24 @@
-"""The answer to one HTTP request, as it comes."""
+"""Response to one HTTP request, readable while it arrives."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Protocol
 
-# Bytes of an answer that wait to be read before its connection is read no further.
+# Unread bytes of a response at which its connection is paused.
 _HIGH_WATER = 1 << 18
 
 
 class BrokenConnectionError(Exception):
-    """The connection ended before the answer did, or what came is no HTTP."""
+    """The connection ended before the response, or its bytes are not HTTP."""
 
 
 class ConnectError(BrokenConnectionError):
-    """There was never a connection."""
+    """The connection could not be opened."""
 
 
 class Connection(Protocol):
-    """What an answer comes by."""
+    """Interface of the connection that a response arrives on."""
 
     is_paused: bool
 
@@ -27,12 +27,12 @@ class Connection(Protocol):
     def resume(self) -> None: ...
 
     def release(self) -> None:
-        """The answer is done with. Unless that has come to its end, it takes the connection along."""
+        """Return the connection to the idle ones. If the response is incomplete, close it."""
         ...
 
 
-class Answer:
-    """The answer to one request. `status` and `headers` (names in lower case) hold from `head` on."""
+class UpstreamResponse:
+    """Response to one request. `status` and `headers` (names in lower case) are valid after `head`."""
 
     __slots__ = (
         "_chunks",
@@ -56,16 +56,16 @@ class Answer:
         self.status = 0
         self.headers: dict[str, str] = {}
         self._loop = loop
-        # None: there is none yet, or no longer.
+        # Connection that the response arrives on. None: not opened yet, or already released.
         self.connection: Connection | None = None
-        # Of the connection, while there is none.
+        # Task that opens the connection. None: no connection is being opened.
         self.opening: asyncio.Task[None] | None = None
         self._chunks: list[bytes] = []
-        # Bytes of them.
+        # Number of bytes in `_chunks`.
         self._num_waiting = 0
-        # It is wanted in one piece: there is no use in letting the server wait.
+        # Whether the rest is read in one piece: then pausing the server has no use.
         self._is_read_whole = False
-        # Its last byte has come.
+        # Whether its last byte has arrived.
         self._is_whole = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -75,13 +75,16 @@ class Answer:
         self._timer = loop.call_at(min(self._deadline, self._last_sign + idle_timeout), self._check_time)
 
     async def head(self) -> None:
-        """Returns when status and headers are there. As all that waits here, it raises what ended the answer:
-        ConnectError, BrokenConnectionError, TimeoutError, or what `fail` was given."""
+        """Wait for status and headers.
+
+        Raises, like all methods that wait, the error that ended the response: ConnectError, BrokenConnectionError,
+        TimeoutError, or the one given to `fail`.
+        """
         while not self.status:
             await self._wait()
 
     async def read(self) -> bytes:
-        """All that is left of the body."""
+        """Return the rest of the body."""
         self._is_read_whole = True
         while not self._is_whole:
             self._resume()
@@ -89,7 +92,7 @@ class Answer:
         return self._take()
 
     async def chunk(self) -> bytes:
-        """What has come since, waiting for it; empty at the end. What came before an error comes before it."""
+        """Wait for bytes and return them. Empty: the end. Bytes that arrived before an error come first."""
         while not self._chunks and not self._is_whole:
             await self._wait()
         data = self._take()
@@ -97,13 +100,13 @@ class Answer:
         return data
 
     def fail(self, error: Exception) -> None:
-        """It ends now, with this error."""
+        """End the response now with this error."""
         if self._error is None and not self._is_whole:
             self._error = error
             self.wake()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the connection. Idempotent."""
         self._timer.cancel()
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -113,24 +116,24 @@ class Answer:
             self.opening = None
         self._is_whole = True
 
-    # What the connection tells.
+    # Called by the connection.
 
     def begin(self, status: int, headers: dict[str, str]) -> None:
         self.status, self.headers = status, headers
 
     def feed(self, data: bytes) -> None:
-        """Of the body."""
+        """Add bytes of the body."""
         self._chunks.append(data)
         self._num_waiting += len(data)
         if self._num_waiting > _HIGH_WATER and not self._is_read_whole and self.connection is not None:
             self.connection.pause()
 
     def finish(self) -> None:
-        """The last byte has come."""
+        """Mark the response as complete."""
         self._is_whole = True
 
     def give_sign(self) -> None:
-        """Bytes of it have come."""
+        """Record the arrival of bytes."""
         self._last_sign = self._loop.time()
         self.wake()
 
@@ -139,7 +142,7 @@ class Answer:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    # What the reader does.
+    # Called by the reader.
 
     def _take(self) -> bytes:
         chunks, self._num_waiting = self._chunks, 0
@@ -162,10 +165,10 @@ class Answer:
             self._waiter = None
 
     def _check_time(self) -> None:
-        """The timer has run out; signs that came since it was set have not moved it."""
+        """Check the timeouts when the timer fires. Bytes that arrived since it was set have not moved it."""
         ends_at = min(self._deadline, self._last_sign + self._idle_timeout)
         if self._is_paused():
-            # It is the reader who is slow.
+            # The reader is slow, not the server.
             ends_at = min(self._deadline, self._loop.time() + self._idle_timeout)
         if ends_at <= self._loop.time():
             self.fail(TimeoutError())

@@ -1,10 +1,11 @@
-"""A small HTTP/1.1 client: requests with a body in memory, answers in one piece or as they come, connections kept.
+"""A small HTTP/1.1 client: requests with a body in memory, answers whole or streamed, connections kept alive.
 
-It exists for its speed: a request that finds a connection goes out in the same moment, without a task, and an answer
-costs its parsing (httptools) and little more. It follows no redirects, asks for no compression and keeps no cookies.
+It exists for its speed. A request that finds an idle connection is sent at once, without a task. An answer costs
+little more than its parsing (httptools). The client follows no redirects, requests no compression and keeps no
+cookies.
 
-An `Answer` is there at once, before there is a connection. Whoever has it reads it, then closes it; closed before its
-end, its connection is closed, too, which the server sees as a client that left.
+An `UpstreamResponse` exists before there is a connection. Its owner reads it, then closes it. If it is closed before
+its end, the connection is closed too, and the server sees a disconnected client.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from splitserve.router.http_answer import Answer, ConnectError
+from splitserve.router.http_answer import ConnectError, UpstreamResponse
 from splitserve.router.http_connection import HttpConnection
 
-# Seconds for which a connection that nobody uses is kept. Many servers close theirs after 75.
+# Seconds for which an idle connection is kept. Many servers close theirs after 75.
 _KEEP_ALIVE = 60.0
-# Seconds that connections have to say goodbye.
+# Seconds for connections to close.
 _CLOSE_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a URL's requests go."""
+    """Destination of the requests to a URL."""
 
     host: str
     port: int
     is_tls: bool
-    # Before every path.
+    # Prefix of every path.
     prefix: str
-    # The value of the host header.
+    # Value of the host header.
     authority: str
 
 
@@ -63,12 +64,14 @@ class HttpClient:
         seconds: float,
         idle_timeout: float,
         connect_timeout: float | None = None,
-    ) -> Answer:
-        """Ask the server at `url` for `path`. Does not wait. The answer must end within `seconds`, and be silent for no
-        longer than `idle_timeout`."""
+    ) -> UpstreamResponse:
+        """Send a request for `path` to the server at `url`. Does not wait.
+
+        The answer must end within `seconds`, and must not be silent for longer than `idle_timeout`.
+        """
         target = _target(url)
         request = _request(method, target, path, body, headers)
-        answer = Answer(self._loop, seconds, idle_timeout)
+        answer = UpstreamResponse(self._loop, seconds, idle_timeout)
         connection = self._idle_connection(target)
         if connection is not None:
             connection.send(request, answer)
@@ -81,7 +84,7 @@ class HttpClient:
         return answer
 
     async def close(self) -> None:
-        """Requests under way break."""
+        """Abort all connections and the requests in flight."""
         for task in list(self._opening):
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -99,14 +102,14 @@ class HttpClient:
                 continue
             if self._loop.time() - connection.idle_since < _KEEP_ALIVE:
                 return connection
-            # Those to the left of it are older.
+            # This connection and those further left have been idle for too long: close them.
             idle.append(connection)
             for old in idle:
                 old.transport.close()
             idle.clear()
         return None
 
-    async def _open_and_send(self, target: _Target, request: bytes, answer: Answer, limit: float) -> None:
+    async def _open_and_send(self, target: _Target, request: bytes, answer: UpstreamResponse, limit: float) -> None:
         try:
             async with asyncio.timeout(limit):
                 connection = await self._open(target)

@@ -1,4 +1,4 @@
-"""One connection to an HTTP server, used for one request after another."""
+"""Connection to an HTTP server, used for one request after another."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import cast
 
 import httptools
 
-from splitserve.router.http_answer import Answer, BrokenConnectionError
+from splitserve.router.http_answer import BrokenConnectionError, UpstreamResponse
 
-# The body of these ends where they say; any other ends with its connection.
+# A body with one of these headers has a known end; any other body ends with its connection.
 _LENGTHS = ("content-length", "transfer-encoding")
 
 
 class HttpConnection(asyncio.Protocol):
-    """It is in `everyone` while it is open, and in `idle` while nobody uses it."""
+    """Connection that is in `everyone` while it is open, and in `idle` while it has no request."""
 
     transport: asyncio.Transport
 
@@ -26,22 +26,22 @@ class HttpConnection(asyncio.Protocol):
         self._everyone = everyone
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
-        # What is expected; None once its last byte has come.
-        self._answer: Answer | None = None
+        # Pending response. None: its last byte has arrived.
+        self._answer: UpstreamResponse | None = None
         self._headers: dict[str, str] = {}
         self._stays_open = False
         self.closed: asyncio.Future[None] = loop.create_future()
         self.is_paused = False
-        # Clock time since which nobody uses it.
+        # Clock time since which the connection is idle.
         self.idle_since = 0.0
 
-    def send(self, request: bytes, answer: Answer) -> None:
+    def send(self, request: bytes, answer: UpstreamResponse) -> None:
         self._answer = answer
         answer.connection = self
         self.transport.write(request)
 
     def release(self) -> None:
-        """Its answer is done with. Unless that has come to its end, it takes the connection along."""
+        """Return the connection to the idle ones. If its response is incomplete, abort it."""
         if self._answer is None and self._stays_open and not self.transport.is_closing():
             self.resume()
             self.idle_since = self._loop.time()
@@ -63,14 +63,14 @@ class HttpConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are asyncio's by their methods only.
+        # uvloop's transports have asyncio's methods, but not its base classes.
         self.transport = cast(asyncio.Transport, transport)
         self._everyone.add(self)
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
         if answer is None:
-            # Nobody has asked.
+            # Data without a request.
             self.transport.abort()
             return
         try:
@@ -106,7 +106,7 @@ class HttpConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status, headers = self._parser.get_status_code(), self._headers
         self._headers = {}
-        # 1xx: the answer itself is still to come.
+        # After a 1xx status the response itself still follows.
         if self._answer is not None and status >= 200:
             self._answer.begin(status, headers)
 

@@ -1,7 +1,7 @@
 """Isolation of suspect requests.
 
-A worker that hangs or dies leaves several requests whose prompts it was processing. One of them may be the cause. They
-are sent to the next workers one at a time for each worker, so a second failure hits only the request that caused it.
+A worker that hangs or dies leaves several requests in prefill. One of them may be the cause. They are sent to the next
+workers one at a time for each worker, so a second failure hits only the request that caused it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import suppress
 
 
 class IsolationTurn:
-    """Right to be the only suspect request at some workers. Call `begin`, then `end` in every case.
+    """Exclusive turn of one suspect request at some workers. Call `begin`, then `end` in every case.
 
-    `locks`: those of the workers, always in the same order. `wait`: seconds to wait for the locks; after that, the
-    request goes on without them. `limit`: seconds after which the turn ends by itself.
+    `locks`: the `isolation` locks of these workers, in the same order for every turn. `wait`: seconds to wait for the
+    locks; after that, the request continues without them. `limit`: seconds after which the turn ends by itself.
     """
 
     def __init__(self, locks: Iterable[asyncio.Lock], *, wait: float, limit: float) -> None:

@@ -1,10 +1,10 @@
-"""The journal of one client's stream: what its workers said they told the client, so that another can go on.
+"""Journal of one client's stream: the deltas that were sent to the client, so that another worker can continue.
 
-A worker that keeps one (it says so in a header) sends the events of one delta and then a line, an SSE comment, that
-says what they were. Whole deltas go to the client, the lines stay here and go to the next worker as they came. So a
-delta is with the client if and only if its line is in `lines`, wherever the stream breaks.
+A worker with a journal (announced in a header) sends the events of one delta and then a line, an SSE comment, that
+describes them. The router sends whole deltas to the client, keeps the lines, and sends them unchanged to the next
+worker. So the client has a delta if and only if its line is in `lines`, wherever the stream breaks.
 
-It does not know what the lines say, but for how many tokens.
+This module reads only the number of tokens from the lines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from splitserve.api.sse import EventSplitter, event_data
 from splitserve.router.failure import error_in_event
-from splitserve.router.sse import EventSplitter, event_data
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -28,15 +28,15 @@ _TOLD = msgspec.json.Decoder(_Told)
 
 @dataclass(slots=True)
 class Journal:
-    """Of one request, over all its tries."""
+    """Journal of one request, over all its attempts."""
 
-    # JSON, each of one delta that was accepted for the client.
+    # One JSON line per delta that was accepted for the client.
     lines: list[bytes] = field(default_factory=list)
-    # The end of the stream was accepted for the client.
+    # Whether the end of the stream was accepted for the client.
     is_done: bool = False
 
     def count_tokens(self) -> int | None:
-        """Of the output, over all samples; None: the lines are in no form that we know."""
+        """Return the output tokens over all samples. None: a line has an unknown format."""
         try:
             return sum(len(_TOLD.decode(line).token_ids) for line in self.lines)
         except msgspec.MsgspecError:
@@ -45,7 +45,7 @@ class Journal:
 
 @dataclass(slots=True)
 class Deltas:
-    """What a chunk completed: events for the client, and their lines."""
+    """Deltas completed by a chunk: events for the client, and their journal lines."""
 
     events: list[bytes] = field(default_factory=list)
     lines: list[bytes] = field(default_factory=list)
@@ -55,11 +55,11 @@ class Deltas:
 
 
 class DeltaReader:
-    """Cuts one try's stream into whole deltas."""
+    """Splitter of one attempt's stream into whole deltas."""
 
     def __init__(self) -> None:
         self._splitter = EventSplitter()
-        # Events whose line has not come.
+        # Events that still miss their journal line.
         self._pending: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Deltas:
@@ -70,7 +70,7 @@ class DeltaReader:
                 ready.lines.append(event[1:].strip())
                 self._pending.clear()
             elif event == _DONE:
-                # Nothing but an error or the usage stands between the last line and the end.
+                # Between the last line and the end there is only an error or the usage.
                 ready.error = self._error()
                 if ready.error is None:
                     ready.events += [*self._pending, event]

@@ -1,7 +1,8 @@
-"""How much of a request's prompts a decode worker would have to compute, were it to serve the request alone. Pure.
+"""Number of prompt tokens that a decode worker would compute if it served a request alone. Pure.
 
-What it has cached is what its KV events told, nothing that is only expected of it: prompts that come at once, each
-counting on the first, would be computed there one after the other.
+Only blocks that the worker reported in KV events count as cached; expected blocks do not. Otherwise, of several prompts
+with one prefix that arrive at once, each would count the prefix as cached. The decode worker would then compute all of
+them, one after the other.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ class PromptBlocks:
     """One prompt of a request."""
 
     num_tokens: int
-    # Hashes of its whole blocks, by block size; empty: nobody's blocks are known.
+    # Hashes of its whole blocks, by block size in tokens. Empty: no worker's blocks are known.
     hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 def num_uncached_tokens(decode: Worker, prompts: Sequence[PromptBlocks]) -> int:
-    """Of the prompt of which that is most. The last token is always computed."""
+    """Return the uncached tokens of the prompt that has most of them. The last token of a prompt is always computed."""
     return max((max(1, prompt.num_tokens - _num_cached(decode, prompt)) for prompt in prompts), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Values from clients, made safe for lines of the log."""
+"""Encoding of client values for log lines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Prompt logprobs: the prefill side computes them, the decode side answers the client, here they meet.
+"""Merge of prompt logprobs, which the prefill worker computes, into the decode worker's answer to the client.
 
-The prefill's come before the decode's, sample by sample. Both answer in the same form: `/generate` with an object or a
-list of objects, or a stream of them, each with the `index` of its sample. A completion with `echo` and `logprobs`
-already lists the prompt's tokens; there the prefill's values take the place of nulls.
+For each sample the prefill's values arrive before the decode's. Both answers have the same form: `/generate` with an
+object or a list of objects, or a stream of them, each with the `index` of its sample. A completion with `echo` and
+`logprobs` already lists the prompt's tokens; there the prefill's values replace nulls.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 import msgspec
 
-# Fields of `meta_info` that speak of prompt tokens.
+# Fields of `meta_info` about prompt tokens.
 _META_FIELDS = ("input_token_logprobs", "input_top_logprobs")
-# Lists of an OpenAI completion's `logprobs`, one entry a token, that only the model can fill.
+# Lists of an OpenAI completion's `logprobs`, one entry per token, that only the model can fill.
 _CHOICE_FIELDS = ("token_logprobs", "top_logprobs")
 
 
 def wants_merge(path: str, body: dict[str, Any]) -> bool:
-    """Whether the decode's answer lacks logprobs that only the prefill has."""
+    """Return whether the decode's answer lacks logprobs that only the prefill worker has."""
     if path == "/generate":
         return body.get("return_logprob") not in (None, False, [])
     return path == "/v1/completions" and bool(body.get("echo")) and body.get("logprobs") is not None
 
 
 def merge_answer(prefill: list[Any], answer: bytes) -> bytes:
-    """The decode's whole answer with the prompt's logprobs in it. `prefill`: see `merge_event`."""
+    """Return the decode's whole answer with the prompt's logprobs in it. `prefill`: see `merge_event`."""
     parsed = msgspec.json.decode(answer)
     for position, item in enumerate(parsed if isinstance(parsed, list) else [parsed]):
         merge_event(prefill, item, position)
@@ -34,7 +34,7 @@ def merge_answer(prefill: list[Any], answer: bytes) -> bytes:
 
 
 def merge_event(prefill: list[Any], item: Any, position: int = 0) -> None:
-    """Put the prompt's logprobs into one answer, or event of a stream, of the decode.
+    """Insert the prompt's logprobs into one answer, or event of a stream, of the decode worker.
 
     `prefill`: the objects of the prefill's answer: its one object, its list's elements, or the events of its stream.
     """
@@ -53,7 +53,7 @@ def _merge_meta(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def _meta_of(prefill: list[Any], index: object) -> dict[str, Any]:
-    """The prefill's meta_info of one sample: of the last object that has prompt logprobs."""
+    """Return the prefill's meta_info of one sample, from the last object that has prompt logprobs."""
     for position, item in reversed(list(enumerate(prefill))):
         if not isinstance(item, dict) or not isinstance(item.get("meta_info"), dict):
             continue
@@ -77,7 +77,7 @@ def _choice_of(prefill: list[Any], index: object) -> dict[str, Any]:
 
 
 def _merge_choice(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """The decode lists the prompt's tokens with null for what it has not computed: the leading nulls are filled in."""
+    """Fill in the leading nulls: decode lists prompt tokens with null for values it has not computed."""
     if not ours or not isinstance(theirs.get("logprobs"), dict):
         return
     scores = theirs["logprobs"].get("token_logprobs") or []

@@ -1,8 +1,9 @@
-"""What an operator watches at the router. One registry a router, so that several may live in one process."""
+"""Prometheus metrics of the router. One registry per router, so that several routers can share a process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -18,42 +19,31 @@ class RouteMetrics:
 class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "splitserve_router:requests", "Requests received, by route", ["route"], registry=self.registry
-        )
-        self.errors = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self.requests = counter("splitserve_router:requests", "Requests received, by route", ["route"])
+        self.errors = counter(
             "splitserve_router:errors",
             "Requests that failed, by the side at fault (prefill, decode, colocated, router) and status",
             ["route", "side", "status"],
-            registry=self.registry,
         )
-        self.retries = Counter(
+        self.retries = counter(
             "splitserve_router:retries",
             "Requests given to other workers, before (retry) or after (migration) the first byte, by the side at fault",
             ["kind", "side"],
-            registry=self.registry,
         )
-        self.poison_requests = Counter(
+        self.poison_requests = counter(
             "splitserve_router:poison_requests",
             "Requests that ended because their workers hung or died while they processed the prompt",
-            registry=self.registry,
         )
-        self.local_prefills = Counter(
+        self.local_prefills = counter(
             "splitserve_router:local_prefills",
             "Requests given to a decode worker alone, for their prompts were short (--disaggregate-above)",
-            registry=self.registry,
         )
-        self.disconnects = Counter(
-            "splitserve_router:disconnects",
-            "Clients that disconnected before the end of the answer",
-            registry=self.registry,
+        self.disconnects = counter(
+            "splitserve_router:disconnects", "Clients that disconnected before the end of the answer"
         )
-        self.running = Gauge(
-            "splitserve_router:num_requests_running", "Requests that workers process", registry=self.registry
-        )
-        self.waiting = Gauge(
-            "splitserve_router:num_requests_waiting", "Requests that wait for admission", registry=self.registry
-        )
+        self.running = gauge("splitserve_router:num_requests_running", "Requests that workers process")
+        self.waiting = gauge("splitserve_router:num_requests_waiting", "Requests that wait for admission")
         self.duration = Histogram(
             "splitserve_router:request_duration_seconds",
             "From the request's arrival to its last byte",
@@ -61,34 +51,24 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.workers = Gauge(
-            "splitserve_router:workers",
-            "Workers known, by mode and health",
-            ["mode", "healthy"],
-            registry=self.registry,
+        self.workers = gauge("splitserve_router:workers", "Workers known, by mode and health", ["mode", "healthy"])
+        self.ready_workers = gauge(
+            "splitserve_router:workers_ready", "Workers with a proven path that accept requests, by mode", ["mode"]
         )
-        self.ready_workers = Gauge(
-            "splitserve_router:workers_ready",
-            "Workers whose path is proven and that take requests, by mode",
-            ["mode"],
-            registry=self.registry,
-        )
-        self.probes = Counter(
+        self.probes = counter(
             "splitserve_router:probes",
             "Probes of workers that joined or came back, by outcome (ok, failed)",
             ["outcome"],
-            registry=self.registry,
         )
-
         self._routes: dict[str, RouteMetrics] = {}
 
     def of_route(self, path: str) -> RouteMetrics:
-        """What is counted for each request of it, found once."""
+        """Return the metrics of a route. Create them on the first call."""
         found = self._routes.get(path)
         if found is None:
             found = self._routes[path] = RouteMetrics(self.requests.labels(path), self.duration.labels(path))
         return found
 
     def render(self) -> bytes:
-        """Prometheus' text form."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from splitserve.errors import IncompatiblePeerError
+from splitserve.core.errors import IncompatiblePeerError
 
 # The worker's message begins with the address of its peer, which is for operators only.
 _REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)

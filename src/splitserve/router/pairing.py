@@ -1,31 +1,30 @@
-"""What turns one client request into the two halves of a pair.
+"""Conversion of one client request into the requests for the two workers of a pair.
 
-Both halves get the same body. It is the client's, plus
-- `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: where and under which number the two sides meet. Lists of equal
-  length for a batch and for n > 1: one room a sample;
-- `data_parallel_rank`, where the policy chose one of a prefill worker's;
-- `rid`, where the client gave none, so that an abort by id reaches both;
-- a seed, where the client gave none, so that both sides draw the same tokens.
+Both workers get the same body. It is the client's, plus
+- `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: address and room of the rendezvous. Lists of equal length for a
+  batch and for n > 1: one room per sample;
+- `data_parallel_rank`, if the policy chose a rank of the prefill worker;
+- `rid`, if the client gave none, so that an abort by id reaches both;
+- a seed, if the client gave none, so that both workers sample the same tokens.
 
-Pure: a dictionary in, a dictionary out. Values that have the wrong type pass through: the workers refuse them.
+Pure: a dictionary in, a dictionary out. Values of a wrong type pass through, because the workers reject them.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from splitserve.errors import InvalidRequestError
+from splitserve.api.prompt_batch import is_batch
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
 
 Body = dict[str, Any]
 
-# Samples one request may ask for at most, over all its prompts.
-MAX_SAMPLES = 4096
-
 
 def draw_room() -> int:
-    """A number in [0, 2^63) that no request shares but by a chance of 2^-63 a pair."""
+    """Return a random room in [0, 2^63). Two requests share one with a probability of 2^-63."""
     return secrets.randbits(63)
 
 
@@ -34,12 +33,12 @@ def draw_seed() -> int:
 
 
 def pair_body(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = draw_room) -> Body:
-    """The body both workers get. The client's own dictionary stays as it is. Raises InvalidRequestError: too many."""
+    """Return the body for both workers. The client's own dictionary is not changed."""
     return with_rooms(path, with_identity(path, body), host, port, room)
 
 
 def with_identity(path: str, body: Body) -> Body:
-    """The client's body with what must be the same in every try of the request: its id and its seeds."""
+    """Return the client's body with the values that must be equal in every attempt: its id and its seeds."""
     own = dict(body)
     if own.get("rid") is None:
         own["rid"] = secrets.token_hex(16)
@@ -58,14 +57,11 @@ def with_rooms(
     *,
     prefill_rank: int | None = None,
 ) -> Body:
-    """The body with the meeting point of a pair. Raises InvalidRequestError: too many samples.
+    """Return the body with the rendezvous of a pair.
 
-    `prefill_rank`: data parallel rank of the prefill worker, unless the client named one.
+    `prefill_rank`: data parallel rank of the prefill worker, unless the client gave one.
     """
-    is_native = path == "/generate"
-    num_samples, is_list = count_native_samples(body) if is_native else count_openai_samples(body)
-    if num_samples > MAX_SAMPLES:
-        raise InvalidRequestError(f"{num_samples} samples in one request: {MAX_SAMPLES} at most, split it", param="n")
+    num_samples, is_list = _count_samples(path, body)
     paired = dict(body)
     if prefill_rank is not None and body.get("data_parallel_rank") is None:
         paired["data_parallel_rank"] = prefill_rank
@@ -79,33 +75,34 @@ def with_rooms(
 
 
 def without_rooms(body: Body) -> Body:
-    """The body for a decode worker that is to serve it alone."""
+    """Return the body for a decode worker that serves it alone."""
     own = {name: value for name, value in body.items() if not name.startswith("bootstrap_")}
     return own | {"local_prefill": True}
 
 
-def count_native_samples(body: Body) -> tuple[int, bool]:
-    """Samples of a /generate body, and whether it is answered by a list."""
-    prompts, is_batch = 1, False
-    text, input_ids = body.get("text"), body.get("input_ids")
-    if isinstance(text, list):
-        prompts, is_batch = len(text), True
-    elif isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], list):
-        prompts, is_batch = len(input_ids), True
-    params = body.get("sampling_params")
-    if isinstance(params, list) and len(params) == prompts:
-        total = sum(_positive(p.get("n")) if isinstance(p, dict) else 1 for p in params)
-        return total, True
-    n = _positive(params.get("n")) if isinstance(params, dict) else 1
-    return prompts * n, is_batch or n > 1
+def check_num_samples(path: str, body: Body, limits: LimitsConfig) -> None:
+    """Raise InvalidRequestError if the request has too many samples over all its prompts."""
+    num_samples, _ = _count_samples(path, body)
+    if num_samples > limits.max_samples:
+        problem = f"the request has {num_samples} samples, and at most {limits.max_samples} are accepted"
+        raise InvalidRequestError(f"{problem} (--max-samples): split it", param="n")
 
 
-def count_openai_samples(body: Body) -> tuple[int, bool]:
-    """Samples of a chat or completion body, and whether they need a list of rooms."""
-    prompt, n = body.get("prompt"), _positive(body.get("n"))
-    is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-    prompts = len(prompt) if is_batch and isinstance(prompt, list) else 1
-    return prompts * n, is_batch or n > 1
+def _count_samples(path: str, body: Body) -> tuple[int, bool]:
+    """Return the number of samples, and whether they need a list of rooms."""
+    if path != "/generate":
+        return _times_n(body.get("prompt"), body)
+    text, params = body.get("text"), body.get("sampling_params")
+    prompts = text if is_batch(text) else body.get("input_ids")
+    num_prompts = len(prompts) if is_batch(prompts) else 1
+    if isinstance(params, list) and len(params) == num_prompts:
+        return sum(_positive(p.get("n")) if isinstance(p, dict) else 1 for p in params), True
+    return _times_n(prompts, params if isinstance(params, dict) else {})
+
+
+def _times_n(prompts: object, sampling: Mapping[str, Any]) -> tuple[int, bool]:
+    n = _positive(sampling.get("n"))
+    return (len(prompts) * n, True) if is_batch(prompts) else (n, n > 1)
 
 
 def _positive(n: object) -> int:
@@ -113,7 +110,7 @@ def _positive(n: object) -> int:
 
 
 def _with_seeds(params: object) -> object:
-    """`sampling_params` of /generate: one object for all prompts, a list with one a prompt, or nothing."""
+    """Return `sampling_params` of /generate with seeds: one object for all prompts, or a list with one per prompt."""
     if isinstance(params, list):
         return [_with_seeds(p) for p in params]
     if params is None:

@@ -1,12 +1,14 @@
-"""Which worker of a pool gets the next request. Pure: sees a non-empty list and what is known of the request.
+"""Routing policies: choice of the worker of a pool that gets the next request. Pure.
 
-round_robin   each in turn.
-random        any.
-least_load    of two drawn at random the one with less under way: nearly as even as asking all, and no herd.
-session       requests of one session go to one worker while that has room: its prefix cache knows their history.
-cache_aware   the worker whose prefix cache has most of the prompt, unless it is loaded far above the least loaded.
+A policy gets a non-empty list of workers and the known properties of the request.
 
-Load is what this router has under way at a worker, in requests.
+round_robin   each worker in turn.
+random        any worker.
+least_load    the less loaded of two random workers: nearly as even as comparing all, and without herding.
+session       all requests of a session go to one worker while it has room: its prefix cache holds their history.
+cache_aware   the worker that has most of the prompt cached, unless its load is far above the least load.
+
+Load is the number of requests that this router has in flight at a worker.
 """
 
 from __future__ import annotations
@@ -18,22 +20,24 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 from splitserve.router.local_prefill import PromptBlocks
 from splitserve.router.worker import Worker
 
 T = TypeVar("T")
 
-# Of the mean load: a worker above that is passed over by sessions that want it.
+# Factor of the mean load. Sessions that prefer a worker above it go to another.
 _MAX_LOAD = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When a load is far above the least: where it is so by both measures. The first is for small loads, where a factor
-    means nothing, the second for large ones, where a difference does."""
+    """Thresholds above which a load is far above the least one. Both must be exceeded.
 
-    # Requests. More in line than this cost a prompt more time than its cached prefix saves.
+    A factor is meaningless for small loads, and a difference for large ones.
+    """
+
+    # Requests. A longer waiting queue costs a prompt more time than its cached prefix saves.
     abs_threshold: int = 8
     rel_threshold: float = 1.5
 
@@ -42,41 +46,41 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What of a request a policy may look at."""
+class RoutingQuery:
+    """Properties of a request that a policy may use."""
 
-    # Requests with the same one want the same worker; None: it does not matter.
+    # Requests of one session prefer the same worker. None: no preference.
     session: str | None = None
-    # Hashes of its prompt's whole blocks, by block size; empty: they are not known.
+    # Hashes of its prompt's whole blocks, by block size. Empty: unknown.
     hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # All its prompts, where that matters and is known; and tokens of output that must be computed with them.
+    # All its prompts (empty: not needed, or unknown), and the number of output tokens to compute with them.
     prompts: Sequence[PromptBlocks] = ()
     num_told: int = 0
 
 
-ANY = Wish()
+ANY = RoutingQuery()
 SESSION_HEADER = "x-session-id"
 
 
-def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
-    """The session is what the client says it is, or what OpenAI's API has for requests that share a beginning."""
+def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> RoutingQuery:
+    """Return the routing query of a request. Its session: the client's, or an OpenAI field that groups requests."""
     named = (headers.get(SESSION_HEADER), body.get("prompt_cache_key"), body.get("user"))
-    return Wish(next((name for name in named if name and isinstance(name, str)), None))
+    return RoutingQuery(next((name for name in named if name and isinstance(name, str)), None))
 
 
 class Policy(Protocol):
-    def choose(self, workers: Sequence[Worker], wish: Wish) -> Worker:
-        """One of `workers`, which is never empty."""
+    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
+        """Return one of `workers`, which is never empty."""
         ...
 
 
 class RoundRobin:
-    """Each in turn. A worker that leaves or comes does not disturb the turn of the others for long."""
+    """Each worker in turn. Workers that join or leave disturb the order only briefly."""
 
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, workers: Sequence[Worker], wish: Wish) -> Worker:
+    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
         worker = workers[self._turn % len(workers)]
         self._turn += 1
         return worker
@@ -86,7 +90,7 @@ class RandomChoice:
     def __init__(self) -> None:
         self._random = random.Random()
 
-    def choose(self, workers: Sequence[Worker], wish: Wish) -> Worker:
+    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
         return self._random.choice(workers)
 
 
@@ -94,27 +98,30 @@ class LeastLoad:
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, workers: Sequence[Worker], wish: Wish) -> Worker:
+    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
         drawn = self._random.sample(workers, min(2, len(workers)))
         return min(drawn, key=lambda worker: worker.num_running)
 
 
 class SessionAffinity:
-    """Each session has an order of all workers of its own, the same at every router. The first that is not loaded far
-    above the mean gets the request, so one that goes or comes moves the sessions it has to, and no busy session drowns
-    a worker. A request without a session goes where load is low."""
+    """Policy that keeps the requests of a session at one worker.
+
+    Each session has its own order of all workers, the same at every router. The first one that is not far above the
+    mean load gets the request. So a worker that joins or leaves moves few sessions, and no busy session overloads a
+    worker. A request without a session goes to a worker with low load.
+    """
 
     def __init__(self, seed: int | None = None) -> None:
         self._without_session = LeastLoad(seed)
 
-    def choose(self, workers: Sequence[Worker], wish: Wish) -> Worker:
+    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
         session = wish.session
         if session is None:
             return self._without_session.choose(workers, wish)
-        # With this request.
+        # Total load including this request.
         total = 1 + sum(worker.num_running for worker in workers)
         bound = math.ceil(_MAX_LOAD * total / len(workers))
-        # One is at the mean or below, so somebody has room.
+        # At least one worker is at the mean or below, so `with_room` is not empty.
         with_room = [worker for worker in workers if worker.num_running < bound]
         return max(with_room, key=lambda worker: _weight(session, worker.url))
 
@@ -124,18 +131,20 @@ def _weight(session: str, url: str) -> bytes:
 
 
 class CacheAware:
-    """The longest cached prefix wins among those that are not overloaded, and of equal ones the least loaded."""
+    """Longest cached prefix among workers that are not overloaded; of equal ones, the least loaded."""
 
     def __init__(self, balance: Balance, seed: int | None = None) -> None:
         self._balance = balance
         self._random = random.Random(seed)
 
-    def choose(self, workers: Sequence[Worker], wish: Wish) -> Worker:
+    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
         return self._best([(w, w.num_cached_tokens(wish.hashes), w.num_running) for w in workers])
 
-    def place(self, worker: Worker, wish: Wish) -> int | None:
-        """The prompt goes to this worker: from now on its blocks are expected there. Which data parallel rank is best,
-        by the same rule; None: there is no choice, or nothing to choose by."""
+    def place(self, worker: Worker, wish: RoutingQuery) -> int | None:
+        """Expect the prompt's blocks at this worker from now on. Return its best data parallel rank by the same rule.
+
+        None: there is only one rank, or nothing is known of the blocks.
+        """
         prefixes = worker.prefixes
         hashes = wish.hashes.get(prefixes.block_size) if prefixes is not None else None
         if prefixes is None or not hashes:
@@ -146,10 +155,10 @@ class CacheAware:
         return rank if len(prefixes.ranks) > 1 else None
 
     def _best(self, candidates: Sequence[tuple[T, int, int]]) -> T:
-        """Each with its cached tokens of the prompt, and its load."""
+        """Return the best candidate. A candidate: item, cached tokens of the prompt, load."""
         least = min(load for _, _, load in candidates)
         fit = [c for c in candidates if not self._balance.is_overloaded(c[2], least)]
-        # Where nothing tells them apart, by chance: prefixes that nobody has spread over all.
+        # Ties are broken at random, so that uncached prefixes spread over all workers.
         return max(fit, key=lambda c: (c[1], -c[2], self._random.random()))[0]
 
 
@@ -165,7 +174,7 @@ _BALANCE = Balance()
 
 
 def create_policy(name: str, balance: Balance = _BALANCE) -> Policy:
-    """A policy for one pool: each pool has its own, so that their turns do not lock step."""
+    """Return a new policy for one pool. Pools do not share one, so that their turns are independent."""
     try:
         return _POLICIES[name](balance)
     except KeyError:

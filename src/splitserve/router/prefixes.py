@@ -1,10 +1,10 @@
-"""What one worker has in its prefix caches, as far as this router knows. Pure.
+"""Prefix caches of one worker, as far as this router knows them. Pure.
 
-1. Its KV events keep an index for each data parallel rank (`cache_follower.py`).
-2. They tell of a prompt's blocks only when these are computed. Until then what was given to the worker is expected
-   there, for a bounded time. Of a block that was seen in the index, that alone speaks from then on.
+1. The worker's KV events update one index for each data parallel rank (`cache_follower.py`).
+2. The events report a prompt's blocks only after these are computed. Until then, blocks of prompts sent to the worker
+   are expected there for a limited time. Once a block was seen in the index, only the index counts for it.
 
-A block is named by its hash, which stands for all tokens up to its end.
+A block is identified by its hash, which covers all tokens up to its end.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from splitserve.clock import Clock, SystemClock
-from splitserve.events.index import BlockIndex
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.observe.events.index import BlockIndex
 
-# How long a block is expected, in seconds: a prompt's time in line and in computation, and not much more, for a request
-# may as well fail, and a block be evicted before anybody looked.
+# Seconds for which a block is expected: the time a prompt waits and is computed. It is short because a request may
+# fail, and a block may be evicted before it is seen.
 EXPECTED_SECONDS = 30.0
-# Blocks expected at most, of each rank: 1.6 million tokens in pages of 16.
+# Maximum number of expected blocks per rank: 1.6 million tokens in pages of 16.
 MAX_EXPECTED = 100_000
 
 
 class CachedPrefixes:
-    """`indexes`: by data parallel rank; whoever follows the events changes them. `block_size`: tokens."""
+    """Prefix caches of one worker. `indexes`: by data parallel rank; the follower of the events updates them.
+    `block_size`: tokens."""
 
     def __init__(self, block_size: int, indexes: Sequence[BlockIndex], clock: Clock | None = None) -> None:
         self.block_size = block_size
         self._indexes = tuple(indexes)
-        # By rank: hash -> clock time until which it is expected, the earliest first.
+        # By rank: hash -> clock time until which the block is expected, earliest first.
         self._expected: tuple[dict[int, float], ...] = tuple({} for _ in indexes)
         self._clock = clock or SystemClock()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the worker told of."""
+        """Return the number of blocks that the worker reported."""
         return sum(len(index) for index in self._indexes)
 
     @property
@@ -42,23 +43,25 @@ class CachedPrefixes:
         return range(len(self._indexes))
 
     def match(self, hashes: Sequence[int], rank: int) -> int:
-        """How many of a prompt's first tokens this rank has, or will have in a moment."""
+        """Return the number of leading prompt tokens that this rank has cached or is expected to have soon."""
         return self.block_size * sum(1 for _ in self._held(hashes, rank))
 
     def longest_match(self, hashes: Sequence[int]) -> int:
-        """Of all ranks."""
+        """Return the longest match over all ranks, tokens."""
         return max((self.match(hashes, rank) for rank in self.ranks), default=0)
 
     def told_match(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's first tokens it told of; of its ranks that of the one with fewest, for nobody knows
-        to which a request will come that is not sent to one."""
+        """Return the leading prompt tokens that the worker reported as cached, for the rank with the fewest.
+
+        A request that is not sent to a fixed rank may reach any of them.
+        """
         counts = []
         for index in self._indexes:
             counts.append(sum(1 for _ in takewhile(index.__contains__, hashes)))
         return self.block_size * min(counts, default=0)
 
     def expect(self, hashes: Sequence[int], rank: int) -> None:
-        """A prompt with these blocks is on its way to this rank."""
+        """Expect the blocks of a prompt that was sent to this rank."""
         index, expected = self._indexes[rank], self._expected[rank]
         until = self._clock.now() + EXPECTED_SECONDS
         for name in hashes:

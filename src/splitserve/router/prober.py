@@ -1,11 +1,12 @@
-"""Proves the paths of workers that are in doubt (`proof.py`), in the background. Runs as one task of the router.
+"""Background task of the router that proves the paths of workers in doubt (`proof.py`).
 
-What is asked of a worker
-1. `/health_generate`: it generates a token by itself, a worker of a pair with a fake bootstrap host.
-2. A worker of a pair then gets a request of two tokens together with a partner that has passed 1: prefill makes the
-   first, the KV cache moves, decode makes the second. That proves both. Where it fails, the next try is with another.
+Probe of a worker:
+1. `/health_generate`: the worker generates a token without a partner; a worker of a pair uses a fake bootstrap host.
+2. A worker of a pair then gets a request of two tokens together with a partner that passed 1. Prefill computes the
+   first, the KV cache is transferred, decode computes the second. That proves both. After a failure the next attempt
+   uses another partner.
 
-Each question has a deadline, and so many workers are probed at a time.
+Each probe attempt has a deadline, and the number of parallel probes is limited.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from contextlib import suppress
 
 import msgspec
 
+from splitserve.core.errors import clause
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import clause
 from splitserve.router.failure import UpstreamError
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.misfit import Misfit, misfit_in
 from splitserve.router.pairing import pair_body
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
-from splitserve.router.worker import Pair, Worker
+from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
 
-# Seconds one question may take: a little more than a worker gives itself.
+# Seconds a probe attempt may take: slightly more than the worker's own limit.
 PROBE_TIMEOUT = 25.0
 # Workers that are probed at the same time.
 MAX_PROBES = 16
-# Seconds between two looks who is in doubt. One that joins is seen at once.
+# Seconds between two searches for workers in doubt. A worker that joins is found at once.
 LOOK_INTERVAL = 0.25
-# Answers of workers that do not let themselves be asked like that: they are trusted at once.
+# Statuses of workers without this route. Such workers are trusted at once.
 _CANNOT_BE_ASKED = (404, 405)
-# Answers to whoever shows no key, or a wrong one.
+# Statuses for a missing or wrong key.
 _REFUSED = (401, 403)
-# Seconds the other side of a pair gets to tell what it knows of a failure.
+# Seconds in which the other worker of a pair may still report the cause of a failure.
 _GRACE = 1.0
 
 _PARTNER_OF = {
@@ -57,7 +58,7 @@ class Prober:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """For ever; cancel it."""
+        """Probe workers in doubt until cancelled."""
         try:
             while True:
                 self._registry.has_joined.clear()
@@ -71,7 +72,7 @@ class Prober:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _begin(self) -> None:
-        """Probe whoever is due and is not being probed."""
+        """Start a probe of each worker that is due and not being probed."""
         self._tasks = {worker: task for worker, task in self._tasks.items() if not task.done()}
         now = self._registry.now()
         for worker in self._registry.all():
@@ -87,10 +88,10 @@ class Prober:
                 if worker.context_length is None:
                     worker.context_length = await context_length(self._upstream, worker)
                 if worker.mode in _PARTNER_OF and (problem := await self._meet(worker)) is None:
-                    # Proven with its partner, or waiting for one.
+                    # The worker was proven together with its partner, or it waits for one.
                     return
         if not worker.takes_requests or proof.doubt is None:
-            # It was lost meanwhile, or a request has proven it.
+            # The worker was lost meanwhile, or a request has proven it.
             return
         if problem is None:
             self._succeed(worker)
@@ -101,13 +102,13 @@ class Prober:
             logger.warning("worker is not ready url=%s mode=%s reason=%s", worker.url, worker.mode, problem)
 
     async def _meet(self, worker: Worker) -> str | None:
-        """Prove it together with a partner; what is wrong."""
+        """Prove the worker together with a partner. Return the problem, or None."""
         partner = self._partner(worker)
         if partner is None:
             worker.proof.wait_for_partner(f"no {_PARTNER_OF[worker.mode]} worker is there that could be its partner")
             return None
         is_prefill = worker.mode is DisaggregationMode.PREFILL
-        pair = Pair(worker, partner) if is_prefill else Pair(partner, worker)
+        pair = WorkerPair(worker, partner) if is_prefill else WorkerPair(partner, worker)
         problem = await hand_over(self._upstream, pair)
         if isinstance(problem, Misfit):
             self._registry.add_misfit(pair, problem)
@@ -119,7 +120,7 @@ class Prober:
         return problem
 
     def _partner(self, worker: Worker) -> Worker | None:
-        """Of those that generate, a proven one before others; another one after each failure."""
+        """Return a partner that generates: a proven one first, and a different one after each failure."""
         pool = self._registry.pool(_PARTNER_OF[worker.mode])
         able = [w for w in pool if w.takes_requests and w.proof.generates]
         able.sort(key=lambda w: w.proof.doubt is not None)
@@ -133,7 +134,7 @@ class Prober:
 
 
 async def generate(upstream: Upstream, worker: Worker) -> str | None:
-    """Have the worker generate a token by itself; what is wrong."""
+    """Let the worker generate a token without a partner. Return the problem, or None."""
     try:
         status, answer, _ = await upstream.ask(worker, "GET", "/health_generate", seconds=PROBE_TIMEOUT)
     except UpstreamError as error:
@@ -153,7 +154,7 @@ async def context_length(upstream: Upstream, worker: Worker) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
+async def hand_over(upstream: Upstream, pair: WorkerPair) -> str | None:
     """Send a request of two tokens through the pair. Return the problem: a Misfit if the two are incompatible."""
     params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
@@ -162,7 +163,7 @@ async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if any(task.done() and task.result() for task in tasks):
-            # The other side may know more.
+            # The other worker may report more.
             await asyncio.wait(tasks, timeout=_GRACE)
         else:
             await asyncio.wait(tasks)
@@ -177,7 +178,7 @@ async def hand_over(upstream: Upstream, pair: Pair) -> str | None:
 
 
 async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
-    """What is wrong with this half."""
+    """Send the worker its part of the pair's request. Return the problem, or None."""
     try:
         status, answer, _ = await upstream.ask(worker, "POST", "/generate", raw, seconds=PROBE_TIMEOUT)
     except UpstreamError as error:
@@ -191,7 +192,7 @@ async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
 
 
 def _refusal(upstream: Upstream, status: int) -> str | None:
-    """Why it answers nothing that this router asks for itself; None: for another reason."""
+    """Return why a worker rejects the router's own requests. None: it does not, or for another reason."""
     if status not in _REFUSED:
         return None
     problem = "does not take this router's key: see" if upstream.key_header else "asks for a key: give the router"
@@ -199,7 +200,7 @@ def _refusal(upstream: Upstream, status: int) -> str | None:
 
 
 def _message(body: bytes) -> str:
-    """Of an error."""
+    """Return the message of an error body, at most 300 characters."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):

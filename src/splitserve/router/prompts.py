@@ -1,11 +1,10 @@
-"""Which blocks a request's prompt has: read by the model's own tokenizer, as the workers read it.
+"""Blocks of a request's prompt, computed with the model's own tokenizer as the workers do.
 
-1. The tokenizer is that of `--model`, or that of the first worker whose model lies in a folder of this machine.
-2. A prompt is tokenized and its blocks are hashed in a thread, so that a long one holds up nobody else.
-3. Whatever cannot be read has no blocks, and its request goes where load says, to a pair. What is wrong with it, a
-   worker says.
+1. The tokenizer is that of `--model`, or of the first worker with a model folder that exists on this machine.
+2. Prompts are tokenized and hashed in threads, so that a long prompt does not delay other requests.
+3. A prompt that cannot be read has no blocks. Its request is routed by load to a pair, and a worker reports the error.
 
-It does not know who holds which block.
+This module does not know which worker holds which block.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from splitserve.api.prompt_tokens import all_prompts, first_prompt
+from splitserve.api.tokenizer import Tokenizer
 from splitserve.cache.page_names import block_hash, page_names
 from splitserve.cache.prefix import split_pages
+from splitserve.core.errors import InvalidRequestError, ModelLoadError
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import InvalidRequestError, ModelLoadError
 from splitserve.router.local_prefill import PromptBlocks
-from splitserve.server.prompt_tokens import all_prompts, first_prompt
-from splitserve.server.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# The tokenizer works without the interpreter's lock; more threads would take the cores of the event loop and others.
+# The tokenizer releases the interpreter's lock. More threads would take cores from the event loop and other processes.
 _NUM_THREADS = 2
-# Seconds a request waits for its blocks to be known; then it is served without.
+# Seconds a request waits for its blocks. After that it is routed without them.
 READ_TIMEOUT = 5.0
 
 # Hashes of a prompt's whole blocks, by block size.
@@ -55,15 +54,15 @@ class PromptReader:
         return self._tokenizer is not None
 
     async def load(self, model: str) -> None:
-        """Take the tokenizer of this model: a folder, or a name as for a worker. Logs where it has none."""
+        """Load the tokenizer of a model: a folder, or a name as for a worker. Logs if the model has none."""
         await self._load(model, lambda: Path(model) if Path(model).is_dir() else resolve_model(model))
 
     async def load_folder(self, folder: str) -> None:
-        """The same of a worker's model folder, if that is one of this machine."""
+        """Load the tokenizer of a worker's model folder, if that exists on this machine."""
         await self._load(folder, lambda: _existing(folder))
 
     async def read(self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]) -> BlockHashes:
-        """The blocks of the body's prompt, of a batch's first; nothing where they cannot be known."""
+        """Return the blocks of the body's prompt, or of a batch's first prompt. Empty: unknown."""
         if not block_sizes:
             return {}
         max_tokens = self._max_tokens()
@@ -72,22 +71,22 @@ class PromptReader:
     async def read_all(
         self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]
     ) -> Sequence[PromptBlocks]:
-        """All prompts of the body; nothing where they cannot be known."""
+        """Return all prompts of the body. Empty: unknown."""
         max_tokens = self._max_tokens()
         return await self._read(lambda: hash_prompts(path, body, self._tokenizer, block_sizes, max_tokens)) or ()
 
     def close(self) -> None:
-        """Idempotent. Does not wait for what is being read."""
+        """Stop the threads without waiting for running reads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _read(self, work: Callable[[], T | None]) -> T | None:
-        """What `work` finds out; None where it cannot."""
+        """Return the result of `work`, or None if it fails."""
         try:
             async with asyncio.timeout(READ_TIMEOUT):
                 found = await self._run(work)
         except InvalidRequestError:
             return None
-        except Exception as error:  # Templates and tokenizers raise what they like, and a worker will say so.
+        except Exception as error:  # Templates and tokenizers raise any type, and a worker will report the error.
             logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
             return None
         if found is None:
@@ -126,7 +125,7 @@ def hash_prompt(
     block_sizes: Collection[int],
     max_tokens: int | None = None,
 ) -> BlockHashes | None:
-    """None: it takes a tokenizer to tell. Raises InvalidRequestError."""
+    """Return the blocks of the first prompt. None: a tokenizer is needed. Raises InvalidRequestError."""
     tokens = first_prompt(path, body, tokenizer, max_tokens)
     if tokens is None:
         return None
@@ -140,7 +139,7 @@ def hash_prompts(
     block_sizes: Collection[int],
     max_tokens: int | None = None,
 ) -> list[PromptBlocks] | None:
-    """As `hash_prompt`, of all prompts."""
+    """Return the blocks of all prompts. Other details as in `hash_prompt`."""
     prompts = all_prompts(path, body, tokenizer, max_tokens)
     if prompts is None:
         return None

@@ -1,17 +1,17 @@
-"""Whether a worker's path is proven: that it generates, and that it hands over or is handed over to. Pure.
+"""Proof state of one worker: whether it generates, and whether it transfers KV with a partner. Pure.
 
-1. A worker that joins, or comes back after it was lost, is in doubt.
-2. It is probed (`prober.py`) until a probe succeeds, with pauses that grow. A request that ends well proves as much.
-3. Meanwhile it is held back: it gets no requests while there are others of its mode. Not so one that joined when nobody
-   was proven yet, and whose probe has not failed: behind a router that has just started, the first that is proven would
-   get what all of them are there for.
+1. A worker that joins, or returns after it was lost, is in doubt.
+2. It is probed (`prober.py`) with growing pauses until a probe succeeds. A request that succeeds is a proof too.
+3. Meanwhile it is held back: it gets no requests while there are other workers of its mode. Exception: a worker that
+   joined when no worker was proven yet, until its probe fails. Without this exception, the first worker proven after a
+   start of the router would get all requests.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Seconds from a failed probe to the next: from the first to the last, doubling.
+# Seconds from a failed probe to the next: first pause, longest pause. Pauses double.
 _PAUSES = (1.0, 30.0)
 
 JOINED = "it has joined and is still to be probed"
@@ -19,34 +19,34 @@ LOST = "it was lost and is still to be probed again"
 
 
 @dataclass(slots=True)
-class Proof:
-    # Nobody probes it where this is not wanted.
+class WorkerProof:
+    # Whether the worker is probed at all.
     is_wanted: bool = False
-    # Why its path is not proven; None: it is.
+    # Why its path is not proven. None: it is proven.
     doubt: str | None = None
-    # Requests go to others while there are any.
+    # True: requests go to other workers while there are any.
     is_held: bool = False
-    # It has generated a token by itself since it is in doubt.
+    # Whether it has generated a token without a partner since it is in doubt.
     generates: bool = False
-    # Clock time of the next probe, and probes that failed one after the other.
+    # Clock time of the next probe, and number of consecutive failed probes.
     next_at: float = 0.0
     num_failures: int = 0
 
     @classmethod
-    def wanted(cls, *, is_held: bool) -> Proof:
+    def wanted(cls, *, is_held: bool) -> WorkerProof:
         return cls(True, JOINED, is_held)
 
     def is_due(self, now: float) -> bool:
         return self.doubt is not None and now >= self.next_at
 
     def begin_anew(self) -> None:
-        """It was lost."""
+        """Mark a worker that was lost as in doubt, and reset its probes."""
         if self.is_wanted:
             self.doubt, self.is_held = LOST, True
             self.generates, self.next_at, self.num_failures = False, 0.0, 0
 
     def wait_for_partner(self, reason: str) -> None:
-        """It can do no more by itself. That is not its failure."""
+        """Store that the worker waits for a partner. This is not a failure of the worker."""
         self.doubt = reason
 
     def fail(self, reason: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""How a worker announces itself to the router: the message, and the call that sends it."""
+"""Registration of a worker at the router: the message, and the call that sends it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal, Self
 import aiohttp
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from splitserve.api.api_keys import key_header
+from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.router.addresses import connector, named
-from splitserve.router.api_keys import key_header
 from splitserve.router.args import parse_url
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -23,9 +23,9 @@ class PDRegistryRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     mode: Literal["prefill", "decode", "null"]
-    # Where the router reaches the worker, e.g. http://10.0.0.7:30000.
+    # URL at which the router reaches the worker, e.g. http://10.0.0.7:30000.
     registry_url: str
-    # Prefill: port of its bootstrap server. The other roles have none.
+    # On prefill workers: port of the bootstrap server. The other roles have none.
     bootstrap_port: int | None = None
 
     @field_validator("registry_url")
@@ -54,9 +54,9 @@ class WorkerOrder(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    # As GET /workers has it.
+    # URL as in GET /workers.
     url: str
-    # Drain: move what runs there to other workers now, instead of letting it end there.
+    # On drain: move running requests to other workers now, instead of letting them finish.
     migrate: bool = False
 
 
@@ -73,11 +73,11 @@ async def register_disaggregation_server(
 ) -> None:
     """Register the worker at `host`:`server_port` with the router at `pdlb_url`. Repeating it is harmless.
 
-    `api_key`: a key of an operator, if the router has keys. `address`: the address of its name to connect to. None: any
-    of them. `tls`: for a router at an https URL. None: what the system trusts.
-    `scheme`: of the worker's URL, http or https.
+    `api_key`: an operator's key, if the router has keys. `address`: IP address of the router's name to connect to.
+    None: any of its addresses. `tls`: for a router at an https URL. None: the system's trusted certificates. `scheme`:
+    of the worker's URL, http or https.
 
-    Raises WorkerUnavailableError if the router does not answer or refuses.
+    Raises WorkerUnavailableError if the router does not answer or rejects the registration.
     """
     await _post(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port, scheme), api_key, address, tls)
 

@@ -1,16 +1,16 @@
-"""Who is there: the pools of prefill, decode and colocated workers, and the choice among them.
+"""Registry of the workers: pools of prefill, decode and colocated workers, and the choice among them.
 
-A worker's life here
-1. It is named on the command line, or announces itself (POST /register; again every few seconds, which is harmless).
-2. It is chosen while it is healthy. A failed connection or health check takes it out of the choice at once. While its
-   path is not proven (`proof.py`) it is passed over for those whose is.
-3. The next successful check or registration puts it back. What failed by its fault is held against it for some seconds
-   more: it is passed over while there are others, then gets one request at a time until one ends well (`worker.py`).
-4. It deregisters when it drains, and is listed until our requests there have ended. A registered one that stays away
-   for `FORGET_AFTER` seconds is forgotten. One that changes its role by our order (`role_order.py`) keeps its place
-   until it announces itself in the new one.
+Life cycle of a worker:
+1. It is given on the command line, or registers itself (POST /register, repeated every few seconds).
+2. It can be chosen while it is healthy. A failed connection or health check excludes it at once. While its path is not
+   proven (`proof.py`), workers with a proven path have priority.
+3. The next successful check or registration includes it again. After a failure by its own fault it is avoided for some
+   more seconds while there are others. Then it gets one request at a time until one succeeds (`worker.py`).
+4. It deregisters when it drains, and stays listed until this router's requests there have ended. A registered worker
+   that is away for `FORGET_AFTER` seconds is forgotten. During a role switch by this router (`role_order.py`) a worker
+   keeps its entry until it registers in the new role.
 
-It knows nothing of requests and HTTP.
+This module does not know requests or HTTP.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.api.limits import DEFAULT_CONTEXT_LENGTH
-from splitserve.clock import Clock, SystemClock
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
 from splitserve.router.local_prefill import num_uncached_tokens
-from splitserve.router.policies import ANY, Balance, CacheAware, Wish, create_policy
-from splitserve.router.proof import Proof
-from splitserve.router.worker import Pair, Worker
+from splitserve.router.policies import ANY, Balance, CacheAware, RoutingQuery, create_policy
+from splitserve.router.proof import WorkerProof
+from splitserve.router.worker import Worker, WorkerPair
 
 FORGET_AFTER = 60.0
 # Seconds after which an incompatible pair gets a request again, if no probe succeeds earlier.
 MISFIT_SECONDS = 60.0
+# Also correct while a supervisor restarts the missing worker.
+_RETRY_OR_START = "retry in a moment; if none is starting, start one"
 NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
 
 
 @dataclass(slots=True)
 class Avoid:
-    """Whom a request that failed is not to meet again."""
+    """Workers that a request avoids after a failed attempt."""
 
-    # Not before it has been away and come back: clock times at which they failed.
+    # Excluded until they were away and returned: clock times of their failures.
     failed: dict[Worker, float] = field(default_factory=dict)
-    # Not while there are others: one of them is at fault, nobody knows which.
+    # Excluded while there are others: one of them is at fault, but it is unknown which.
     suspects: set[Worker] = field(default_factory=set)
 
     def excludes(self, worker: Worker) -> bool:
@@ -63,7 +65,7 @@ class WorkerRegistry:
         self.disaggregate_above = args.disaggregate_above
         self._clock = clock or SystemClock()
         self._probe = args.probe
-        # Set when somebody joins. Whoever waits for it clears it.
+        # Set when a worker joins. Its waiter clears it.
         self.has_joined = asyncio.Event()
 
     def now(self) -> float:
@@ -77,7 +79,7 @@ class WorkerRegistry:
         *,
         is_static: bool = False,
     ) -> bool:
-        """Add or refresh the worker at `url`. True if it is new, or has come back in another role."""
+        """Add or refresh the worker at `url`. Return True if it is new, or has returned in another role."""
         known = self._workers.get(url)
         if known is not None and known.mode is mode and not known.is_leaving:
             known.bootstrap_port = bootstrap_port
@@ -86,22 +88,25 @@ class WorkerRegistry:
             return False
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
         if self._probe:
-            worker.proof = Proof.wanted(is_held=self._pool_unready_reason(mode) is None)
+            worker.proof = WorkerProof.wanted(is_held=self._pool_unready_reason(mode) is None)
         self._workers[url] = worker
         self.has_joined.set()
         return True
 
     def remove(self, url: str) -> bool:
-        """True if it was there. Its running requests go on."""
+        """Remove a worker; its running requests continue. Return whether it was registered."""
         return self._workers.pop(url, None) is not None
 
     def discard(self, worker: Worker) -> None:
-        """Remove this one, unless another has come in its place."""
+        """Remove this worker, unless another has replaced it."""
         if self._workers.get(worker.url) is worker:
             del self._workers[worker.url]
 
     def deregister(self, url: str) -> bool:
-        """It leaves: at once, or when our requests there have ended (`forget_left`). True if it was there."""
+        """Remove a worker at once, or when this router's requests there have ended (`forget_left`).
+
+        Return whether it was registered.
+        """
         known = self._workers.get(url)
         if known is None or known.switching_to is not None:
             return False
@@ -109,13 +114,13 @@ class WorkerRegistry:
         self.forget_left()
         return True
 
-    def add_misfit(self, pair: Pair, reason: str) -> None:
+    def add_misfit(self, pair: WorkerPair, reason: str) -> None:
         """Store for a while that a pair cannot serve requests. No-op if either worker has been replaced since."""
         if all(self._workers.get(worker.url) is worker for worker in (pair.prefill, pair.decode)):
             pair.prefill.add_misfit(pair.decode, reason, self._clock.now() + MISFIT_SECONDS)
 
     def forget_misfits(self) -> None:
-        """Drop misfits that have expired, or with a partner that is not registered any more."""
+        """Drop misfits that have expired or have a partner that is no longer registered."""
         now = self._clock.now()
         for worker in self._workers.values():
             for partner, (_, until) in list(worker.misfits.items()):
@@ -123,12 +128,12 @@ class WorkerRegistry:
                     worker.forget_misfits(partner)
 
     def forget_left(self) -> None:
-        """Drop those that have deregistered and have none of our requests any more."""
+        """Drop deregistered workers without running requests of this router."""
         for worker in [w for w in self._workers.values() if w.is_leaving and not w.calls]:
             del self._workers[worker.url]
 
     def get(self, url: str) -> Worker:
-        """Raises UnknownWorkerError."""
+        """Return the worker at `url`. Raises UnknownWorkerError."""
         worker = self._workers.get(url.rstrip("/"))
         if worker is None:
             raise UnknownWorkerError(f"no worker is registered at {url!r}: GET /workers lists them", param="url")
@@ -141,11 +146,11 @@ class WorkerRegistry:
         return max(known, default=DEFAULT_CONTEXT_LENGTH)
 
     def has_stand_in(self, worker: Worker) -> bool:
-        """Whether others of its mode take requests."""
+        """Return whether other workers of its mode accept requests."""
         return any(w is not worker for w in self._takers(worker.mode, _NOBODY))
 
     def needs(self, worker: Worker) -> bool:
-        """Whether requests can be served with it, and not without it."""
+        """Return whether requests can be served with this worker, but not without it."""
         without = {mode: [w for w in self._takers(mode, _NOBODY) if w is not worker] for mode in DisaggregationMode}
         return worker.takes_requests and not _can_serve(without) and _can_serve({**without, worker.mode: [worker]})
 
@@ -157,18 +162,18 @@ class WorkerRegistry:
 
     @property
     def cache_aware_modes(self) -> frozenset[DisaggregationMode]:
-        """Of the workers that are chosen by what they have cached."""
+        """Return the modes of workers that are chosen by their cached prefixes."""
         return frozenset(mode for mode, policy in self._policies.items() if isinstance(policy, CacheAware))
 
     @property
     def followed_modes(self) -> frozenset[DisaggregationMode]:
-        """Of the workers of which somebody wants to know what they have cached."""
+        """Return the modes of the workers for which routing uses cached prefixes."""
         is_local = self.disaggregate_above is not None
         return self.cache_aware_modes | ({DisaggregationMode.DECODE} if is_local else frozenset())
 
     @property
     def block_sizes(self) -> frozenset[int]:
-        """Of all workers whose caches are known; tokens."""
+        """Return the block sizes of all workers with known caches, tokens."""
         return frozenset(w.prefixes.block_size for w in self._workers.values() if w.prefixes is not None)
 
     def mark_healthy(self, worker: Worker) -> None:
@@ -189,10 +194,10 @@ class WorkerRegistry:
             del self._workers[worker.url]
         return lost
 
-    def select(self, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Pair | Worker:
-        """A pair; a decode worker alone where the prompt is short; a colocated worker where there is no pool of pairs.
+    def select(self, wish: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
+        """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.
 
-        Raises WorkerUnavailableError, saying why.
+        Raises WorkerUnavailableError with the reason.
         """
         decode = None
         if wish.prompts and self._takers(DisaggregationMode.DECODE, avoid):
@@ -206,7 +211,7 @@ class WorkerRegistry:
             return worker
         return self.select_pair(wish, avoid, decode)
 
-    def select_pair(self, wish: Wish = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None) -> Pair:
+    def select_pair(self, wish: RoutingQuery = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None) -> WorkerPair:
         """Return a compatible pair, with `decode` if it was chosen and is compatible with any prefill worker.
 
         Raises WorkerUnavailableError that names each pool without a healthy worker.
@@ -217,7 +222,7 @@ class WorkerRegistry:
             if not self._takers(mode, avoid)
         ]
         if missing:
-            raise WorkerUnavailableError(f"{' and '.join(missing)}: start one, or try again in a moment")
+            raise WorkerUnavailableError(f"{' and '.join(missing)}: {_RETRY_OR_START}")
         prefills = [] if decode is None else self._fitting_prefills(avoid, [decode])
         if not prefills:
             decode, prefills = None, self._fitting_prefills(avoid)
@@ -227,25 +232,25 @@ class WorkerRegistry:
         if decode is None:
             decodes = [w for w in self._takers(DisaggregationMode.DECODE, avoid) if w not in prefill.misfits]
             decode = self._choose_of(DisaggregationMode.DECODE, decodes, wish, avoid)
-        # A decode worker's ranks share out their requests themselves.
+        # The ranks of a decode worker distribute their requests themselves.
         self._place(decode, wish)
-        return Pair(prefill, decode, self._place(prefill, wish))
+        return WorkerPair(prefill, decode, self._place(prefill, wish))
 
     def any_healthy(self) -> Worker:
-        """Some worker, for questions that each of them answers alike. Raises WorkerUnavailableError."""
+        """Return some worker, for requests that each worker answers alike. Raises WorkerUnavailableError."""
         for mode in (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL):
             if self._takers(mode, _NOBODY):
                 return self._choose(mode)
-        raise WorkerUnavailableError("no healthy worker is registered: start one, or try again in a moment")
+        raise WorkerUnavailableError(f"no healthy worker is registered: {_RETRY_OR_START}")
 
     def unready_reason(self) -> str | None:
-        """Why no request can be sure of a path, through a pair or a colocated worker; None: one is proven."""
+        """Return why no path through a pair or a colocated worker is proven. None: one is proven."""
         modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL)
         prefill, decode, null = (self._pool_unready_reason(mode) for mode in modes)
         misfit = self._misfit_of_ready()
         if null is None or prefill is decode is misfit is None:
             return None
-        # Of a kind that nobody started nothing need be said.
+        # Omit kinds of workers that were never started.
         has_pairs, has_colocated = (any(self.pool(mode) for mode in some) for some in (modes[:2], modes[2:]))
         reasons = [prefill, decode, misfit] if has_pairs or not has_colocated else []
         reasons += [null] if has_colocated else []
@@ -270,16 +275,16 @@ class WorkerRegistry:
         counts = Counter(_why_unready(worker) for worker in pool)
         return f"no {name} worker is ready ({', '.join(f'{n} {why}' for why, n in counts.items())})"
 
-    def _choose(self, mode: DisaggregationMode, wish: Wish = ANY, avoid: Avoid = _NOBODY) -> Worker:
+    def _choose(self, mode: DisaggregationMode, wish: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> Worker:
         takers = self._takers(mode, avoid)
         if not takers:
-            raise WorkerUnavailableError(f"{self._describe_missing(mode)}: start one, or try again in a moment")
+            raise WorkerUnavailableError(f"{self._describe_missing(mode)}: {_RETRY_OR_START}")
         return self._choose_of(mode, takers, wish, avoid)
 
-    def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], wish: Wish, avoid: Avoid) -> Worker:
+    def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], wish: RoutingQuery, avoid: Avoid) -> Worker:
         now = self._clock.now()
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
-        # Where nobody else is there, requests are the proof: better than to turn them away.
+        # If all are held back, send requests anyway: they serve as the proof, and a rejection would help no client.
         free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
         trusted = [w for w in free if w.is_trusted(now)] or free
         return self._policies[mode].choose(trusted, wish)
@@ -290,11 +295,11 @@ class WorkerRegistry:
         prefills = self._takers(DisaggregationMode.PREFILL, avoid)
         return [p for p in prefills if any(d not in p.misfits for d in decodes)]
 
-    def _is_short_for(self, decode: Worker, wish: Wish) -> bool:
+    def _is_short_for(self, decode: Worker, wish: RoutingQuery) -> bool:
         limit = self.disaggregate_above
         return limit is not None and num_uncached_tokens(decode, wish.prompts) + wish.num_told <= limit
 
-    def _place(self, worker: Worker, wish: Wish) -> int | None:
+    def _place(self, worker: Worker, wish: RoutingQuery) -> int | None:
         policy = self._policies[worker.mode]
         return policy.place(worker, wish) if isinstance(policy, CacheAware) else None
 
@@ -310,7 +315,7 @@ class WorkerRegistry:
 
 
 def _why_unready(worker: Worker) -> str:
-    """In few words, and without an address: whoever comes may hear it."""
+    """Return a short reason without an address, because unauthenticated clients can read it."""
     if not worker.healthy:
         return "unhealthy"
     if worker.drains:

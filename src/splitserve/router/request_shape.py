@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from splitserve.api.prompt_batch import is_batch
+from splitserve.api.schemas import NativeSampling, SamplingFields
 from splitserve.core.grammar import GrammarKind
 from splitserve.router.pairing import Body
-from splitserve.server.schemas import NativeSampling, SamplingFields
 
 _MAX_TOKENS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 _RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -44,8 +45,7 @@ def _prompt(body: Body) -> list[str]:
         messages = body.get("messages")
         count = len(messages) if isinstance(messages, list) else 0
         return [f"messages={count}", f"prompt_bytes={len(msgspec.json.encode(messages))}"]
-    is_batch = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-    prompts = value if is_batch else [value]
+    prompts = value if is_batch(value) else [value]
     num_tokens = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
     num_bytes = sum(len(prompt.encode()) for prompt in prompts if isinstance(prompt, str))
     return [f"prompts={len(prompts)}", f"prompt_tokens={num_tokens}", f"prompt_bytes={num_bytes}"]

@@ -1,10 +1,10 @@
-"""An operator gives a worker another role through the router: no new requests for it, its switch, its new place.
+"""Role switch of a worker, ordered by an operator through the router.
 
-1. Checked: others can serve meanwhile.
-2. It gets no new requests, and `GET /workers` says what it is to become. What it runs ends, or comes back to be served
-   elsewhere (`tries.py`): the worker sees to that (`launch/role_switch.py`).
-3. It answers when it has changed, and has its place in its new pool then; or why it has not, and then it has its old
-   one again.
+1. The router checks that other workers can serve meanwhile.
+2. The worker gets no new requests, and `GET /workers` lists its new role. Its running requests finish, or return and
+   are served elsewhere (`tries.py`); the worker ensures that (`worker/role_switch.py`).
+3. The worker answers when it has switched, and joins its new pool then. If it could not switch, it answers with the
+   reason and stays in its old pool.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from splitserve.core.errors import RoleSwitchRunningError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import RoleSwitchRunningError, WorkerUnavailableError
 from splitserve.router.failure import UpstreamError, in_log
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
@@ -24,25 +24,25 @@ from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the answer may take beyond those the worker was given.
+# Seconds that the answer may take beyond the timeout given to the worker.
 _ANSWER_SECONDS = 30.0
 
 
-class RoleOrder(BaseModel):
+class RoleOrderBody(BaseModel):
     """Body of POST /role."""
 
     model_config = ConfigDict(extra="ignore")
 
-    # As GET /workers has it.
+    # URL as in GET /workers.
     url: str
     role: Literal["prefill", "decode", "null"]
-    # What runs there ends there, or goes on elsewhere.
+    # Whether running requests finish there, or continue elsewhere.
     drain: Literal["complete", "migrate"] = "complete"
-    # Seconds for all of it.
+    # Timeout of the whole switch, seconds.
     timeout: float = Field(default=60.0, gt=0.0, le=86400.0)
-    # Prefill: of its bootstrap server; None: the one it had, or any free one.
+    # On prefill workers: port of the bootstrap server. None: the one it had, or any free one.
     bootstrap_port: int | None = Field(default=None, ge=0, lt=65536)
-    # Even if nobody else can serve meanwhile.
+    # Switch even if no other worker can serve meanwhile.
     force: bool = False
 
 
@@ -52,9 +52,11 @@ class _Answer(msgspec.Struct, frozen=True):
     bootstrap_port: int | None = None
 
 
-async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleOrder) -> tuple[Worker, float]:
-    """The worker in its new role, and the seconds that its switch took. Raises UnknownWorkerError,
-    RoleSwitchRunningError, WorkerUnavailableError, and UpstreamError with what the worker says where it could not.
+async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleOrderBody) -> tuple[Worker, float]:
+    """Return the worker in its new role, and the seconds that its switch took.
+
+    Raises UnknownWorkerError, RoleSwitchRunningError, WorkerUnavailableError, and UpstreamError with the worker's
+    reason if it could not switch.
     """
     worker = registry.get(order.url)
     if worker.switching_to is not None:
@@ -65,7 +67,7 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
         raise RoleSwitchRunningError(f"{worker.url} is draining: POST /workers/resume first, a switch drains by itself")
     if not order.force and registry.needs(worker):
         raise WorkerUnavailableError(
-            f"without {worker.url} nobody would serve requests: start another worker first, or send force: true"
+            f"without {worker.url} no worker would serve requests: start another worker first, or send force: true"
         )
     worker.is_draining = True
     worker.switching_to = DisaggregationMode(order.role)
@@ -77,12 +79,12 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
         raise
     finally:
         worker.switching_to, worker.is_draining = None, False
-    # It has announced itself meanwhile, or it does not announce itself at all.
+    # The worker may have registered itself meanwhile; a static worker does not register itself.
     registry.add(worker.url, answer.role, answer.bootstrap_port)
     return registry.get(worker.url), answer.seconds
 
 
-async def _ask(upstream: Upstream, worker: Worker, order: RoleOrder) -> _Answer:
+async def _ask(upstream: Upstream, worker: Worker, order: RoleOrderBody) -> _Answer:
     body = msgspec.json.encode(order.model_dump(include={"role", "drain", "timeout", "bootstrap_port"}))
     seconds = order.timeout + _ANSWER_SECONDS
     status, answer, headers = await upstream.ask(worker, "POST", "/role", body, seconds=seconds)

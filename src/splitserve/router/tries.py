@@ -23,17 +23,19 @@ from typing import Any
 
 import msgspec
 
-from splitserve.core.request import DisaggregationMode
-from splitserve.errors import (
+from splitserve.api.error_shape import Headers
+from splitserve.core.errors import (
     DeadlineExceededError,
     PeerLostError,
     PoisonRequestError,
     SchedulerLostError,
     WorkerUnavailableError,
 )
+from splitserve.core.request import DisaggregationMode
+from splitserve.router.args import LBArgs
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.exchange import Call, PairExchange, forward_single
-from splitserve.router.failure import Cause, Headers, UpstreamError, in_log
+from splitserve.router.exchange import ForwardedRequest, PairExchange, forward_single
+from splitserve.router.failure import FailureCause, UpstreamError, in_log
 from splitserve.router.isolation import IsolationTurn
 from splitserve.router.journal import Journal
 from splitserve.router.local_prefill import num_uncached_tokens
@@ -47,11 +49,12 @@ from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.request_shape import shape_of
 from splitserve.router.upstream import Upstream
-from splitserve.router.worker import Pair, Worker
+from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
 
-# Codes of errors that are the reporting side's own. Others may quote the partner, or are nobody's fault (503).
+# Codes of errors that the reporting worker caused. Errors with other codes may report the partner's failure, or no
+# worker caused them (503).
 _OWN_FAULTS = ("engine_error", "internal_error")
 # Longest part of an id that messages contain, characters.
 _SHOWN_CHARACTERS = 128
@@ -59,11 +62,7 @@ _TIMEOUT_HEADER = "x-request-timeout"
 
 
 class Tries:
-    """Attempts of one request. `timeout`: seconds from now for all of them.
-
-    `max_retries`, `max_prefill_retries`: see above. `hang_timeout`: seconds without a heartbeat after which a worker
-    counts as hung.
-    """
+    """Attempts of one request. Timeouts and numbers of retries are those of `args`."""
 
     def __init__(
         self,
@@ -76,10 +75,7 @@ class Tries:
         registry: WorkerRegistry,
         metrics: RouterMetrics,
         prompts: PromptReader,
-        timeout: float,
-        max_retries: int,
-        max_prefill_retries: int,
-        hang_timeout: float,
+        args: LBArgs,
     ) -> None:
         self._path = path
         self._body = with_identity(path, body)
@@ -89,26 +85,23 @@ class Tries:
         self._registry = registry
         self._metrics = metrics
         self._prompts = prompts
-        self._max_retries = max_retries
-        self._max_prefill_retries = max_prefill_retries
-        self._hang_timeout = hang_timeout
+        self._args = args
         self._arrived = time.monotonic()
         self._created = int(time.time())
-        # What the client itself wants to wait, seconds.
+        # Timeout that the client sent, seconds.
         self._patience = _patience(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
-        self._timeout = timeout
         self.journal = Journal()
         self._wish = wish_of(body, headers)
         self._avoid = Avoid()
         self.num_tries = 0
-        # Who serves it, or was the last to try; and since which clock time somebody does.
+        # Workers that serve the request or made the last attempt; clock time of the first dispatch.
         self.workers: tuple[Worker, ...] = ()
         self.dispatched_at: float | None = None
-        # Tokens of its longest prompt that its decode worker had not cached; None: nobody asked, or nobody knows.
+        # Tokens of its longest prompt that its decode worker had not cached. None: not requested, or unknown.
         self.num_uncached: int | None = None
-        # Seconds that it waited for its place, see `admission.py`; None: it has none.
+        # Seconds that it waited for admission, see `admission.py`. None: not admitted yet.
         self.queued: float | None = None
-        # Since the last token: tries that failed, and the journal's length at that time.
+        # Number of failed attempts since the journal last grew, and the journal's length then.
         self._num_failures = 0
         self._num_told = 0
         # Workers that hung or died while they processed the prompt.
@@ -119,7 +112,7 @@ class Tries:
 
     @property
     def rid(self) -> object:
-        """Its id: what the client says, whatever that is, or a new one."""
+        """Return the request id: the client's, of any type, or a generated one."""
         return self._body["rid"]
 
     @property
@@ -133,10 +126,14 @@ class Tries:
 
     @property
     def _limit(self) -> float:
-        return self._timeout if self._patience is None else min(self._timeout, self._patience)
+        return self._args.timeout if self._patience is None else min(self._args.timeout, self._patience)
 
     async def run(self) -> None:
-        """Raises the UpstreamError that is the cause if it fails, WorkerUnavailableError if nobody was there to try."""
+        """Run attempts until one succeeds.
+
+        Raises the UpstreamError that is the cause of a failure, or WorkerUnavailableError if there was no worker to
+        try.
+        """
         await self._read_prompt()
         target = self._select()
         while True:
@@ -155,21 +152,21 @@ class Tries:
             finally:
                 self._end_turn()
 
-    def _select(self) -> Pair | Worker:
+    def _select(self) -> WorkerPair | Worker:
         try:
             return self._registry.select(self._wish, self._avoid)
-        except WorkerUnavailableError as nobody:
-            raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from nobody
+        except WorkerUnavailableError as missing:
+            raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from missing
 
-    async def _isolated(self, target: Pair | Worker) -> Pair | Worker:
-        """Wait until no other suspect is at `target`. Return `target`, or another if that fails in the meantime.
+    async def _isolated(self, target: WorkerPair | Worker) -> WorkerPair | Worker:
+        """Wait until no other suspect is at `target`. Return `target`, or another target if this one fails meanwhile.
 
         Returns at once unless this request is a suspect.
         """
         while self._num_prefill_losses and not self.journal.lines:
             locks = [worker.isolation for worker in _workers(target)]
             # Long enough to detect a hang of the previous suspect.
-            wait, limit = 2.0 * self._hang_timeout, 1.5 * self._hang_timeout
+            wait, limit = 2.0 * self._args.hang_timeout, 1.5 * self._args.hang_timeout
             self._turn = IsolationTurn(locks, wait=min(wait, self.seconds_left), limit=limit)
             await self._turn.begin()
             if all(worker.takes_requests for worker in _workers(target)):
@@ -198,7 +195,7 @@ class Tries:
         hashes = prompts[0].hashes if prompts else {}
         self._wish = dataclasses.replace(self._wish, hashes=hashes, prompts=prompts)
 
-    async def _serve(self, target: Pair | Worker) -> None:
+    async def _serve(self, target: WorkerPair | Worker) -> None:
         body = self._body | {"dispatch": self._dispatch()}
         if self._patience is not None and (self.num_tries or self.queued):
             body["timeout"] = self._patience - self._elapsed()
@@ -209,24 +206,26 @@ class Tries:
             self.num_uncached = num_uncached_tokens(self.workers[-1], self._wish.prompts) + self._wish.num_told
         if self.dispatched_at is None:
             self.dispatched_at = time.monotonic()
-        seconds = self._timeout - self._elapsed()
+        seconds = self._args.timeout - self._elapsed()
         if isinstance(target, Worker):
             if target.mode is DisaggregationMode.DECODE:
                 body = without_rooms(body)
                 self._metrics.local_prefills.inc()
-            call = Call(self._path, msgspec.json.encode(body), self._headers, seconds, self.journal, self._on_prefilled)
+            call = ForwardedRequest(
+                self._path, msgspec.json.encode(body), self._headers, seconds, self.journal, self._on_prefilled
+            )
             await forward_single(self._upstream, target, call, self._client)
             return
         prefill, rank = target.prefill, target.prefill_rank
         paired = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=rank)
         merges = wants_merge(self._path, body)
         raw = msgspec.json.encode(paired)
-        call = Call(self._path, raw, self._headers, seconds, self.journal, self._on_prefilled, merges)
+        call = ForwardedRequest(self._path, raw, self._headers, seconds, self.journal, self._on_prefilled, merges)
         with prefill.serving_on(rank):
             await PairExchange(self._upstream, target, call, self._client).run()
 
     def _dispatch(self) -> dict[str, Any]:
-        """What the workers are told of this try; `server/dispatch.py` reads it."""
+        """Return the fields that describe this attempt to the workers; `api/dispatch.py` parses them."""
         return {
             "attempt": self.num_tries,
             "created": self._created,
@@ -235,14 +234,14 @@ class Tries:
             "told": [msgspec.Raw(line) for line in self.journal.lines],
         }
 
-    def _next_target(self, error: UpstreamError, failed: Pair | Worker) -> Pair | Worker:
-        """Who goes on after `error`. Raises it, explained, if nobody does."""
+    def _next_target(self, error: UpstreamError, failed: WorkerPair | Worker) -> WorkerPair | Worker:
+        """Return the target of the next attempt after `error`. Raise `error` with an explanation if there is none."""
         if self._num_told < len(self.journal.lines):
-            # There was progress: what is past is past.
+            # Progress since the last failure resets the count of failures.
             self._num_told, self._num_failures, self._avoid = len(self.journal.lines), 0, Avoid()
         self._num_failures += 1
         self._blame(error, failed)
-        if error.cause in (Cause.REQUEST, Cause.ABORTED) or _is_timeout(error):
+        if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED) or _is_timeout(error):
             raise error
         self._count_prefill_loss(error)
         if self._client.started and not self.journal.lines:
@@ -250,25 +249,26 @@ class Tries:
         if self.seconds_left <= 0:
             outcome = f"its {self._limit:g} s are over: give it a longer timeout"
             raise self._explained(error, outcome, DeadlineExceededError.reason)
-        if self._num_failures > self._max_retries:
+        if self._num_failures > self._args.max_retries:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)
         if self._wish.prompts:
             self._count_told()
         try:
             target = self._registry.select(self._wish, self._avoid)
-        except WorkerUnavailableError as nobody:
+        except WorkerUnavailableError as missing:
             if misfit_in(error.body):
                 # The difference is for operators only.
-                raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {nobody.message}") from None
-            raise self._explained(error, f"it cannot go on elsewhere, for {nobody.message}") from None
+                raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from None
+            raise self._explained(error, f"it cannot go on elsewhere, for {missing.message}") from None
         if self._avoid.suspects.issuperset(_workers(target)):
-            # Nothing would be different, and a full worker is not to be asked again and again.
+            # The same workers would fail again, and repeated requests would add load to a full worker.
             raise self._explained(error, "all others have been tried: try again in a moment")
         kind = "migration" if self.journal.lines else "retry"
         self._metrics.retries.labels(kind, error.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
-        logger.warning("request moves rid=%s kind=%s to %s cause=%s", self._body["rid"], kind, urls, in_log(error.body))
+        cause = in_log(error.body)
+        logger.warning("request moves rid=%s kind=%s to %s cause=%s", one_word(self.rid), kind, urls, cause)
         return target
 
     def _count_prefill_loss(self, error: UpstreamError) -> None:
@@ -276,7 +276,7 @@ class Tries:
         if not error.is_worker_loss or self._is_prefilled or self.journal.lines:
             return
         self._num_prefill_losses += 1
-        if self._num_prefill_losses <= self._max_prefill_retries:
+        if self._num_prefill_losses <= self._args.max_prefill_retries:
             return
         self._metrics.poison_requests.inc()
         shape = shape_of(self._path, self._body)
@@ -287,24 +287,24 @@ class Tries:
         )
 
     def _count_told(self) -> None:
-        """What was generated is computed again with the prompt."""
+        """Add the generated tokens to the routing query, because the next worker computes their KV with the prompt."""
         num_told = self.journal.count_tokens()
         if num_told is None:
             self._wish = dataclasses.replace(self._wish, prompts=())
         else:
             self._wish = dataclasses.replace(self._wish, num_told=num_told)
 
-    def _blame(self, error: UpstreamError, target: Pair | Worker) -> None:
-        """Who is at fault loses trust, and the request does not go there again while it has not been away since."""
-        if error.cause in (Cause.REQUEST, Cause.ABORTED):
+    def _blame(self, error: UpstreamError, target: WorkerPair | Worker) -> None:
+        """Reduce trust in the worker at fault, and exclude it for this request until it was away and returned."""
+        if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED):
             return
-        if isinstance(target, Pair) and (misfit := misfit_in(error.body)):
+        if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
             self._registry.add_misfit(target, misfit)
             # An incompatible pair does not count as a failed attempt.
             self._num_failures -= 1
             return
         is_partners = error.code == PeerLostError.reason
-        is_lost = error.cause is Cause.LOST or error.code == SchedulerLostError.reason
+        is_lost = error.cause is FailureCause.LOST or error.code == SchedulerLostError.reason
         if isinstance(target, Worker):
             at_fault = target
         else:
@@ -318,7 +318,7 @@ class Tries:
 
     def _explained(self, error: UpstreamError, outcome: str, code: str | None = None) -> UpstreamError:
         # A scheduler's report names request and stage.
-        if error.cause is not Cause.LOST:
+        if error.cause is not FailureCause.LOST:
             code = None
             if str(self.rid).encode() in error.body:
                 return error
@@ -329,17 +329,17 @@ class Tries:
         return time.monotonic() - self._arrived
 
 
-def _workers(target: Pair | Worker) -> tuple[Worker, ...]:
+def _workers(target: WorkerPair | Worker) -> tuple[Worker, ...]:
     return (target,) if isinstance(target, Worker) else (target.prefill, target.decode)
 
 
 def _is_timeout(error: UpstreamError) -> bool:
-    """A worker reports that the request has had its time. (One that is silent is lost.)"""
-    return error.cause is Cause.WORKER and error.code == DeadlineExceededError.reason
+    """Return whether a worker reports an expired deadline of the request. (A silent worker counts as lost.)"""
+    return error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
 
 
 def _patience(field: object, header: str | None) -> float | None:
-    """Seconds; None: unsaid, or said wrongly, which the workers refuse."""
+    """Return the client's timeout in seconds. None: not given, or malformed; workers reject malformed ones."""
     try:
         seconds = float(field if isinstance(field, int | float) else header or "nan")
     except ValueError:

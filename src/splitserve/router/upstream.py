@@ -1,23 +1,24 @@
-"""One HTTP request to one worker. Every way it can go wrong comes out as UpstreamError with the right answer in it.
+"""HTTP requests to one worker. Every failure is raised as an UpstreamError with the answer for the client.
 
-It knows nothing of pairs.
+This module does not know pairs.
 """
 
 from __future__ import annotations
 
 import ssl
 
+from splitserve.api.dispatch import ROLE_HEADER
+from splitserve.api.error_shape import Headers
 from splitserve.api.unknown_fields import WARNING_HEADER
 from splitserve.router.args import LBArgs
-from splitserve.router.failure import Headers, UpstreamError
-from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
+from splitserve.router.failure import UpstreamError
+from splitserve.router.http_answer import BrokenConnectionError, ConnectError, UpstreamResponse
 from splitserve.router.http_client import HttpClient
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
-from splitserve.server.dispatch import ROLE_HEADER
 
-# Of a worker's answer, these reach the client; of the client's request, these reach the workers.
+# Headers of a worker's answer that are forwarded to the client; headers of a client's request forwarded to workers.
 _ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id", "cache-control", WARNING_HEADER)
 REQUEST_HEADERS = (
     "authorization",
@@ -44,7 +45,7 @@ class Upstream:
     ) -> None:
         self._args = args
         self._registry = registry
-        # No limit on connections: the workers bound their queues, a second bound here would only hide it.
+        # No limit on connections: the workers limit their queues, and a second limit here would hide that.
         self._client = HttpClient(args.connect_timeout, tls)
         self.key_header = key_header
         self.tls = tls
@@ -53,8 +54,8 @@ class Upstream:
         await self._client.close()
 
     def post(self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
-        """Send a request, which must be answered within `seconds`. It is on its way when this returns; close it."""
-        # It may have become something else since it was chosen.
+        """Send a request, which must be answered within `seconds`. It is in flight when this returns; close it."""
+        # The role of the worker may have changed since it was selected.
         answer = self._client.send(
             "POST",
             worker.url,
@@ -69,8 +70,9 @@ class Upstream:
     async def ask(
         self, worker: Worker, method: str, path: str, body: bytes | None = None, seconds: float = 5.0
     ) -> tuple[int, bytes, Headers]:
-        """A short question: status, body and headers of the answer, whatever the status. Raises UpstreamError: lost, or
-        nothing within `seconds`.
+        """Send a short request. Return status, body and headers of the answer, whatever the status.
+
+        Raises UpstreamError if the worker is lost or does not answer within `seconds`.
         """
         answer = self._client.send(
             method,
@@ -91,7 +93,7 @@ class Upstream:
             answer.close()
 
     def lost(self, worker: Worker, side: str, error: Exception) -> UpstreamError:
-        # For clients, so without the address. The log takes that from the error's `url`.
+        # The name is for clients, so it has no address. The log takes the address from the error's `url`.
         name = f"the {side} worker"
         if isinstance(error, ConnectError):
             self._registry.mark_unhealthy(worker)
@@ -108,11 +110,11 @@ class Upstream:
 
 
 class WorkerCall:
-    """A request that a worker has. Closing it before its end closes the connection: the worker aborts."""
+    """Request in flight at a worker. Closing it before its end closes the connection, and the worker aborts."""
 
     __slots__ = ("_answer", "_side", "_upstream", "_worker")
 
-    def __init__(self, upstream: Upstream, worker: Worker, side: str, answer: Answer) -> None:
+    def __init__(self, upstream: Upstream, worker: Worker, side: str, answer: UpstreamResponse) -> None:
         self._upstream = upstream
         self._worker = worker
         self._side = side
@@ -125,7 +127,7 @@ class WorkerCall:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Names in lower case."""
+        """Return the headers, with names in lower case."""
         return self._answer.headers
 
     @property
@@ -133,8 +135,7 @@ class WorkerCall:
         return self._answer.headers.get("content-type", "").startswith("text/event-stream")
 
     async def head(self) -> None:
-        """Returns when there is a 2xx answer. Raises UpstreamError for any other one; as all that waits here, for a
-        worker that is lost, too."""
+        """Wait for a 2xx answer. Raises UpstreamError for any other answer, and for a lost worker."""
         try:
             await self._answer.head()
             if not 200 <= self._answer.status < 300:
@@ -146,14 +147,14 @@ class WorkerCall:
             raise self._upstream.lost(self._worker, self._side, error) from error
 
     async def read(self) -> bytes:
-        """What is left of the body."""
+        """Return the rest of the body."""
         try:
             return await self._answer.read()
         except (TimeoutError, BrokenConnectionError) as error:
             raise self._upstream.lost(self._worker, self._side, error) from error
 
     async def chunk(self) -> bytes:
-        """The body as it comes; empty at its end."""
+        """Return the next piece of the body. Empty: its end."""
         try:
             data = await self._answer.chunk()
         except (TimeoutError, BrokenConnectionError) as error:
@@ -163,18 +164,18 @@ class WorkerCall:
         return data
 
     def broke_off(self) -> UpstreamError:
-        """The worker closed a stream before its end."""
+        """Return the error for a worker that closed a stream before its end."""
         return self._upstream.lost(self._worker, self._side, BrokenConnectionError("closed"))
 
     def break_off(self) -> None:
-        """It is given up from outside, see `Worker.break_off`."""
+        """Abort the call from outside, see `Worker.break_off`."""
         self._answer.fail(TimeoutError())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the call. Idempotent."""
         self._worker.calls.discard(self)
         self._answer.close()
 
 
-def answer_headers(answer: Answer | WorkerCall) -> Headers:
+def answer_headers(answer: UpstreamResponse | WorkerCall) -> Headers:
     return {name: answer.headers[name] for name in _ANSWER_HEADERS if name in answer.headers}

@@ -1,4 +1,4 @@
-"""One task for each worker, as long as it is there."""
+"""One task per registered worker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Watch = Callable[[Worker], Coroutine[Any, Any, None]]
 
 
 class Watches:
-    """`watch` runs for ever and is cancelled when its worker has left. `close` it."""
+    """Tasks that run `watch` for each worker until it leaves. `close` them."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
     async def update(self, workers: Iterable[Worker]) -> None:
-        """These are there."""
+        """Start tasks for new workers, and cancel those of workers that left."""
         there = set(workers)
         left = [self._tasks.pop(worker) for worker in self._tasks.keys() - there]
         await _end(left)

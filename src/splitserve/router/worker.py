@@ -1,4 +1,4 @@
-"""One worker as the router knows it: where it is, what it does, whether it answers, and how far it is trusted."""
+"""State of one worker at the router: address, role, health, and trust."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.prefixes import CachedPrefixes
-from splitserve.router.proof import Proof
+from splitserve.router.proof import WorkerProof
 
-# Seconds after which half of what is held against a worker is forgotten.
+# Half-life of a worker's faults, seconds.
 FORGIVENESS = 5.0
-# Above the first, a worker gets no requests while there are others; above the second, one at a time, as a trial.
+# Fault limits. Above the first, a worker gets no requests while there are others; above the second, one at a time.
 _BROKEN, _ON_TRIAL = 1.0, 0.1
 
 
-class Call(Protocol):
+class UpstreamCall(Protocol):
     def break_off(self) -> None:
-        """It fails now, with the worker's `broken_off` as the reason. Does not wait."""
+        """Fail the call now, with the worker's `broken_off` as the reason. Does not wait."""
         ...
 
 
@@ -32,9 +32,9 @@ class Call(Protocol):
 class Worker:
     url: str
     mode: DisaggregationMode
-    # Prefill: port of its bootstrap server; None: the workers' own option counts.
+    # On prefill workers: port of the bootstrap server. None: the workers' own option applies.
     bootstrap_port: int | None = None
-    # Given on the command line: never forgotten. A registered one is, when it stays away.
+    # Given on the command line, so never forgotten. Registered workers are forgotten if they stay away.
     is_static: bool = False
     # Tokens that a request may have on this worker. None: not known yet, or not reported.
     context_length: int | None = None
@@ -44,39 +44,39 @@ class Worker:
     unhealthy_since: float | None = None
     # Clock time at which it was last healthy again after a failure.
     returned_at: float = -math.inf
-    # An operator wants no new requests there.
+    # True: an operator allows no new requests there.
     is_draining: bool = False
-    # It has deregistered, and requests of ours are still to end there.
+    # It has deregistered, and requests of this router still run there.
     is_leaving: bool = False
-    # While it changes its role by our order: the role it is to have.
+    # During a role switch by this router: the new role.
     switching_to: DisaggregationMode | None = None
-    # Requests this router has under way there.
-    calls: set[Call] = field(default_factory=set)
-    # Clock time at which it was asked for a sign of life and has given none since; None: it has.
+    # Requests of this router in flight there.
+    calls: set[UpstreamCall] = field(default_factory=set)
+    # Clock time of the first unanswered check since its last heartbeat. None: no check is unanswered.
     silent_since: float | None = None
-    # What it has cached; None: unknown, for it does not tell, or no policy looks at it.
+    # Its prefix caches. None: unknown, because it does not report them or no policy uses them.
     prefixes: CachedPrefixes | None = None
-    # Of the requests under way there, those that were sent to a certain data parallel rank.
+    # Requests in flight that were sent to a certain data parallel rank.
     num_running_of_rank: Counter[int] = field(default_factory=Counter)
-    # Whether a request can come through there.
-    proof: Proof = field(default_factory=Proof)
+    # Proof state of its path.
+    proof: WorkerProof = field(default_factory=WorkerProof)
     # Incompatible partners: the difference, and the clock time until which it counts.
     misfits: dict[Worker, tuple[str, float]] = field(default_factory=dict, repr=False)
     # Reason why the last attempt to connect failed, as logged. Empty: it succeeded.
     connect_error: str = ""
-    # Why its calls were broken off, while that is so.
+    # Why its calls were aborted, until its next heartbeat.
     broken_off: str | None = None
     # True: its calls were aborted because it hangs. False: an operator requested it.
     is_hung: bool = False
     # Held by the one suspect request that may be at this worker, see `isolation.py`.
     isolation: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
-    # Requests that failed by its fault, fewer with time, and the clock time at which that was counted.
+    # Decaying count of requests that failed by its fault, and the clock time of its last update.
     _faults: float = 0.0
     _faults_at: float = 0.0
 
     @property
     def host(self) -> str:
-        """Host name alone: what the other side of a pair connects to for the rendezvous."""
+        """Return the host name without port: the other worker of a pair connects to it for the rendezvous."""
         return _host_of(self.url)
 
     @property
@@ -93,21 +93,21 @@ class Worker:
 
     @property
     def unready_reason(self) -> str | None:
-        """Why it gets no requests while others of its mode are ready; None: it is, too."""
-        # One that drains says that it is not ready, too.
+        """Return why it gets no requests while others of its mode are ready. None: it is ready too."""
+        # A draining worker also reports that it is not ready.
         if self.drains:
             return "it drains"
         return self.proof.doubt if self.healthy else "it does not answer, or says that it is not ready"
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
-        """Of a prompt with these blocks (by block size), as far as is known."""
+        """Return the cached tokens of a prompt with these blocks (by block size), as far as known."""
         if self.prefixes is None:
             return 0
         return self.prefixes.longest_match(hashes.get(self.prefixes.block_size, ()))
 
     @contextmanager
     def serving_on(self, rank: int | None) -> Iterator[None]:
-        """A request is under way at this data parallel rank; None: at whichever the worker likes."""
+        """Count a request in flight at this data parallel rank. None: the worker chooses the rank."""
         if rank is None:
             yield
             return
@@ -142,25 +142,25 @@ class Worker:
             other.misfits.pop(self, None)
 
     def give_sign(self) -> None:
-        """It lives: a byte of it has come."""
+        """Record a heartbeat: a byte has arrived from the worker."""
         self.silent_since = None
         self.broken_off = None
         self.is_hung = False
 
     def break_off(self, reason: str, *, is_hung: bool = False) -> None:
-        """End every call under way there, now."""
+        """Abort every call in flight there now."""
         self.broken_off = reason
         self.is_hung = is_hung
         for call in self.calls:
             call.break_off()
 
     def add_fault(self, now: float) -> None:
-        """A request failed by its fault."""
+        """Count a request that failed by its fault."""
         self._faults = self.faults(now) + 1.0
         self._faults_at = now
 
     def forgive(self) -> None:
-        """A request ended well: whatever it was, it is over."""
+        """Reset the faults, because a request succeeded."""
         self._faults = 0.0
         self.proof.succeed()
 
@@ -168,7 +168,7 @@ class Worker:
         return self._faults * math.pow(0.5, (now - self._faults_at) / FORGIVENESS)
 
     def is_trusted(self, now: float) -> bool:
-        """Whether it gets a request like any other. Half open: one at a time, until one ends well."""
+        """Return whether it gets requests like any other. On trial it gets one at a time, until one succeeds."""
         if not self._faults:
             return True
         faults = self.faults(now)
@@ -176,12 +176,12 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The two workers of one request."""
+class WorkerPair:
+    """Two workers that serve one request."""
 
     prefill: Worker
     decode: Worker
-    # Data parallel rank of the prefill worker that is to serve it; None: its bootstrap room says.
+    # Data parallel rank of the prefill worker that serves it. None: determined by its bootstrap room.
     prefill_rank: int | None = None
 
 

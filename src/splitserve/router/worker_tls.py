@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 
 CA_OPTION, CERT_OPTION, KEY_OPTION = "--worker-ssl-ca-certs", "--worker-ssl-certfile", "--worker-ssl-keyfile"
 

@@ -1,16 +1,16 @@
-"""Workers that a file lists: JSON lines, looked at again and again.
+"""File that lists workers as JSON lines, read again when it changes.
 
     {"url": "http://10.0.0.5:30000", "mode": "prefill", "bootstrap_port": 8998}
     {"url": "http://10.0.0.6:30000", "mode": "decode"}
 
-Empty lines and those that begin with # say nothing. What happens to a worker:
-1. Its line comes: it is added, as one that is named by hand. Another mode: it is another worker. Another bootstrap port
-   holds from then on.
-2. Its line goes: it drains. It gets nothing new, what runs there goes on, and when that has ended it is forgotten.
-   Where its line comes back before, it is taken back.
+Empty lines and lines that begin with # are ignored. Effect on a worker:
+1. Its line is added: it is added as a static worker. If the mode changes, it is another worker. A changed bootstrap
+   port applies from then on.
+2. Its line is removed: it drains. It gets no new requests, and is forgotten when its running requests have ended. If
+   its line returns before that, it is used again.
 
-A file is taken when it has not changed since the last look, so that nobody reads what is half written. One that cannot
-be read, or has a line that is wrong, is reported once; until it changes again the workers of before stay.
+A file is read once it has not changed between two checks, so that a half-written file is not read. A file that cannot
+be read, or has an invalid line, is logged once; until it changes again the previous workers stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from splitserve.errors import ConfigError, UnknownWorkerError
+from splitserve.core.errors import ConfigError, UnknownWorkerError
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
@@ -30,12 +30,12 @@ from splitserve.router.worker import Worker
 logger = logging.getLogger(__name__)
 
 _EXAMPLE = '{"url": "http://10.0.0.6:30000", "mode": "decode"}'
-# What of a file tells that it is another one; None: it is not there.
+# Identity of a file's version. None: there is no file.
 _Signature = tuple[int, int, int] | None
 
 
 def read_workers(path: Path) -> dict[str, PDRegistryRequest]:
-    """By URL, in the file's order. Raises ConfigError, which names the line and the remedy."""
+    """Return the workers by URL, in the file's order. Raises ConfigError, which names the line and the remedy."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def read_workers(path: Path) -> dict[str, PDRegistryRequest]:
 
 
 def _parse(line: str) -> PDRegistryRequest:
-    """Raises ValueError."""
+    """Parse one line. Raises ValueError."""
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -71,28 +71,31 @@ def _parse(line: str) -> PDRegistryRequest:
 
 
 class WorkersFile:
-    """Keeps the registry as the file says. Reads it once at the start: raises ConfigError where it is wrong."""
+    """Synchronizer of the registry with the file.
+
+    Reads the file on construction. Raises ConfigError if it is invalid.
+    """
 
     def __init__(self, path: Path, registry: WorkerRegistry, interval: float) -> None:
         self._path = path
         self._registry = registry
         self._interval = interval
-        # Of the file that was read last, and at the last look.
+        # Versions of the file: the one that was read last, and the one at the last check.
         self._read = self._seen = _signature(path)
         self._listed: dict[str, PDRegistryRequest] = {}
-        # No longer listed, with requests under way.
+        # Workers that are no longer listed and have requests in flight.
         self._leaving: set[Worker] = set()
         self._take(read_workers(path))
 
     async def run(self) -> None:
-        """For ever; cancel it."""
+        """Check the file periodically until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
-            # Files may lie far away, and take their time.
+            # The file may be on a slow network file system.
             self._follow(await asyncio.to_thread(self._news))
 
     def look(self) -> None:
-        """See how the file is, and do what follows from that."""
+        """Check the file once and apply changes."""
         self._follow(self._news())
 
     def _follow(self, news: dict[str, PDRegistryRequest] | None) -> None:
@@ -101,7 +104,7 @@ class WorkersFile:
         self._forget_idle()
 
     def _news(self) -> dict[str, PDRegistryRequest] | None:
-        """What it says now; None: nothing new, or nothing that can be read."""
+        """Return the file's workers if it has changed and is valid. None: no valid change."""
         before, self._seen = self._seen, _signature(self._path)
         if self._seen == self._read or self._seen != before:
             return None

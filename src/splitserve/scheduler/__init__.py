@@ -1,1 +1,8 @@
-"""When to run what. Knows the engine, the transfer layer and the clock only as Protocols."""
+"""When to run what: queues, admission, retraction, loops and roles of one scheduler.
+
+A loop (`loops.py`) owns when, a role (`roles/`) owns what. `prefill_queues.py` and `decode_queues.py` hold requests
+that wait for KV transfer, `running.py` those that compute. Engine, KV transfer and clock are known only as Protocols.
+
+In: messages of the front end (`inbox.py`). Out: tokens and one final message per request (`outbox.py`).
+`admission.py` keeps a request waiting while the pool is full, `retraction.py` takes pages from running requests.
+"""

@@ -1,16 +1,16 @@
-"""Who may come in while others run: what must stay free in the pool beside a newcomer.
+"""Admission to the pool: how many pages must stay free when a new request is admitted.
 
-A request is promised pages for the tokens it has. What it will generate is not reserved, for nobody knows how much that
-is; instead there must stay free
+A request is promised pages for the tokens it has. Its future output is not reserved, because its length is unknown.
+Instead two rules must hold:
 
-1. for every admitted request and the newcomer `num_reserved_decode_tokens` tokens more than it has, or as many as it
-   may still generate where these are fewer: so many steps pass before anybody has to give way;
-2. enough that the longest running request could end, were all others retracted whose pages can be taken back.
+1. For each admitted request and the new one, `num_reserved_decode_tokens` more tokens than it has must fit, or as many
+   as it may still generate if these are fewer. So many steps pass before any request is retracted.
+2. The longest running request could finish if all others with retractable pages were retracted.
 
-With a reserve as large as the longest answer nobody ever has to give way. It does not know in what order requests come.
+With a reserve as large as the longest output no request is ever retracted. The order of requests is decided elsewhere.
 
-Where layers with sliding windows have a pool of their own, each is promised window pages for the tokens of rule 1; rule
-2 needs none, since a window takes the same however long its request becomes.
+If layers with sliding windows have a pool of their own, each request is promised window pages for the tokens of rule 1.
+Rule 2 needs none, because a window takes the same pages however long its request becomes.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.request import Request
 
-# Tokens of output that rule 2 foresees at most: an answer without `max_tokens` may fill the pool, and rarely does.
+# Maximum output tokens that rule 2 assumes: an output without `max_tokens` may fill the pool, but rarely does.
 FORESEEN_TOKENS = 4096
 
 
-class Admission:
-    """`tokens_at_most` says how many tokens' KV a request may come to hold in this worker."""
+class PoolAdmission:
+    """Admission of requests to the pool. `tokens_at_most`: most tokens of KV that a request may hold in this worker."""
 
     def __init__(
         self, cache: PagedKVCache, *, num_reserved_decode_tokens: int, tokens_at_most: Callable[[Request], int]
     ) -> None:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
-        # The role's: another one, another bound.
+        # Set by the role: another role has another bound.
         self.tokens_at_most = tokens_at_most
-        # The last refusal: whom, and what must change before it is worth another look. A full worker asks every step.
+        # The request refused last, and the state that must change before it is checked again. This saves time in a full
+        # worker, where `try_admit` is called in each step.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def try_admit(self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = ()) -> bool:
-        """Admit `request` if there is room; False, changing nothing, if not.
+        """Admit `request` if there is room. Otherwise return False and change nothing.
 
-        `running`, on a decode worker: only these can be retracted, for others write to the pages of all the rest, as
-        they will to the newcomer's. Nothing said: all can.
+        `running`, on a decode worker: the only requests that can be retracted. Peers write to the pages of all others,
+        and will write to those of `request`. Empty: all can be retracted.
         """
         state = (request, self._cache.num_releases, len(running))
         if state == self._refused:
@@ -60,11 +61,11 @@ class Admission:
         return False
 
     def goes_on(self, request: Request, num_tokens: int) -> bool:
-        """Whether it may need another step here when it has `num_tokens` tokens, the last of them drawn here."""
+        """Return whether a request with `num_tokens` tokens may need another step in this worker."""
         return num_tokens < self.tokens_at_most(request)
 
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
-        """Rule 2, for a newcomer of `num_pages`."""
+        """Return whether rule 2 holds if a request of `num_pages` is admitted."""
         if not running:
             return True
         retractable = {request.rid for request in running}
@@ -73,7 +74,7 @@ class Admission:
         return longest + pinned + num_pages <= self._cache.pages.num_pages
 
     def _headroom(self, newcomer: Request) -> int:
-        """Pages that rule 1 wants beside all promises."""
+        """Return the free pages that rule 1 requires beside all promises."""
         num_pages = self._foreseen(newcomer, self._num_reserved) - self._pages(newcomer.num_tokens)
         for request in self._cache.admitted():
             if not request.is_finished:
@@ -82,7 +83,7 @@ class Admission:
         return max(0, num_pages)
 
     def _foreseen(self, request: Request, more: int) -> int:
-        """Pages it holds at most until it has `more` tokens, or is at its end."""
+        """Return the most pages a request holds until it has `more` tokens or is finished."""
         num_tokens = min(request.num_tokens + more, self.tokens_at_most(request))
         return self._cache.num_pages_at_most(request, num_tokens)
 
@@ -91,7 +92,7 @@ class Admission:
 
 
 def prefix_limit(request: Request) -> int:
-    """How many of its tokens may come from a cache: all but the last, or those whose logits nobody asks to see."""
+    """Return how many tokens may come from a prefix cache: those before the first one with logits that are needed."""
     limit = request.num_tokens - 1
     if (position := request.next_input_logprob) is not None:
         limit = min(limit, position - 1)

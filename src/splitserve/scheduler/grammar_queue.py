@@ -1,8 +1,8 @@
 """Queue of requests that wait for their compiled grammar, before they enter a role: no page, row or room is held.
 
 1. `add` finds the grammar in the cache, or submits it to a pool of threads. Equal grammars are compiled once.
-2. A thread that is done wakes the scheduler, whose next `pop` starts a matcher for each request. `pop`
-   returns requests with their first mask ready, so the last chunk of a prompt never waits for a mask.
+2. A thread that finishes wakes the scheduler. The next `pop` starts a matcher for each request. `pop` returns requests
+   with their first mask ready, so the last chunk of a prompt never waits for a mask.
 3. `pop` returns a request with an error if its grammar is invalid or not compiled by the deadline. A compilation in
    progress goes on and enters the cache, so that a retry of the request may succeed.
 
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
-from splitserve.clock import Clock
+from splitserve.core.clock import Clock
+from splitserve.core.errors import CapacityError, DeadlineExceededError, EngineError, SplitserveError
 from splitserve.core.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
 from splitserve.core.request import Request
-from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, SplitserveError
 
 STAGE = "grammar"
 
@@ -28,7 +28,7 @@ STAGE = "grammar"
 class GrammarLimits:
     # Seconds from arrival to a compiled grammar.
     timeout: float
-    # Requests that wait for one at most.
+    # Maximum number of requests that wait for a grammar.
     max_waiting: int
     # Compiled grammars kept for later requests, bytes.
     cache_bytes: int
@@ -42,7 +42,7 @@ class _Waiter:
 
 
 class GrammarQueue:
-    """`wake` is called from the pool's threads; everything else belongs to the scheduler's."""
+    """Requests that wait for their grammar. The pool's threads call `wake`, the scheduler's thread the rest."""
 
     def __init__(
         self, compiler: GrammarCompiler, pool: Executor, clock: Clock, wake: Callable[[], None], limits: GrammarLimits
@@ -54,7 +54,8 @@ class GrammarQueue:
         self._limits = limits
         # rid -> a request, in order of arrival.
         self._waiting: dict[str, _Waiter] = {}
-        # Compiled or in the making, least recently used first. A failure leaves with the last that waits for it.
+        # Compiled or in progress, least recently used first. A failure is removed with the last request that waits for
+        # it.
         self._grammars: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class GrammarQueue:
         self._waiting[request.rid] = _Waiter(request, spec, now + self._limits.timeout)
 
     def pop(self) -> tuple[list[Request], list[tuple[Request, SplitserveError]]]:
-        """(requests that have their matcher now, those that failed and why), each in order of arrival."""
+        """Return (requests with a ready matcher; failed requests and why), each in order of arrival."""
         if not self._waiting:
             return [], []
         ready: list[Request] = []
@@ -99,7 +100,7 @@ class GrammarQueue:
         return ready, failed
 
     def remove(self, rid: str) -> Request | None:
-        """Take a request out; None if it is not here."""
+        """Remove a request and return it. None: it is not queued."""
         waiter = self._waiting.pop(rid, None)
         if waiter is None:
             return None
@@ -107,7 +108,7 @@ class GrammarQueue:
         return waiter.request
 
     def _outcome(self, waiter: _Waiter, future: Future[CompiledGrammar]) -> SplitserveError | None:
-        """Return why the request cannot go on. None: its matcher is ready."""
+        """Return why the request cannot continue. None: its matcher is ready."""
         if not _is_decided(waiter.request, future):
             return DeadlineExceededError(
                 f"its {waiter.spec.kind} was not compiled within {self._limits.timeout:g} s: send it again later, make "
@@ -124,7 +125,7 @@ class GrammarQueue:
         return EngineError(f"its grammar could not be compiled: {type(error).__name__}: {error}", stage=STAGE)
 
     def _tidy(self) -> None:
-        """Drop what nobody waits for: failures, what no thread has begun, and compiled grammars beyond the bound."""
+        """Drop grammars that no request waits for: failures, jobs not begun, and compiled ones beyond the bound."""
         wanted = {waiter.spec for waiter in self._waiting.values()}
         idle = [(spec, future) for spec, future in self._grammars.items() if spec not in wanted]
         kept = sum(f.result().num_bytes for f in self._grammars.values() if _is_compiled(f))
@@ -145,7 +146,7 @@ def _is_decided(request: Request, future: Future[CompiledGrammar]) -> bool:
     if request.grammar is None:
         if future.exception() is not None:
             return True
-        # After the output that came with the request.
+        # The matcher starts after the output that came with the request.
         request.grammar = future.result().matcher(request.output_ids)
     return request.grammar.is_ready() or request.grammar.failure is not None
 

@@ -7,14 +7,14 @@ import logging
 import msgspec
 import zmq
 
-from splitserve.disaggregation.waker import Waker
-from splitserve.messages import FromScheduler, ToScheduler, decode_to_scheduler, encode
+from splitserve.core.messages import FromScheduler, ToScheduler, decode_to_scheduler, encode
+from splitserve.transfer.waker import Waker
 
 logger = logging.getLogger(__name__)
 
 
 class FrontEndPipe:
-    """Messages from the front end, and back to it. Used by the scheduler's thread alone; only `waker` is for others."""
+    """Messages from and to the front end. Only the scheduler's thread uses it; other threads may use `waker`."""
 
     def __init__(self, to_scheduler: str, from_scheduler: str) -> None:
         self._context = zmq.Context()

@@ -1,17 +1,18 @@
 """Schedulers that compute their steps together: data parallel ranks of one model with layers that all of them share.
 
-Each rank has requests, a scheduler and a KV pool of its own, and attends to its own tokens. In a layer of experts the
-tokens of all ranks come together, so all must be in the same step, each knowing how many tokens every other one brings.
+Each rank has its own requests, scheduler and KV pool, and attends to its own tokens. A layer of experts computes the
+tokens of all ranks together. So all ranks must be in the same step and know the number of tokens of every other rank.
 
-1. A rank that has something to compute joins the next step, with its number of tokens (`Member.join`).
-2. The `Hub` calls the others. Who has nothing to compute joins with no token: its scheduler plans an empty step.
-3. When all have joined, the hub tells all who brings what, and the step runs (`LockstepEngine`). So it goes on.
+1. A rank with something to compute joins the next step, with its number of tokens (`Member.join`).
+2. The `Hub` calls the others. A rank without work joins with no tokens: its scheduler plans an empty step.
+3. When all have joined, the hub sends all ranks the numbers of tokens, and the step runs (`LockstepEngine`).
 
-Where nobody has anything to compute nobody is called, and nothing happens. A rank that ends, or whose part of a step
-fails so that it is out of step, breaks the group: the others would wait for it in the middle of a layer.
+If no rank has work, none is called, and nothing happens. A rank that ends, or fails in a step so that it is out of
+step, breaks the group: the others would wait for it in the middle of a layer.
 
-Neither half has threads or sockets of its own. Whoever carries the messages between them (`launch/lockstep_channel.py`)
-calls them: `Hub` from one thread, `Member.hear` from any. What the hub says to one rank must keep its order.
+Hub and members have no threads or sockets of their own. The channel that carries their messages
+(`ranks/lockstep_channel.py`) calls them: `Hub` from one thread, `Member.hear` from any. Messages of the hub to one rank
+must keep their order.
 """
 
 from __future__ import annotations
@@ -23,58 +24,58 @@ from typing import Protocol
 import msgspec
 
 from splitserve.core.batch import StepPlan, StepResult
-from splitserve.errors import EngineError, RanksLostError
+from splitserve.core.errors import EngineError, RanksLostError
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """A rank to the hub: it takes part in step number `step`."""
+    """Message of a rank to the hub: it takes part in step number `step`."""
 
     rank: int
     step: int
     num_tokens: int
 
 
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """A rank to the hub: it takes part in nothing any more."""
+class RankLeft(msgspec.Struct, frozen=True, tag=True):
+    """Message of a rank to the hub: it takes part in no more steps."""
 
     rank: int
     reason: str
 
 
 class Called(msgspec.Struct, frozen=True, tag=True):
-    """The hub to a rank: another one has joined this step."""
+    """Message of the hub to a rank: another rank has joined this step."""
 
     step: int
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
-    """The hub to all ranks: all have joined."""
+    """Message of the hub to all ranks: all have joined."""
 
     step: int
-    # By rank.
+    # Tokens of each rank, by rank.
     num_tokens: tuple[int, ...]
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The hub to all ranks: there will be no more steps."""
+class LockstepBroken(msgspec.Struct, frozen=True, tag=True):
+    """Message of the hub to all ranks: there will be no more steps."""
 
     reason: str
 
 
-Order = Called | Complete | Broken
-# What is to be sent to which rank.
+Order = Called | Complete | LockstepBroken
+# Messages to send, each with its rank.
 Orders = list[tuple[int, Order]]
 
 
 class Hub:
-    """Where `num_ranks` ranks meet before each step."""
+    """The meeting point of `num_ranks` ranks before each step."""
 
     def __init__(self, num_ranks: int) -> None:
         self._ranks = range(num_ranks)
         self._step = 0
-        # Tokens of those that have joined it, by rank.
+        # Tokens of the ranks that have joined the step, by rank.
         self._joined: dict[int, int] = {}
-        self._broken: Broken | None = None
+        self._broken: LockstepBroken | None = None
 
     def join(self, message: Joined) -> Orders:
         if self._broken is not None:
@@ -83,7 +84,7 @@ class Hub:
             return self.leave(message.rank, f"it joined step {message.step}, and the group is at step {self._step}")
         self._joined[message.rank] = message.num_tokens
         if len(self._joined) < len(self._ranks):
-            # The others are called once, by the first.
+            # The first rank that joins has the others called, once.
             called = [rank for rank in self._ranks if rank != message.rank] if len(self._joined) == 1 else []
             return [(rank, Called(self._step)) for rank in called]
         complete = Complete(self._step, tuple(self._joined[rank] for rank in self._ranks))
@@ -92,17 +93,17 @@ class Hub:
         return [(rank, complete) for rank in self._ranks]
 
     def leave(self, rank: int, reason: str) -> Orders:
-        """The rank takes part in nothing any more: it has ended, or failed in the middle of a step."""
+        """Break the group, because the rank has ended or failed in the middle of a step."""
         if self._broken is not None:
             return []
-        self._broken = Broken(f"data parallel rank {rank} left the group in step {self._step}: {reason}")
+        self._broken = LockstepBroken(f"data parallel rank {rank} left the group in step {self._step}: {reason}")
         return [(other, self._broken) for other in self._ranks]
 
 
 class Member:
-    """A rank's end. `send` carries a message to the hub, `leave` says that this rank is lost; neither may wait.
+    """A rank's end. `send` sends a message to the hub, `leave` reports that this rank is lost; neither may wait.
 
-    `wake` ends the scheduler's waiting, from any thread. `timeout`: seconds that the others have to join a step.
+    `wake` ends the scheduler's wait, from any thread. `timeout`: seconds that the others have to join a step.
     """
 
     def __init__(
@@ -118,19 +119,19 @@ class Member:
         self._leave = leave
         self._wake = wake
         self._timeout = timeout
-        # Of all below.
+        # Guards all fields below.
         self._changed = threading.Condition()
-        # The next one to join, and the last one that we were called to.
+        # The next step to join, and the last step that the hub called this rank to.
         self._step = 0
         self._called = -1
-        # Joined and not complete; then who brings what.
+        # Whether this rank has joined and waits for the others; then the tokens of each rank.
         self._is_waiting = False
         self._complete: tuple[int, ...] | None = None
         self._broken: str | None = None
 
     @property
     def is_called(self) -> bool:
-        """The others wait for us to join a step."""
+        """Whether the others wait for this rank to join a step."""
         with self._changed:
             return self._called == self._step and self._broken is None
 
@@ -141,7 +142,7 @@ class Member:
 
     @property
     def is_ready(self) -> bool:
-        """`wait` would not wait."""
+        """Whether `wait` returns at once."""
         return not self._is_waiting
 
     def hear(self, order: Order) -> None:
@@ -151,14 +152,14 @@ class Member:
                     self._called = order.step
                 case Complete():
                     self._complete, self._is_waiting = order.num_tokens, False
-                case Broken():
+                case LockstepBroken():
                     self._broken, self._is_waiting = order.reason, False
             self._changed.notify_all()
         if not isinstance(order, Complete):
             self._wake()
 
     def join(self, num_tokens: int) -> None:
-        """Take part in the next step, with so many tokens of our own. `wait` is to follow."""
+        """Join the next step with `num_tokens` tokens of this rank. `wait` must follow."""
         with self._changed:
             self._complete = None
             if self._broken is not None:
@@ -168,11 +169,12 @@ class Member:
         self._send(Joined(self.rank, step, num_tokens))
 
     def wait(self) -> tuple[int, ...]:
-        """Until all have joined; the tokens of each. Raises EngineError where that will not be."""
+        """Wait until all have joined, and return the tokens of each. Raises EngineError if the group breaks before."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_ready, self._timeout)
             if self._complete is not None:
-                # Also where the group has broken since: the others compute this step, and wait for our share.
+                # Return it even if the group has broken since: the others compute this step and wait for this rank's
+                # share.
                 return self._complete
             reason = self._broken
         if reason is None:
@@ -181,7 +183,7 @@ class Member:
         raise EngineError(reason)
 
     def retire(self, reason: str) -> None:
-        """Ask to leave, from any thread. What ends first, the step that is under way or the group, the hub decides."""
+        """Request to leave, from any thread. The hub decides whether the step in flight or the group ends first."""
         self._leave(reason)
 
     def leave(self, reason: str) -> None:
@@ -193,18 +195,18 @@ class Member:
 
 
 class SharedEngine(Protocol):
-    """An engine whose steps are those of several ranks."""
+    """An engine with steps that several ranks compute together."""
 
     def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
-        """As that of Engine. What is returned is told how many tokens each rank brings; the plan may be empty.
+        """Prepare a step. The returned function takes the number of tokens of each rank. The plan may be empty.
 
-        It raises RanksLostError where the ranks are out of step, EngineError where only this plan's requests fail.
+        It raises RanksLostError if the ranks are out of step, EngineError if only this plan's requests fail.
         """
         ...
 
 
 class LockstepEngine:
-    """Engine over one that is shared, for the normal and the overlapped loop."""
+    """Engine over a shared engine, for the normal and the overlapped loop."""
 
     def __init__(self, engine: SharedEngine, member: Member) -> None:
         self._engine = engine
@@ -212,7 +214,7 @@ class LockstepEngine:
 
     @property
     def is_broken(self) -> bool:
-        """There will be no more steps."""
+        """Whether there will be no more steps."""
         return self._member.is_broken
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -223,7 +225,7 @@ class LockstepEngine:
 
 
 class JointStep:
-    """A prepared step, which runs when all ranks have joined it. Once."""
+    """A prepared step, which runs once, when all ranks have joined it."""
 
     def __init__(self, run: Callable[[tuple[int, ...]], StepResult], num_tokens: int, member: Member) -> None:
         self._run = run
@@ -232,7 +234,7 @@ class JointStep:
         self._has_joined = False
 
     def join(self) -> None:
-        """The first half of the call, for whoever does not want to wait in the other."""
+        """Join the step early, so that the call itself waits less."""
         if not self._has_joined:
             self._has_joined = True
             self._member.join(self._num_tokens)
@@ -243,13 +245,13 @@ class JointStep:
         try:
             return self._run(num_tokens)
         except RanksLostError as error:
-            # The others may be waiting in a layer that this rank never came to.
+            # The others may wait in a layer that this rank never reached.
             self._member.leave(error.message)
             raise EngineError(error.message) from error
 
 
 class GroupEngine:
-    """Engine over a LockstepEngine, for a process that ends with its group: RanksLostError where that has broken."""
+    """Engine over a LockstepEngine, for a process that ends with its group: a broken group raises RanksLostError."""
 
     def __init__(self, engine: LockstepEngine) -> None:
         self._engine = engine
@@ -258,7 +260,7 @@ class GroupEngine:
         return self.prepare(plan)()
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        # What fails here fails its requests alone: nobody counts on this rank yet.
+        # A failure here fails this plan's requests only: no other rank waits for this one yet.
         step = self._engine.prepare(plan)
 
         def run() -> StepResult:

@@ -1,15 +1,15 @@
-"""When a scheduler does what. Three loops, each for all roles; that of pipelines is in pipeline.py.
+"""Loops that drive a scheduler, each for all roles. The loop of pipelines is in pipeline.py.
 
-normal       one thing after the other: receive, plan, run the step, commit its result.
-overlapped   the step runs in the engine's thread, and the scheduler works meanwhile:
+normal       one action after the other: receive, plan, run the step, commit its result.
+overlapped   the step runs in the engine's thread while the scheduler works:
 
     engine's thread   |--------- step n ----------|--------- step n+1 --------|
     scheduler         | commit n-1 | plan n+1 | wait | commit n | plan n+2 | wait
 
-Between two steps lies only their exchange: step n+1 was planned before the tokens of step n were known, which the
-engine puts into it (LAST_DRAWN). Messages are heard while a step runs, and the next one is planned anew after each. A
-request that step n finished is in step n+1 all the same; what that draws for it is thrown away, and what it held is set
-aside until n+1 has ended (PagedKVCache). Where the plan needs the result, the two steps do not overlap.
+Between two steps only their results are exchanged: step n+1 was planned before the tokens of step n were known, and the
+engine fills them in (LAST_DRAWN). Messages are received while a step runs, and the next step is planned anew after
+each. A request that step n finished is still in step n+1: the token sampled for it there is dropped, and its pages are
+set aside until n+1 has ended (PagedKVCache). If the plan needs the result of step n, the two steps do not overlap.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from splitserve.core.batch import Engine, StepResult
-from splitserve.errors import EngineError
-from splitserve.scheduler.running import Batch
+from splitserve.core.batch import ModelEngine, StepResult
+from splitserve.core.errors import EngineError
+from splitserve.scheduler.running import ScheduledBatch
 from splitserve.scheduler.scheduler import Scheduler
 
-# Seconds an idle loop sleeps at most when nothing wakes it.
+# Maximum seconds an idle loop waits if nothing wakes it.
 IDLE_WAIT = 1.0
-# The same while hand-overs or leases are under way, as a net under the wake-ups.
+# Maximum seconds of a wait while KV transfers or leases are in flight, in case a wake-up is lost.
 BUSY_WAIT = 0.02
-# The same beside a step, whose end wakes it.
+# Maximum seconds of a wait while a step runs. The end of the step wakes the loop.
 STEP_WAIT = 0.1
 
 
@@ -37,9 +37,9 @@ class Loop(Protocol):
 
 
 class NormalLoop:
-    """One step after the other: receive, plan, execute, commit."""
+    """A loop that runs one step after the other: receive, plan, execute, commit."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine) -> None:
+    def __init__(self, scheduler: Scheduler, engine: ModelEngine) -> None:
         self._scheduler = scheduler
         self._engine = engine
 
@@ -49,7 +49,7 @@ class NormalLoop:
                 self._scheduler.rest(patience(self._scheduler))
 
     def run_once(self) -> bool:
-        """One turn; False if there was nothing to compute."""
+        """Run one turn. Return False if there was nothing to compute."""
         self._scheduler.receive()
         batch = self._scheduler.plan()
         if batch is None:
@@ -65,32 +65,34 @@ class NormalLoop:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    batch: Batch
+    batch: ScheduledBatch
     run: Callable[[], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
-class StepUnderWay:
-    batch: Batch
+class StepInFlight:
+    batch: ScheduledBatch
     result: Future[StepResult]
 
 
 class OverlappedLoop:
-    """Steps run in `engine_thread`, one at a time. `wake` ends the scheduler's waiting, from any thread."""
+    """A loop with steps in `engine_thread`, one at a time. `wake` ends the scheduler's wait, from any thread."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, engine_thread: Executor, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, engine: ModelEngine, engine_thread: Executor, wake: Callable[[], None]
+    ) -> None:
         self._scheduler = scheduler
         self._engine = engine
         self._engine_thread = engine_thread
         self._wake = wake
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        now: StepUnderWay | None = None
+        now: StepInFlight | None = None
         while not is_stopping():
             now = self.turn(now)
 
-    def turn(self, now: StepUnderWay | None) -> StepUnderWay | None:
-        """One turn beside the step `now`; the step that is under way after it, which may be the same."""
+    def turn(self, now: StepInFlight | None) -> StepInFlight | None:
+        """Run one turn while the step `now` runs. Return the step in flight after it, which may be the same."""
         self._scheduler.receive()
         following = self._prepare(now)
         if now is None:
@@ -101,8 +103,8 @@ class OverlappedLoop:
             self._scheduler.wait(STEP_WAIT)
         return self._exchange(now, following) if now.result.done() else now
 
-    def _prepare(self, now: StepUnderWay | None) -> PreparedStep | None:
-        """The step after `now`; None where there is none, or none that can be planned yet."""
+    def _prepare(self, now: StepInFlight | None) -> PreparedStep | None:
+        """Return the step after `now`; None if there is none, or none that can be planned yet."""
         batch = self._scheduler.plan([now.batch] if now else [])
         if batch is None:
             return None
@@ -112,26 +114,26 @@ class OverlappedLoop:
             self._scheduler.fail_step(batch, error)
             return None
 
-    def _exchange(self, now: StepUnderWay, following: PreparedStep | None) -> StepUnderWay | None:
-        """`now` has ended: begin the step that follows, and commit the result of `now` while that one runs."""
+    def _exchange(self, now: StepInFlight, following: PreparedStep | None) -> StepInFlight | None:
+        """Begin the step after `now`, which has ended. Commit the result of `now` while the new step runs."""
         self._scheduler.step_ended()
         try:
             result = now.result.result()
         except EngineError as error:
-            # The step that was to follow would go on from tokens that were never drawn.
+            # The next step would continue from tokens that were never sampled.
             self._scheduler.fail_step(now.batch, error)
             return None
         begun = self._begin(following)
         self._scheduler.commit(now.batch, result)
         return begun
 
-    def _begin(self, step: PreparedStep | None) -> StepUnderWay | None:
+    def _begin(self, step: PreparedStep | None) -> StepInFlight | None:
         if step is None:
             return None
         self._scheduler.step_began(step.batch)
         result = self._engine_thread.submit(step.run)
         result.add_done_callback(lambda _: self._wake())
-        return StepUnderWay(step.batch, result)
+        return StepInFlight(step.batch, result)
 
 
 def patience(scheduler: Scheduler) -> float:

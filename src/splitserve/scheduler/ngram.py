@@ -1,12 +1,12 @@
-"""Prompt lookup: what followed the last tokens when they came before, in the prompt or the output, may follow again.
+"""Prompt lookup: tokens that followed an earlier occurrence of the last tokens are the proposals.
 
-1. The longest suffix of the text, of `MIN_MATCH` to `max_match` tokens, that also ends earlier is looked up; of several
-   places the latest.
-2. The tokens behind that place are the proposals. Where it is near the end they are repeated: a text that goes round in
-   circles is expected to do so again.
+1. The longest suffix of the text, of `MIN_MATCH` to `max_match` tokens, that also occurs earlier is looked up. Of
+   several occurrences the latest counts.
+2. The tokens behind it are the proposals. If they reach the end of the text, they are repeated: a text that repeats
+   itself is expected to continue so.
 
-A lookup is a few passes over the text at memory speed. Texts, four bytes a token, are kept for those requests alone
-that the last call named.
+A lookup is a few passes over the text at memory speed. Texts, four bytes per token, are kept only for the requests of
+the last call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from splitserve.core.batch import RequestStep, SampleSpec
 
-# A single token comes again too often for the same reason twice.
+# A match of a single token is too often accidental.
 MIN_MATCH = 2
 
 
 class Text:
-    """A request's tokens, which only grow."""
+    """The tokens of a request. They only grow."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_ids = prompt_ids
@@ -31,7 +31,7 @@ class Text:
         self._length = len(prompt_ids)
 
     def follow(self, output_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        """All tokens, now that the output has come so far. A view, until the next call."""
+        """Append new output tokens and return all tokens. A view, valid until the next call."""
         length = len(self.prompt_ids) + len(output_ids)
         if length > len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * length)
@@ -41,11 +41,11 @@ class Text:
 
 
 class NgramProposer:
-    """Proposer."""
+    """A Proposer by prompt lookup."""
 
     def __init__(self, max_match: int) -> None:
         self._max_match = max_match
-        # By rid.
+        # rid -> text of the request.
         self._texts: dict[str, Text] = {}
 
     def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
@@ -61,14 +61,14 @@ class NgramProposer:
 
     def _text(self, rid: str, spec: SampleSpec) -> Text:
         text = self._texts.get(rid)
-        # An id may come again with another request.
+        # Another request may reuse an id.
         return text if text is not None and text.prompt_ids is spec.prompt_ids else Text(spec.prompt_ids)
 
 
 def continuation(tokens: npt.NDArray[np.int32], max_match: int, count: int) -> list[int]:
-    """`count` tokens that may follow, or none where the last `MIN_MATCH` have not come before."""
+    """Return `count` tokens that may follow, or none if the last `MIN_MATCH` tokens did not occur before."""
     last = len(tokens) - 1
-    # Places before the last token where the suffix of the length looked at so far ends.
+    # Positions before the last token at which the suffix of the current length ends.
     places = np.flatnonzero(tokens[:-1] == tokens[last])
     found = places[:0]
     for back in range(1, max_match):

@@ -1,23 +1,23 @@
-"""What leaves the scheduler: tokens as they come, and exactly one final message for every request."""
+"""Output of the scheduler: tokens as they are sampled, and exactly one final message for each request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from splitserve.clock import Clock
+from splitserve.core.clock import Clock
+from splitserve.core.errors import RequestAbortedError, SplitserveError
+from splitserve.core.messages import FromScheduler, SpeculationStats, StepOutputs, TokenOutput, TransferStats
 from splitserve.core.request import FinishReason, FinishType, Request
-from splitserve.errors import RequestAbortedError, SplitserveError
-from splitserve.messages import FromScheduler, SpeculationStats, StepOutputs, TokenOutput, TransferStats
 
 
 class Outbox:
-    """Collects a step's outputs and sends them as one message."""
+    """Collector of a step's outputs, which it sends as one message."""
 
     def __init__(self, send: Callable[[FromScheduler], None], clock: Clock) -> None:
         self._send = send
         self._clock = clock
         self._outputs: list[TokenOutput] = []
-        # rid -> output tokens the front end has been told of; a request is open from `open` to its final message.
+        # rid -> output tokens sent to the front end; a request is open from `open` to its final message.
         self._told: dict[str, int] = {}
         self.num_finished = 0
         self.num_output_tokens = 0
@@ -29,7 +29,7 @@ class Outbox:
         return rid in self._told
 
     def tell(self, request: Request, transfer: TransferStats | None = None) -> None:
-        """Send what is new of this request; its last message if it is finished."""
+        """Send the new tokens of this request; its last message if it is finished."""
         told = self._told[request.rid]
         new = request.output_ids[told:]
         self.num_output_tokens += len(new)
@@ -54,7 +54,7 @@ class Outbox:
         )
 
     def fail(self, request: Request, error: SplitserveError) -> None:
-        """End the request with `error`; the stage it was in and its id go into the message."""
+        """End the request with `error`; its stage and id are part of the message."""
         stage = error.stage or request.timeline.stage
         message = f"request {request.rid} ended in stage '{stage}': {error.message}"
         request.finish = FinishReason(
@@ -63,12 +63,12 @@ class Outbox:
         self.tell(request)
 
     def forget(self, request: Request) -> None:
-        """End the request without a word: the front end asked for that."""
+        """End the request without a message, as the front end requested."""
         request.finish = FinishReason(FinishType.ABORT, reason=RequestAbortedError.reason)
         self._close(request)
 
     def reply(self, message: FromScheduler) -> None:
-        """Answer a call at once, after the outputs that came before it."""
+        """Reply to a call at once, after the outputs before it."""
         self.flush()
         self._send(message)
 

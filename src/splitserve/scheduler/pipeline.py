@@ -1,16 +1,16 @@
-"""The loop of a worker whose model is cut into pipeline stages: a micro-batch in each of them.
+"""The loop of a worker with a model that is split into pipeline stages: each stage computes a micro-batch.
 
     first stage    | step 1 | step 2 | step 3 | step 4 | ...
     last stage              | step 1 | step 2 | step 3 | ...
     scheduler                        ^ commit 1, plan 3, begin it
 
-Up to as many steps are under way as there are stages, and they end in the order in which they began. The last stage is
-this process: each step's share of it runs in the engine's thread, one after the other, and the scheduler works beside
-it. Steps under way are of different requests, for each goes on from tokens that are known; only a prompt's chunks
-follow each other. So one request alone advances by a stage at a time, and with `pp` of them every stage has work.
+Up to as many steps are in flight as there are stages, and they end in the order in which they began. This process is
+the last stage: its share of each step runs in the engine's thread, one after the other, while the scheduler works.
+Steps in flight are of different requests, because each continues from known tokens; only chunks of a prompt follow each
+other. So one request alone advances one stage at a time, and as many requests as stages keep all stages busy.
 
-What a step's requests hold stays theirs until none of their steps is under way (PagedKVCache). Where somebody has to
-give way, the pipeline runs empty first.
+A request keeps what its steps hold until none of them is in flight (PagedKVCache). Before a request is retracted, all
+steps in flight end.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from splitserve.core.batch import PipelinedEngine
-from splitserve.errors import EngineError
-from splitserve.scheduler.loops import STEP_WAIT, StepUnderWay, patience
+from splitserve.core.errors import EngineError
+from splitserve.scheduler.loops import STEP_WAIT, StepInFlight, patience
 from splitserve.scheduler.scheduler import Scheduler
 
 
 class PipelinedLoop:
-    """Keeps `pp_size` steps under way. Their last stage runs in `engine_thread`, one at a time.
+    """A loop that keeps `pp_size` steps in flight. Their last stage runs in `engine_thread`, one at a time.
 
-    `wake` ends the scheduler's waiting, from any thread.
+    `wake` ends the scheduler's wait, from any thread.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class PipelinedLoop:
         self._engine_thread = engine_thread
         self._wake = wake
         self._pp_size = pp_size
-        # First the one that ends first.
-        self.under_way: deque[StepUnderWay] = deque()
+        # Steps in flight, in the order in which they end.
+        self.under_way: deque[StepInFlight] = deque()
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         while not is_stopping():
             self.turn()
 
     def turn(self) -> None:
-        """Begin what can be begun, wait for something to happen, and commit what has ended."""
+        """Begin as many steps as possible, wait for an event, and commit steps that have ended."""
         self._scheduler.receive()
         self._fill()
         if not self.under_way:
@@ -60,13 +60,13 @@ class PipelinedLoop:
             return
         if not self.under_way[0].result.done():
             self._scheduler.wait(STEP_WAIT)
-        # No more than these, however short steps are: messages are heard between turns.
+        # End no more steps than these in one turn, however short steps are: messages are received between turns.
         for step in tuple(self.under_way):
             if not step.result.done():
                 return
             self.under_way.popleft()
             self._end(step)
-            # At once: the first stage has nothing to do.
+            # Begin a new step at once, because the first stage is idle.
             self._fill()
 
     def _fill(self) -> None:
@@ -82,9 +82,9 @@ class PipelinedLoop:
             self._scheduler.step_began(batch)
             result = self._engine_thread.submit(run)
             result.add_done_callback(lambda _: self._wake())
-            self.under_way.append(StepUnderWay(batch, result))
+            self.under_way.append(StepInFlight(batch, result))
 
-    def _end(self, step: StepUnderWay) -> None:
+    def _end(self, step: StepInFlight) -> None:
         self._scheduler.step_ended()
         try:
             result = step.result.result()

@@ -1,14 +1,14 @@
 """One scheduler's part in a switch to another role: engine, weights, pool and caches stay, the role is replaced.
 
-The front end orders it in steps, for several schedulers all or none:
-1. PREPARE   what the new role needs (transport, manager, metadata) is opened beside the old one, which serves on. All
-             that may fail, fails here.
-2. SETTLE    no request is taken any more; answered when nothing is held, and an error where something still is at the
-             deadline. What is settled stays so.
-3. COMMIT    the new role takes the old one's place, and what only that needed is closed.
-or CANCEL    from anywhere before: what was prepared is closed, and the old role goes on as if nothing had happened.
+The front end orders it in steps, which all schedulers of the worker take or none:
+1. PREPARE   Open what the new role needs (transport, manager, metadata) while the old role serves. Everything that may
+             fail, fails here.
+2. SETTLE    Take no more requests. Reply when nothing is held, or with an error if something still is at the deadline.
+             A settled scheduler stays settled.
+3. COMMIT    Replace the old role by the new one, and close what only the old one needed.
+or CANCEL    At any time before COMMIT: close what was prepared; the old role continues unchanged.
 
-It does not know what a role needs, nor why it changes.
+This module depends neither on what a role needs nor on why it changes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from splitserve.core.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
+from splitserve.core.messages import RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
-from splitserve.messages import RoleReply, RoleRequest, RoleStep
 from splitserve.scheduler.roles.base import Role
 
 logger = logging.getLogger(__name__)
 
 
 class PreparedRole(Protocol):
-    """All that a role needs beside what every role shares. It is its owner's to close, once."""
+    """What a role needs beside the parts that all roles share. Its owner closes it, once."""
 
     @property
     def mode(self) -> DisaggregationMode: ...
 
     def install(self) -> Role:
-        """Fit what the roles share to this one, and make it. Only while nothing is held. Raises SplitserveError."""
+        """Adapt the shared parts to this role and return it. Only while nothing is held. Raises SplitserveError."""
         ...
 
     def close(self) -> None: ...
@@ -42,7 +42,10 @@ class PreparedRole(Protocol):
 
 class RoleBuilder(Protocol):
     def prepare(self, mode: DisaggregationMode, bootstrap_url: str | None) -> PreparedRole:
-        """Open it; may take seconds. From any thread, beside the role that serves. Raises SplitserveError."""
+        """Open the parts of a role; may take seconds. From any thread, while another role serves.
+
+        Raises SplitserveError.
+        """
         ...
 
 
@@ -54,8 +57,8 @@ class _Settling:
     timeout: float
 
 
-class RoleSwitch:
-    """Owns the current role's `PreparedRole`. `pool`: where roles are prepared; `wake` ends the scheduler's waiting.
+class SchedulerRoleSwitch:
+    """Owner of the current role's `PreparedRole`. `pool` runs the preparation; `wake` ends the scheduler's wait.
 
     Used by the scheduler's thread alone.
     """
@@ -72,7 +75,7 @@ class RoleSwitch:
 
     @property
     def is_held(self) -> bool:
-        """No request is taken: the role is about to change."""
+        """Whether requests are rejected because the role is about to change."""
         return self._settling is not None or self._is_settled
 
     @property
@@ -80,18 +83,18 @@ class RoleSwitch:
         return self.is_held or self._preparing is not None or self._prepared is not None
 
     def take(self, order: RoleRequest, role: Role, now: float) -> tuple[Role, RoleReply | None]:
-        """The role from here on, and the answer; None: it comes later, from `poll`."""
+        """Return the role from here on, and the reply; None: `poll` returns it later."""
         try:
             return self._take(order, role, now)
         except SplitserveError as error:
             return role, _refusal(order.call_id, error)
 
     def poll(self, role: Role, now: float, *, is_resting: bool = False) -> list[RoleReply]:
-        """Answers that have become due. `is_resting`: nothing is computed, and nothing is held."""
+        """Return replies that have become due. `is_resting`: no step runs, and nothing is held."""
         return [reply for reply in (self._poll_prepared(), self._poll_settled(role, now, is_resting)) if reply]
 
     def close(self) -> None:
-        """Close what is open, the current role's last."""
+        """Close all open parts, those of the current role last."""
         self._drop_prepared()
         self._current.close()
 
@@ -126,7 +129,7 @@ class RoleSwitch:
         try:
             old.close()
         except Exception:
-            # The new role stands; what is left of the old one costs memory, no request.
+            # The new role is installed; the rest of the old one costs memory, but no request.
             logger.exception("what the %s role needed could not be closed", old.mode)
         logger.info("the role is %s now, and was %s", role.mode, old.mode)
         return role
@@ -150,7 +153,7 @@ class RoleSwitch:
             return None
         if is_resting:
             self._settling, self._is_settled = None, True
-            # Not before: what peers ask for may be what keeps them from giving us what we wait for.
+            # Only now: peers may hold what this scheduler waits for until their own requests are served.
             role.hold(True)
             return RoleReply(call_id=settling.call_id)
         if now < settling.deadline:

@@ -1,21 +1,21 @@
-"""The waiting line and the running set of one worker, and the plan of the next step.
+"""Waiting queue and running batch of one worker, and the plan of the next step.
 
-Scheduling is one rule: every running request's computed tokens chase its tokens, within the step's token budget. A
-request that misses one token is decoding, one that misses more is prefilling its next chunk; the plan mixes both.
-Decodes go first, then prompts already begun, then the waiting line in the policy's order while the pool has room; what
-is left may go to guesses of the decodes' next tokens (speculation.py). Where a running request finds no page to grow
-into, another gives way (retraction.py), and comes back before anybody else.
+Scheduling is one rule: the computed tokens of each running request catch up with its tokens, within the token budget of
+the step. A request that misses one token is decoding, a request that misses more is prefilling its next chunk. A plan
+mixes both: decodes first, then prompts that have begun, then the waiting queue in the policy's order while the pool has
+room. The rest of the budget may go to draft tokens of the decodes (speculation.py). If a running request finds no free
+page, another one is retracted (retraction.py), and resumes before any new request is admitted.
 
-A step may be planned while the one before it is under way. Requests take nothing in before the result is there; the
-plan sees them as they will be then: tokens computed, and one more drawn, under the name LAST_DRAWN. Where that is not
-enough there is no plan before the result: somebody would have to give way, whose KV must be whole first, or a token is
-drawn by the ids of those before it (penalties, grammars).
+A step may be planned while the step before it is in flight. Requests change only when its result is there. The plan
+assumes their state after it: tokens computed and one more sampled, with the id LAST_DRAWN in the plan. There is no
+plan before the result in two cases: a request must be retracted, because its KV must be complete first; or sampling
+depends on the ids of earlier tokens (penalties, grammars).
 
-In a pipeline (`pp_size` above 1) several steps are under way, its micro-batches. There nobody goes on from a token that
-is not drawn yet: who waits for one is left out, and the others go into the next micro-batch, in even shares. A prompt's
-chunks follow each other without waiting.
+In a pipeline (`pp_size` above 1) several steps are in flight, its micro-batches. There no request continues from a
+token that is not sampled yet: requests that wait for one are left out. The others go into the next micro-batch, in even
+shares. A prompt's chunks follow each other without waiting.
 
-It does not know roles: who may enter the line, what happens to a computed chunk and who hears of a token is theirs.
+Roles decide the rest: which requests enter the queue, what happens to a computed chunk and where tokens are sent.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from splitserve.core.batch import (
     StepResult,
 )
 from splitserve.core.request import Request
-from splitserve.scheduler.admission import Admission, prefix_limit
+from splitserve.scheduler.admission import PoolAdmission, prefix_limit
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A plan and, in the same order, the requests it is for."""
+class ScheduledBatch:
+    """A plan and its requests, in the same order."""
 
     plan: StepPlan
     requests: tuple[Request, ...]
@@ -55,7 +55,7 @@ Spans = dict[Request, tuple[int, int]]
 # A request and its tokens [start, end) that could be computed next.
 Missing = tuple[Request, int, int]
 
-# Tokens that prompts get in a micro-batch at least, where they have so many: a pass over fewer takes hardly less time.
+# Minimum tokens that prompts get in a micro-batch, if that many are left. A pass over fewer takes hardly less time.
 LEAST_CHUNK = 256
 
 
@@ -63,7 +63,7 @@ class RunningSet:
     def __init__(
         self,
         cache: PagedKVCache,
-        admission: Admission,
+        admission: PoolAdmission,
         retraction: Retraction,
         order: WaitingOrder,
         *,
@@ -80,26 +80,27 @@ class RunningSet:
         self.token_budget = token_budget
         self.max_running = max_running
         self.speculation = speculation
-        # Of the budget, what prompts may have together; decodes wait for them no longer than that takes.
+        # Tokens of the budget that prompts may use together; it bounds how long decodes wait for prompts.
         self.prompt_budget = token_budget if prompt_budget is None else prompt_budget
-        # Micro-batches that are to be under way at a time.
+        # Micro-batches to keep in flight.
         self.pp_size = pp_size
-        # Rank of somebody who waits for room elsewhere, whom nobody that waits here is to pass; None: nobody.
+        # Rank of the first request in another queue that found no room. Waiting requests that rank behind it are not
+        # admitted. None: no such request.
         self.admits_before: tuple[int, int] | None = None
-        # Not admitted yet: they hold no page and no row.
+        # Requests that are not admitted yet. They hold no pages and no row.
         self._waiting: dict[str, Request] = {}
-        # Admitted and computed elsewhere, no place in the running set yet.
+        # Admitted requests that another worker computed. They wait for a free place in the running batch.
         self.prebuilt: deque[Request] = deque()
-        # Admitted: each has a row and pages, in order of arrival.
+        # Admitted requests in order of arrival. Each has a row and pages.
         self.running: list[Request] = []
 
-    def plan(self, now: float, under_way: Sequence[Batch] = ()) -> Batch | None:
-        """The next step, or None if there is nothing to compute, or nothing that can be planned yet.
+    def plan(self, now: float, under_way: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
+        """Return the next step; None if there is nothing to compute, or nothing that can be planned yet.
 
-        `under_way`: the steps before it, whose results are not known, in order; one at most, but in a pipeline. A plan
-        may be thrown away for a newer one.
+        `under_way`: the steps in flight, in order, with unknown results; more than one only in a pipeline. The caller
+        may drop a plan for a newer one.
         """
-        # Of each request its last one.
+        # The last step of each request.
         before: dict[Request, RequestStep] = {}
         for batch in under_way:
             before.update(zip(batch.requests, batch.plan.requests, strict=True))
@@ -121,7 +122,7 @@ class RunningSet:
             if request.row is None:
                 continue
             if end - start > 1:
-                # From here on there are prompts only.
+                # Only prompts follow from here on.
                 budget = min(budget, prompt_budget)
             end = min(end, start + budget)
             if self.cache.extend(request, end):
@@ -138,10 +139,10 @@ class RunningSet:
         if self.speculation is not None:
             num_planned = sum(len(step.token_ids) for step in steps)
             self.speculation.add_proposals(requests, steps, self.token_budget - num_planned)
-        return Batch(StepPlan(tuple(steps)), requests)
+        return ScheduledBatch(StepPlan(tuple(steps)), requests)
 
     def remove(self, rid: str) -> Request | None:
-        """Take a request out, wherever it stands; its pages and row stay with it. None if it is not here."""
+        """Remove a request from its queue and return it. It keeps its pages and row. None: it is not queued."""
         if (waiting := self._waiting.pop(rid, None)) is not None:
             return waiting
         for place in (self.prebuilt, self.running):
@@ -153,26 +154,26 @@ class RunningSet:
 
     @property
     def waiting(self) -> Collection[Request]:
-        """In order of arrival."""
+        """Requests that wait to be admitted, in order of arrival."""
         return self._waiting.values()
 
     def add(self, request: Request) -> None:
-        """It waits to be admitted."""
+        """Append a request to the waiting queue."""
         self._waiting[request.rid] = request
 
     def holders(self) -> list[Request]:
-        """All in here that hold pages."""
+        """Return all requests of this set that hold pages."""
         return [*self.running, *self.prebuilt]
 
     def requests(self) -> Iterator[Request]:
-        """All in here."""
+        """Iterate over all requests of this set."""
         return chain(self.running, self.prebuilt, self.waiting, self.retraction.requests())
 
     def is_empty(self) -> bool:
         return not (self._waiting or self.prebuilt or self.running or len(self.retraction))
 
     def _fill_places(self, now: float) -> None:
-        """Give free places to those that have been running before, then to those that wait with their pages."""
+        """Fill the running batch with retracted requests first, then with prebuilt ones."""
         places = self.max_running - len(self.running)
         resumed = self.retraction.resume_retracted_reqs(self.admission, places, now)
         if resumed:
@@ -182,13 +183,13 @@ class RunningSet:
             self.running.append(self.prebuilt.popleft())
 
     def _missing(self, before: Mapping[Request, RequestStep]) -> tuple[list[Missing], list[Missing]]:
-        """What can be computed next of running requests: decodes, and chunks of prompts; each by arrival."""
+        """Return what can be computed next of running requests: decodes, and chunks of prompts; each by arrival."""
         decodes: list[Missing] = []
         chunks: list[Missing] = []
         for request in self.running:
             if request.grammar is not None and not request.grammar.is_ready(soon=True):
                 continue
-            # Spelled out: this loop and the one over what it finds are most of a step's plan.
+            # Written out for speed: this loop and the one over its result take most of the time of a plan.
             start, end = request.num_computed_tokens, len(request.prompt_ids) + len(request.output_ids)
             if before and (step := before.get(request)) is not None:
                 start = step.end
@@ -200,12 +201,12 @@ class RunningSet:
         return decodes, chunks
 
     def _share_of_decodes(self, num_ready: int, before: Mapping[Request, RequestStep]) -> int:
-        """Of the requests that decode, how many go into one micro-batch."""
+        """Return how many of the decoding requests go into one micro-batch."""
         num_drawing = sum(step.sample is not None for step in before.values())
         return even_share(num_ready + num_drawing, self.pp_size)
 
-    def _share_of_prompts(self, chunks: Sequence[Missing], under_way: Sequence[Batch]) -> int:
-        """Of the prompts' tokens, how many go into one micro-batch."""
+    def _share_of_prompts(self, chunks: Sequence[Missing], under_way: Sequence[ScheduledBatch]) -> int:
+        """Return how many of the prompts' tokens go into one micro-batch."""
         enough = self.pp_size * self.prompt_budget
         num_tokens = sum(end - start for _, start, end in chunks)
         num_tokens += sum(n for batch in under_way for s in batch.plan.requests if (n := len(s.token_ids)) > 1)
@@ -216,9 +217,9 @@ class RunningSet:
         return max(LEAST_CHUNK, even_share(num_tokens, self.pp_size))
 
     def _make_room(self, request: Request, end: int, spans: Spans, now: float) -> int:
-        """Put the request's tokens up to `end` into the step, and others out of the pool until it has pages for them.
+        """Put the request's tokens up to `end` into the step; retract others until the pool has pages for them.
 
-        Returns by how many tokens the step's budget grew, which may be negative.
+        Return by how many tokens the step's budget grew, which may be negative.
         """
         freed = 0
         while not self.cache.extend(request, end):
@@ -239,7 +240,7 @@ class RunningSet:
         self.retraction.retract(request, now)
 
     def _admit_waiting(self, budget: int, spans: Spans, now: float) -> None:
-        """Let in who waits, in the policy's order; the first that does not fit stops those behind it."""
+        """Admit waiting requests in the policy's order; the first that does not fit stops those behind it."""
         if budget <= 0 or not self._waiting or len(self.running) >= self.max_running or len(self.retraction):
             return
         for request in list(self.order(self.waiting)):
@@ -257,22 +258,24 @@ class RunningSet:
 
 
 def even_share(count: int, num_parts: int) -> int:
-    """The largest of `num_parts` parts of `count` that are as even as can be."""
+    """Return the largest of `num_parts` parts of `count` that are as even as possible."""
     return -(-count // num_parts)
 
 
-def still_open(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:
-    """Both without the requests that ended while the step was under way, or just before it: nobody wants the rest."""
+def still_open(batch: ScheduledBatch, result: StepResult) -> tuple[ScheduledBatch, StepResult]:
+    """Return both without requests that ended before or during the step: their results are dropped."""
     if all(request.finish is None for request in batch.requests):
         return batch, result
     rest = [i for i, request in enumerate(batch.requests) if not request.is_finished]
     steps, outcomes = batch.plan.requests, result.requests
     requests = tuple(batch.requests[i] for i in rest)
-    return Batch(StepPlan(tuple(steps[i] for i in rest)), requests), StepResult(tuple(outcomes[i] for i in rest))
+    return ScheduledBatch(StepPlan(tuple(steps[i] for i in rest)), requests), StepResult(
+        tuple(outcomes[i] for i in rest)
+    )
 
 
 def step_of(request: Request, start: int, end: int) -> RequestStep:
-    """The request's tokens [start, end), with what is asked of them. One more than it has is still to be drawn."""
+    """Return the step of the request's tokens [start, end). A token beyond its last one is still to be sampled."""
     assert request.row is not None
     prompt_ids, output_ids = request.prompt_ids, request.output_ids
     num_missing = len(prompt_ids) + len(output_ids) - start
@@ -290,7 +293,7 @@ def step_of(request: Request, start: int, end: int) -> RequestStep:
 
 
 def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpec | None:
-    """What a step over tokens [start, end) can say of the prompt's logprobs: the token at p is scored at p - 1."""
+    """Return which prompt logprobs a step over tokens [start, end) computes: position p - 1 scores the token at p."""
     if (position := request.next_input_logprob) is None:
         return None
     first = max(position, start + 1)
@@ -301,7 +304,7 @@ def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpe
 
 
 def take_result(request: Request, step: RequestStep, result: RequestResult) -> None:
-    """Enter one step's outcome into its request. The request may be finished by it: what comes after is dropped."""
+    """Enter one step's result into its request. If that finishes the request, later tokens are dropped."""
     if result.input_logprobs:
         request.input_logprobs.extend(result.input_logprobs)
     num_computed = request.num_computed_tokens + len(step.token_ids)
@@ -313,7 +316,7 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
         num_computed -= 1
     if result.token_id is not None and request.finish is None:
         request.append(result.token_id, result.logprob)
-    # An accepted proposal may have ended it, and others have come after.
+    # An accepted proposal may have finished the request, with others behind it.
     request.num_computed_tokens = min(num_computed, request.num_tokens) if result.num_accepted else num_computed
 
 

@@ -1,28 +1,29 @@
-"""The scheduler of one worker: messages in, plans out, results back, tokens on their way.
+"""The scheduler of one worker: receives messages, plans steps, commits their results, sends tokens.
 
-A loop (loops.py) owns *when* the four steps below happen, a role (roles/) owns *what* they mean for a request:
+A loop (loops.py) decides *when* the four steps below happen, a role (roles/) decides *what* they do to a request:
 
-    receive   messages from the front end, compiled grammars, deadlines, progress of the role's queues; what has
-              changed in the caches since the last turn is published
-    plan      the next step, from the running set
-    commit    the engine's result, into requests and out to the front end
+    receive   take messages from the front end, compiled grammars, expired deadlines and progress of the role's queues;
+              publish what has changed in the caches since the last turn
+    plan      plan the next step from the running batch
+    commit    enter the engine's result into requests and send it to the front end
     rest      nothing to compute: check that nothing leaked, wait for the next message or transfer
 
-A loop that does so beside steps says when each began and ended, and has the next one planned behind those under way.
+A loop that overlaps this with steps also calls `step_began` and `step_ended`, and plans the next step behind those in
+flight.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
-from splitserve.clock import Clock
 from splitserve.core.batch import StepPlan, StepResult
-from splitserve.core.request import Request
-from splitserve.errors import (
+from splitserve.core.clock import Clock
+from splitserve.core.errors import (
     CapacityError,
     DeadlineExceededError,
     EngineError,
@@ -32,7 +33,7 @@ from splitserve.errors import (
     SplitserveError,
     WorkerUnavailableError,
 )
-from splitserve.messages import (
+from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
     FlushCacheRequest,
@@ -46,43 +47,52 @@ from splitserve.messages import (
     StateRequest,
     ToScheduler,
 )
-from splitserve.scheduler.deadlines import Deadlines
-from splitserve.scheduler.generation_rate import GenerationRate
+from splitserve.core.request import Request
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.role_switch import RoleSwitch
+from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.base import Role
-from splitserve.scheduler.running import Batch, RunningSet, still_open
+from splitserve.scheduler.running import RunningSet, ScheduledBatch, still_open
 
 logger = logging.getLogger(__name__)
 
 
 class Inbox(Protocol):
-    """Where messages come from."""
+    """Source of the scheduler's messages."""
 
     def drain(self) -> list[ToScheduler]:
-        """What has arrived, without waiting."""
+        """Return the messages that have arrived, without waiting."""
         ...
 
     def wait(self, timeout: float) -> None:
-        """Return when a message is there, when the transfer layer made progress, or after `timeout` seconds."""
+        """Return when a message arrives, when the transfer layer makes progress, or after `timeout` seconds."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may ask of this worker."""
+class RequestLimits:
+    """Limits of requests on this worker."""
 
     # Prompt and output together.
     max_tokens_per_request: int
     max_queued_requests: int
     eos_token_ids: frozenset[int]
-    # Heed its priority.
+    # Whether priorities of requests count.
     has_priorities: bool = False
-    # Seconds it may take where it does not say; None: as long as it takes.
+    # Timeout in seconds of requests that set none; None: no limit.
     default_timeout: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerPorts:
+    """Inputs and outputs of a scheduler."""
+
+    inbox: Inbox
+    outbox: Outbox
+    kv_events: KVEventFeed
+    clock: Clock
 
 
 class Scheduler:
@@ -91,27 +101,24 @@ class Scheduler:
         role: Role,
         running: RunningSet,
         cache: PagedKVCache,
-        inbox: Inbox,
-        outbox: Outbox,
-        clock: Clock,
-        limits: Limits,
+        ports: SchedulerPorts,
+        limits: RequestLimits,
         grammars: GrammarQueue,
-        kv_events: KVEventFeed,
-        role_switch: RoleSwitch | None = None,
+        role_switch: SchedulerRoleSwitch | None = None,
         group: Member | None = None,
     ) -> None:
-        """`role_switch`: None where the role stays what it is. `group`: of whom all take part in each other's steps."""
+        """`role_switch`: None if the role is fixed. `group`: ranks that compute their steps together, or None."""
         self.role = role
         self._role_switch = role_switch
         self._group = group
         self.grammars = grammars
         self._set = running
         self._cache = cache
-        self._inbox = inbox
-        self._outbox = outbox
-        self._clock = clock
+        self._inbox = ports.inbox
+        self._outbox = ports.outbox
+        self._clock = ports.clock
         self._limits = limits
-        self._kv_events = kv_events
+        self._kv_events = ports.kv_events
         self._deadlines = Deadlines()
         self._num_accepted = 0
         self._num_steps = 0
@@ -132,20 +139,20 @@ class Scheduler:
         self._answer_role_orders()
         self._kv_events.publish()
 
-    def plan(self, under_way: Sequence[Batch] = ()) -> Batch | None:
+    def plan(self, under_way: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         batch = self._set.plan(self._clock.now(), under_way)
         if batch is None and not under_way and self._group is not None and self._group.is_called:
-            return Batch(StepPlan(()), ())
+            return ScheduledBatch(StepPlan(()), ())
         return batch
 
-    def step_began(self, batch: Batch) -> None:
+    def step_began(self, batch: ScheduledBatch) -> None:
         self._cache.step_began(batch.requests)
 
     def step_ended(self) -> None:
-        """The one that began first."""
+        """Notify the cache that the oldest step in flight has ended."""
         self._cache.step_ended()
 
-    def commit(self, batch: Batch, result: StepResult) -> None:
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> None:
         self._num_steps += 1
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
@@ -161,8 +168,8 @@ class Scheduler:
         self._rate.add(self._outbox.num_output_tokens - num_output_tokens, self._clock.now())
         self._outbox.flush()
 
-    def fail_step(self, batch: Batch, error: EngineError) -> None:
-        """The engine could not run this step: its requests end with the cause, the worker goes on."""
+    def fail_step(self, batch: ScheduledBatch, error: EngineError) -> None:
+        """End the requests of a step that the engine could not run with `error`; the worker continues."""
         logger.error("step failed: %s", error.message)
         for request in batch.requests:
             if not request.is_finished:
@@ -177,7 +184,7 @@ class Scheduler:
             self._has_worked = False
             self._rate.stop(self._clock.now())
             self._check()
-        # Nothing is computed here: what is idle now holds nothing at all.
+        # No step runs here, so an idle role holds nothing at all.
         self._answer_role_orders(is_resting=self.role.is_idle() and not self.grammars)
         self.wait(timeout)
 
@@ -227,7 +234,7 @@ class Scheduler:
         try:
             self.check_invariants()
         except AssertionError as violation:
-            # A leak must not take the worker's streams down with it; it shows in the log and on /metrics.
+            # A leak must not end the worker's streams. It is reported in the log and on /metrics.
             self._num_violations += 1
             logger.error("the KV pool does not add up: %s", violation)
 
@@ -304,7 +311,7 @@ class Scheduler:
             self._enter(request)
         for request, error in failed:
             if isinstance(error, InvalidRequestError):
-                # The other half finds that by itself: there is nothing to pair.
+                # The paired worker rejects the same grammar by itself: there is nothing to pair.
                 self._outbox.fail(request, error)
             else:
                 self._enter(request, error)
@@ -316,7 +323,7 @@ class Scheduler:
                 self.role.abort(request.rid, failure)
 
     def _enter(self, request: Request, error: SplitserveError | None = None) -> None:
-        """Hand the request to its role; with `error` only so that its other half is told, if it has one."""
+        """Pass the request to its role; with `error` only to notify its peer, if it has one."""
         try:
             self.role.accept(request)
         except SplitserveError as refusal:
@@ -369,3 +376,76 @@ def _timed_out(request: Request) -> DeadlineExceededError:
         f"it was not finished within its timeout of {request.timeout:g} s, with {len(request.output_ids)} tokens of "
         "output: ask for fewer tokens, give it a longer timeout, or retry when the worker is less busy"
     )
+
+
+# Entries of finished requests are removed when there are this many entries, and twice as many as after the last time.
+_FIRST_SWEEP = 1024
+
+
+class Deadlines:
+    """Deadlines of requests, in all queues."""
+
+    def __init__(self) -> None:
+        # (deadline, number, request), soonest first.
+        self._heap: list[tuple[float, int, Request]] = []
+        self._sweep_at = _FIRST_SWEEP
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def watch(self, request: Request) -> None:
+        """Watch a request until it ends. A request without a deadline is ignored."""
+        if request.deadline is None:
+            return
+        heapq.heappush(self._heap, (request.deadline, request.number, request))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._heap))
+
+    def pop_expired(self, now: float) -> list[Request]:
+        """Return unfinished requests with an expired deadline; each once."""
+        expired = []
+        while self._heap and self._heap[0][0] <= now:
+            request = heapq.heappop(self._heap)[2]
+            if not request.is_finished:
+                expired.append(request)
+        return expired
+
+
+# Shortest interval over which a rate is measured, seconds.
+_RATE_INTERVAL = 1.0
+
+
+class GenerationRate:
+    """Rate at which a scheduler generates tokens, measured while it is busy."""
+
+    def __init__(self) -> None:
+        # Output tokens per second in the last interval. 0: nothing was measured yet.
+        self.last = 0.0
+        # Clock time at which the interval began. None: the scheduler is idle.
+        self._began: float | None = None
+        self._num_tokens = 0
+        self._is_measured = False
+
+    def add(self, num_tokens: int, now: float) -> None:
+        """Count the output tokens of a step that ended at `now`. Those of the first step only open the interval."""
+        if self._began is None:
+            self._began = now
+            return
+        self._num_tokens += num_tokens
+        if now - self._began >= _RATE_INTERVAL:
+            self._close(now)
+            self._began = now
+
+    def stop(self, now: float) -> None:
+        """End the interval, because the scheduler is idle. A busy time shorter than an interval still gives a rate."""
+        if not self._is_measured:
+            self._close(now)
+        self._began, self._num_tokens, self._is_measured = None, 0, False
+
+    def _close(self, now: float) -> None:
+        if self._began is not None and self._num_tokens and now > self._began:
+            self.last = self._num_tokens / (now - self._began)
+            self._is_measured = True
+        self._num_tokens = 0

@@ -1,6 +1,5 @@
-"""A worker's front end: HTTP in, token ids to the scheduler, text back. It never sees the model.
+"""A worker's front end: HTTP to tokens, tokens to the scheduler, tokens to text. It never sees the model.
 
-Follow one request through it in this order: `app` builds the routes, `native` and `openai` parse a body with `schemas`,
-`validation` resolves and checks it, `fanout` makes single-sample requests of it, `requests` lets it in, `generation`
-runs it over `scheduler_client` and `detokenizer`, `stream` sends it as it comes.
+Follow one request: `app.py` builds the routes, `native.py` and `openai.py` handle them, `requests.py` admits the
+request, `generation.py` runs it over `scheduler_client.py` and `detokenizer.py`, `answer.py` is the growing answer.
 """

@@ -1,4 +1,4 @@
-"""Routes for operators and routers: health, what this worker is, its load and metrics, aborts, the prefix cache."""
+"""Routes for operators and routers: health, description, load and metrics of the worker, aborts, the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
+from splitserve.api.error_response import json_response
+from splitserve.api.fanout import FanOut, PromptSpec, draw_rid, fan_out
 from splitserve.api.limits import worker_limits
 from splitserve.api.openapi import BOOLEAN, INDEX, INTEGER, OBJECT, TEXT, fields, index, list_of, operation
+from splitserve.api.operations import OPERATIONS
+from splitserve.api.schemas import AbortBody
+from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.core.messages import SchedulerState
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
-from splitserve.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
-from splitserve.messages import SchedulerState
-from splitserve.metrics.worker import kv_cache_usage
-from splitserve.server.error_response import json_response
-from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, fan_out
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.observe.worker_metrics import kv_cache_usage
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
-from splitserve.server.operations import OPERATIONS
 from splitserve.server.read_body import read_body
-from splitserve.server.schemas import AbortBody
+from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 
 logger = logging.getLogger(__name__)
 
-# Seconds /health_generate gives one token.
+# Seconds in which /health_generate must get one token.
 HEALTH_DEADLINE = 20.0
 
 _LINKS = ("/health", "/server_info", "/v1/models", "/metrics")
@@ -48,7 +48,13 @@ _ABORT = operation(
 
 def admin_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
+    _add_description_routes(router, front)
+    _add_cache_routes(router, front)
+    _add_load_routes(router, front)
+    return router
 
+
+def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:
     @router.get("/", **operation("Name the worker, its model and its main routes", answer=INDEX))
     async def root() -> Response:
         details = {"model": front.served_model_name, "role": str(front.mode)}
@@ -83,6 +89,8 @@ def admin_routes(front: FrontEnd) -> APIRouter:
             }
         )
 
+
+def _add_cache_routes(router: APIRouter, front: FrontEnd) -> None:
     @router.get("/flush_cache", **_FLUSH)
     @router.post("/flush_cache", **_FLUSH)
     async def flush_cache() -> Response:
@@ -98,6 +106,8 @@ def admin_routes(front: FrontEnd) -> APIRouter:
         body = await read_body(front, request, AbortBody)
         return json_response({"success": True, "num_aborted": _abort(front, body)})
 
+
+def _add_load_routes(router: APIRouter, front: FrontEnd) -> None:
     @router.get("/get_load", **operation("Return the load of each rank", answer=list_of(OBJECT)))
     async def get_load() -> Response:
         loads = [
@@ -124,11 +134,9 @@ def admin_routes(front: FrontEnd) -> APIRouter:
             logger.warning("metrics show the last snapshot: %s", error)
         return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    return router
-
 
 async def describe(front: FrontEnd) -> dict[str, Any]:
-    """The body of /server_info."""
+    """Return the body of /server_info."""
     info = front.info
     config = front.config.disaggregation
     is_prefill = config.mode is DisaggregationMode.PREFILL
@@ -179,7 +187,7 @@ def _status(front: FrontEnd) -> str:
 
 
 def _describe_kv_events(front: FrontEnd) -> dict[str, Any] | None:
-    """In the form that routers read. `publishers` is ours: it stands where chosen ports do not follow one another."""
+    """Describe the KV events in routers' format. `publishers` is an extension for ports that are not consecutive."""
     config, info = front.config.kv_events, front.info
     if config.publisher == "null":
         return None
@@ -201,7 +209,7 @@ def _describe_kv_events(front: FrontEnd) -> dict[str, Any] | None:
 
 
 def _base_of(endpoints: Sequence[str]) -> tuple[str | None, int | None]:
-    """Host, and the port that the ranks are counted up from; None where there is no such thing."""
+    """Return the first rank's host and port. The port is None unless the other ranks have the ports that follow."""
     matches = [re.fullmatch(r"tcp://(.+):(\d+)", endpoint) for endpoint in endpoints]
     places = [(match[1], int(match[2])) for match in matches if match is not None]
     host, port = places[0] if places else (None, None)
@@ -210,7 +218,7 @@ def _base_of(endpoints: Sequence[str]) -> tuple[str | None, int | None]:
 
 
 def _kv_rank(front: FrontEnd, dp_rank: str) -> int:
-    """Raises InvalidRequestError where there is no such index."""
+    """Return the rank of a KV index. Raises InvalidRequestError if there is no such index."""
     if front.config.kv_events.publisher == "null":
         raise InvalidRequestError("this worker keeps no index of its blocks: start it with --kv-events-config")
     dp_size = front.config.dp_size
@@ -238,7 +246,7 @@ def _check_ready(front: FrontEnd) -> None:
 
 
 async def _generate_one_token(front: FrontEnd) -> None:
-    """Raises WorkerUnavailableError where the whole path to a model and back does not give a token in time."""
+    """Generate one token on each scheduler. Raises WorkerUnavailableError if one yields no token in time."""
     generations = [
         Generation(front, _health_request(front, rank), front.clock.now()) for rank in range(front.config.dp_size)
     ]
@@ -254,7 +262,7 @@ async def _generate_one_token(front: FrontEnd) -> None:
 
 
 def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
-    spec = PromptSpec([0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+    spec = PromptSpec([0], ResolvedSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True))
     bootstrap = None
     if front.mode is not DisaggregationMode.NULL:
         bootstrap = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(secrets.randbits(63)))
@@ -262,7 +270,7 @@ def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
 
 
 def _abort(front: FrontEnd, body: AbortBody) -> int:
-    """Samples that were told to end. Ending something that is over already is no error."""
+    """Return the number of samples ordered to end. It is no error if they have already ended."""
     if body.abort_all:
         rids = front.requests.all_samples()
     elif body.rid:

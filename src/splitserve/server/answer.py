@@ -1,41 +1,44 @@
-"""One sample's answer as it grows: the scheduler's tokens and what they mean to the client.
+"""Answer of one sample as it grows: the scheduler's tokens and their text.
 
-1. `push` takes an output, turns its tokens into text one by one and stops at the token that completes a stop string.
-2. What came since the last push is a Delta; the Answer holds all of it.
-3. The last push sets `finish`: the scheduler's word, or the stop string.
+1. `push` takes an output, converts its tokens to text one by one and stops at the token that completes a stop string.
+2. A Delta is what one push added; the SampleAnswer contains all of it.
+3. The last push sets `finish`: the scheduler's reason, or the stop string.
 
-The text of a stop token stays out unless the request wants it in; its id stays in `output_ids`, since it was generated.
-Pure: no sockets, no HTTP.
+The text of a stop token is omitted unless the request includes it; its id stays in `output_ids`, because it was
+generated. Pure: no sockets, no HTTP.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
+from splitserve.api.dispatch import JournalEntry
+from splitserve.api.fanout import Sample
 from splitserve.core.batch import TokenLogprob
+from splitserve.core.errors import InvalidRequestError, RequestAbortedError, SplitserveError
+from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.core.request import FinishReason, FinishType
-from splitserve.errors import InvalidRequestError, RequestAbortedError, SplitserveError
-from splitserve.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.server.detokenizer import Detokenizer
-from splitserve.server.fanout import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one push added."""
+    """Output added by one push."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob]
-    # Nothing of this sample came before.
+    # Whether it is the first of its sample.
     is_first: bool
 
 
 @dataclass(slots=True)
-class Answer:
+class SampleAnswer:
     sample: Sample
     detokenizer: Detokenizer
-    # Clock readings, seconds: when the request came in, and when its first and its latest tokens did.
+    # Clock times, seconds: arrival of the request, and of its first and latest tokens.
     received_at: float
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -56,7 +59,7 @@ class Answer:
 
     @property
     def seconds(self) -> float:
-        """From arrival to the latest token."""
+        """Return the seconds from arrival to the latest token."""
         return (self.last_token_at or self.received_at) - self.received_at
 
     def push(self, output: TokenOutput, now: float) -> Delta:
@@ -69,7 +72,7 @@ class Answer:
         if output.input_logprobs is not None:
             self.input_logprobs = output.input_logprobs
         if is_first:
-            # Later ones may count a prompt that was computed again.
+            # Ignore later values: they may be of a prompt that was computed again.
             self.num_cached_tokens = output.num_cached_tokens
         self.timeline, self.transfer, self.speculation = output.timeline, output.transfer, output.speculation
         self.finish = self._finish(output)
@@ -79,7 +82,7 @@ class Answer:
         return delta
 
     def _detokenize(self, output: TokenOutput) -> tuple[str, int]:
-        """The text to show, and how many of the tokens belong to the answer."""
+        """Return the text to send, and how many of the tokens belong to the answer."""
         finish = output.finish
         hides_last = (
             finish is not None
@@ -119,3 +122,9 @@ class AbortedAnswerError(SplitserveError):
             self.openai_type = RequestAbortedError.openai_type
         elif 400 <= self.http_status < 500:
             self.openai_type = InvalidRequestError.openai_type
+
+
+def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
+    """Return a comment event that reports `delta` to the router, which resumes the stream from it elsewhere."""
+    told = JournalEntry(answer.sample.index, delta.token_ids, delta.logprobs, answer.num_cached_tokens, answer.finish)
+    return b": " + msgspec.json.encode(told) + b"\n\n"

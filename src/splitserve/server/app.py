@@ -1,4 +1,4 @@
-"""Builds a worker's HTTP app from its parts. `app.state.front` is the FrontEnd: drain it there."""
+"""HTTP app of a worker, built from its parts. `app.state.front` is the FrontEnd, which is drained there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from splitserve import __version__
+from splitserve.api.api_keys import ApiKeys, read_keys
+from splitserve.api.error_response import install_error_handlers
 from splitserve.api.intake import Intake
+from splitserve.api.key_guard import KeyGuard
 from splitserve.api.openapi import DOCS_PATHS, describe, new_app
 from splitserve.api.request_memory import RequestMemory
-from splitserve.config import WorkerConfig
-from splitserve.metrics.worker import PREFIX, WorkerMetrics
-from splitserve.router.api_keys import ApiKeys, read_keys
-from splitserve.router.key_guard import KeyGuard
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import WorkerConfig
+from splitserve.observe.worker_metrics import PREFIX, WorkerMetrics
 from splitserve.server.admin import admin_routes
-from splitserve.server.error_response import install_error_handlers
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
@@ -25,7 +26,6 @@ from splitserve.server.requests import RequestTable
 from splitserve.server.role import role_routes
 from splitserve.server.scheduler_group import SchedulerPort
 from splitserve.server.tokenize import tokenize_routes
-from splitserve.server.tokenizer import Tokenizer
 
 # Monitoring and the documentation need no key.
 _OPEN_PATHS = ("/health", "/metrics", *DOCS_PATHS)
@@ -40,9 +40,9 @@ def build_app(
     bootstrap_port: int | None = None,
     scheduler_pids: tuple[int, ...] = (),
 ) -> FastAPI:
-    """The app answers 503 until the scheduler is ready.
+    """Return the app, which answers 503 until the scheduler is ready.
 
-    `bootstrap_port`: where the bootstrap server listens, if that is not the configured port (which may be 0).
+    `bootstrap_port`: port of the bootstrap server, if it is not the configured one (which may be 0).
     """
     front = FrontEnd(
         config=config,

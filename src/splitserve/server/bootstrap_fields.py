@@ -1,20 +1,21 @@
-"""Where each sample of a request meets its other half: from the `bootstrap_*` fields to one BootstrapInfo a sample.
+"""Conversion of the `bootstrap_*` fields of a request to one BootstrapInfo per sample.
 
-A room list with one entry a sample gives every sample its own room. With one entry a prompt, or one for all, samples
-share a room and are told apart by their number: over the n of the prompt, or over the whole request. Both sides of a
-pair get the same body, so both number alike. `data_parallel_rank` names the prefill's rank; without it the room does.
+A room list with one entry per sample gives every sample its own room. With one entry per prompt, or one for all,
+samples share a room and are distinguished by their index: over the n of the prompt, or over the whole request. Both
+workers of a pair get the same body, so their indexes agree. `data_parallel_rank` is the prefill's rank; without it the
+room determines the rank.
 
-A request to a decode worker that says `local_prefill` and names no room has no other half.
+A request to a decode worker with `local_prefill` and without a room has no prefill worker.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from splitserve.api.schemas import BootstrapFields
+from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.errors import InvalidRequestError, MissingBootstrapError
-from splitserve.server.schemas import BootstrapFields
 
 
 def bootstrap_infos(
@@ -27,9 +28,9 @@ def bootstrap_infos(
     own_port: int,
     own_dp_size: int = 1,
 ) -> list[BootstrapInfo | None]:
-    """One a sample, prompt by prompt; None: it has no other half.
+    """Return one BootstrapInfo per sample, prompt by prompt. None: the sample has no peer.
 
-    Raises MissingBootstrapError where a worker of a pair is told no room.
+    Raises MissingBootstrapError if a worker of a pair gets no room.
     """
     num_samples = num_prompts * n
     if mode is DisaggregationMode.NULL:
@@ -44,11 +45,11 @@ def bootstrap_infos(
             param="bootstrap_room",
         )
     keys = _room_keys(fields.bootstrap_room, num_prompts, n)
-    # The prefill side is the meeting point itself.
+    # The prefill worker itself is the rendezvous.
     default_host = own_host if mode is DisaggregationMode.PREFILL else None
     hosts = [_host(h, default_host) for h in _per_sample(fields.bootstrap_host, num_prompts, n, "bootstrap_host")]
     ports = [_port(p, own_port) for p in _per_sample(fields.bootstrap_port, num_prompts, n, "bootstrap_port")]
-    # Only prefill knows how many ranks it has.
+    # Only prefill knows its number of ranks.
     dp_size = own_dp_size if mode is DisaggregationMode.PREFILL else MAX_DP_SIZE
     given = _per_sample(fields.data_parallel_rank, num_prompts, n, "data_parallel_rank")
     ranks = [_dp_rank(rank, dp_size) for rank in given]

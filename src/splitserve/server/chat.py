@@ -1,4 +1,4 @@
-"""The form of /v1/chat/completions: a message of the assistant, with the tools it calls, or deltas of it."""
+"""Answer format of /v1/chat/completions: an assistant's message with its tool calls, or deltas of it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from pydantic import BaseModel
 
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.api.tool_calls import CallDelta, Parsed, ToolCallParser
+from splitserve.api.tools import ToolForm
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import FinishType
-from splitserve.server.answer import Answer, Delta
+from splitserve.server.answer import Delta, SampleAnswer
 from splitserve.server.openai_reply import Reply, finish_reason, has_news
-from splitserve.server.tokenizer import Tokenizer
-from splitserve.server.tool_calls import CallDelta, Parsed, ToolCallParser
-from splitserve.server.tools import ToolForm
 
 
 @dataclass(slots=True)
@@ -35,12 +35,12 @@ class ChatForm:
     reply: Reply
     tokenizer: Tokenizer
     with_logprobs: bool
-    # How calls are written in the answers' text; None where there is nothing to call.
+    # Format of calls in the answers' text. None: there are no tools to call.
     tool_form: ToolForm | None = None
-    # Choice -> what has found the calls in its text so far.
+    # Choice -> parser of the calls in its text.
     _parsers: dict[int, ToolCallParser] = field(default_factory=dict)
 
-    def answer(self, answers: Sequence[Answer]) -> BaseModel:
+    def answer(self, answers: Sequence[SampleAnswer]) -> BaseModel:
         return ChatCompletion(
             id=self.reply.id,
             object="chat.completion",
@@ -51,7 +51,7 @@ class ChatForm:
             **self._prompt_ids(answers[0]),
         )
 
-    def chunks(self, answer: Answer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
+    def chunks(self, answer: SampleAnswer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
         index = answer.sample.index
         parsed = self._parse(answer, delta.text)
         delta = dataclasses.replace(delta, text=parsed.text)
@@ -67,7 +67,7 @@ class ChatForm:
             content: dict[str, Any] = {"content": delta.text} if has_text else {}
             if parsed.calls:
                 content["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
-            # Not validated: "abort" is none of the package's finish reasons.
+            # Skip validation: the openai package does not know the finish reason "abort".
             choice = part.Choice.model_construct(
                 index=index,
                 delta=part.ChoiceDelta(**content),
@@ -80,7 +80,7 @@ class ChatForm:
     def last_chunk(self, usage: CompletionUsage) -> BaseModel:
         return self._chunk([], {"usage": usage})
 
-    def _whole_choice(self, answer: Answer) -> whole.Choice:
+    def _whole_choice(self, answer: SampleAnswer) -> whole.Choice:
         extra: dict[str, Any] = {"token_ids": answer.output_ids} if self.reply.with_token_ids else {}
         parsed = self._parse(answer, answer.text)
         content: dict[str, Any] = {"content": parsed.text}
@@ -94,8 +94,8 @@ class ChatForm:
             **extra,
         )
 
-    def _parse(self, answer: Answer, text: str) -> Parsed:
-        """New text of an answer, its calls taken out."""
+    def _parse(self, answer: SampleAnswer, text: str) -> Parsed:
+        """Return new text of an answer without its calls, and the calls."""
         if self.tool_form is None:
             return Parsed(text)
         parser = self._parsers.setdefault(answer.sample.index, ToolCallParser(self.tool_form))
@@ -104,7 +104,7 @@ class ChatForm:
             parsed.text += parser.finish().text
         return parsed
 
-    def _finish_reason(self, answer: Answer) -> Any:
+    def _finish_reason(self, answer: SampleAnswer) -> Any:
         parser = self._parsers.get(answer.sample.index)
         is_call = parser is not None and parser.num_calls > 0
         has_stopped = answer.finish is not None and answer.finish.type is FinishType.STOP
@@ -120,7 +120,7 @@ class ChatForm:
             **extra,
         )
 
-    def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
+    def _prompt_ids(self, answer: SampleAnswer) -> dict[str, Any]:
         return {"prompt_token_ids": answer.prompt_ids} if self.reply.with_token_ids else {}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:

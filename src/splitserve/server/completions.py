@@ -1,4 +1,4 @@
-"""The form of /v1/completions: text choices, and logprobs as parallel lists."""
+"""Answer format of /v1/completions: text choices, and logprobs as parallel lists."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
 
+from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.batch import TokenLogprob
-from splitserve.server.answer import Answer, Delta
+from splitserve.server.answer import Delta, SampleAnswer
 from splitserve.server.openai_reply import Reply, finish_reason, has_news, with_chosen
-from splitserve.server.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class CompletionForm:
     reply: Reply
     tokenizer: Tokenizer
-    # Alternatives a token; None: no logprobs.
+    # Alternatives per token. None: no logprobs.
     num_logprobs: int | None
-    # The prompts' texts to repeat before the answers; None: no echo.
+    # Prompts' texts to repeat before the answers. None: no echo.
     echo: Sequence[str] | None
     # Choice -> characters of token texts written so far.
     _offsets: dict[int, int] = field(default_factory=dict)
 
-    def answer(self, answers: Sequence[Answer]) -> BaseModel:
+    def answer(self, answers: Sequence[SampleAnswer]) -> BaseModel:
         choices = [self._choice(a, Delta(a.text, a.output_ids, a.logprobs, is_first=True)) for a in answers]
         return self._completion(choices, {"usage": self.reply.usage(answers)} | self._prompt_ids(answers))
 
-    def chunks(self, answer: Answer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
+    def chunks(self, answer: SampleAnswer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
         wants_tokens = self.num_logprobs is not None or self.reply.with_token_ids
         is_echo = self.echo is not None and delta.is_first
         if is_echo or has_news(answer, delta, wants_tokens=wants_tokens):
@@ -51,7 +51,7 @@ class CompletionForm:
             **extra,
         )
 
-    def _choice(self, answer: Answer, delta: Delta) -> CompletionChoice:
+    def _choice(self, answer: SampleAnswer, delta: Delta) -> CompletionChoice:
         is_echo = self.echo is not None and delta.is_first
         text = delta.text
         if self.echo is not None and is_echo:
@@ -61,7 +61,7 @@ class CompletionForm:
             extra["token_ids"] = delta.token_ids
             if delta.is_first:
                 extra["prompt_token_ids"] = answer.prompt_ids
-        # Not validated, nor the logprobs: nulls in mid-stream are right by the API, but not by the package's types.
+        # Skip validation, also of the logprobs: the API allows nulls in mid-stream, the openai package's types do not.
         return CompletionChoice.model_construct(
             index=answer.sample.index,
             text=text,
@@ -70,12 +70,12 @@ class CompletionForm:
             **extra,
         )
 
-    def _prompt_ids(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Beside the choices too where there is one prompt."""
+    def _prompt_ids(self, answers: Sequence[SampleAnswer]) -> dict[str, Any]:
+        """Return the prompt tokens as a field of the answer itself, if there is one prompt."""
         one_prompt = len({a.sample.prompt_index for a in answers}) == 1
         return {"prompt_token_ids": answers[0].prompt_ids} if self.reply.with_token_ids and one_prompt else {}
 
-    def _logprobs(self, answer: Answer, delta: Delta, is_echo: bool) -> Logprobs | None:
+    def _logprobs(self, answer: SampleAnswer, delta: Delta, is_echo: bool) -> Logprobs | None:
         if self.num_logprobs is None:
             return None
         tokens: list[tuple[int, TokenLogprob | None]] = [(t.token_id, t) for t in delta.logprobs]
@@ -96,15 +96,18 @@ class CompletionForm:
         )
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
-        """Two tokens may have one text: the likelier, which comes first, keeps it."""
+        """Return the logprobs by text. If two tokens have one text, the likelier, which comes first, keeps it."""
         top: dict[str, float] = {}
         for token_id, logprob in with_chosen(token):
             top.setdefault(self.tokenizer.token_text(token_id), logprob)
         return top
 
 
-def _scored_prompt(answer: Answer) -> list[tuple[int, TokenLogprob | None]]:
-    """Prompt tokens and their logprobs: the first has none; on a worker that did not compute the prompt, none has."""
+def _scored_prompt(answer: SampleAnswer) -> list[tuple[int, TokenLogprob | None]]:
+    """Return the prompt tokens and their logprobs.
+
+    The first token has no logprob. If this worker did not compute the prompt, no token has one.
+    """
     unscored = len(answer.prompt_ids) - len(answer.input_logprobs)
     return [
         *((token_id, None) for token_id in answer.prompt_ids[:unscored]),

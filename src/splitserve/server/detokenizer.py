@@ -1,14 +1,14 @@
-"""Token ids to text, one sample, one token at a time, never taking back what was shown.
+"""Detokenizer of one sample: token ids to text, one token at a time, without retracting sent text.
 
-The life of a token in here:
-1. DecodeStream turns it into text, or keeps it while a multi-byte character is incomplete.
-2. The text is searched for stop strings. A match ends the sample: the text before it is the last that is shown.
-3. What could still become a stop string is held back; the rest is released.
-4. At the end all that is held comes out.
+Life cycle of a token:
+1. DecodeStream converts it to text, or keeps it while a multi-byte character is incomplete.
+2. The text is searched for stop strings. A match ends the sample: only the text before it is released.
+3. Text that could still become a stop string is held back; the rest is released.
+4. At the end all held text is released.
 
-A match counts if the token that completes it is number `min_new_tokens` or later. Of several matches the one that is
-complete first counts, and of those the longest, so the result does not depend on how the text was cut into tokens.
-Knows nothing of requests, streams or HTTP.
+A match counts if the token that completes it has number `min_new_tokens` or later. Of several matches the one that is
+complete first counts, and of those the longest, so the result does not depend on the split of the text into tokens.
+This module does not know requests, streams or HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """`push` tokens, then `finish`: both return text that is safe to show. `matched` is the stop string found."""
+    """Converter of tokens. `push` and `finish` return text that is final. `matched`: stop string that was found."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class Detokenizer:
         self._num_tokens = 0
 
     def push(self, token_id: int) -> str:
-        """The text this token releases. No more tokens are taken once `matched` is set."""
+        """Return the text that this token releases. Tokens after a match are ignored."""
         self._num_tokens += 1
         text = self._decoder.push(token_id)
         return self._feed(text)
 
     def finish(self) -> str:
-        """The rest: incomplete characters (as U+FFFD) and what was held back."""
+        """Return the rest: incomplete characters (as U+FFFD) and held text."""
         if self.matched is not None:
             return ""
         text = self._feed(self._decoder.finish())
@@ -54,13 +54,13 @@ class Detokenizer:
 
 
 class IncrementalDecoder:
-    """Text in whole characters. Concatenated, its pieces are what decoding all tokens at once gives."""
+    """Decoder into whole characters. Its concatenated pieces equal the text of all tokens decoded at once."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        # Tokens that gave text last, and those since then that have given none yet.
+        # Tokens that last yielded text, and later ones that have yielded none yet.
         self._context: list[int] = []
         self._pending: list[int] = []
 
@@ -73,7 +73,7 @@ class IncrementalDecoder:
         return text
 
     def finish(self) -> str:
-        """What the pending tokens are worth as they stand."""
+        """Return the text of the pending tokens in their incomplete state."""
         if not self._pending:
             return ""
         before = self._decode(self._context)
@@ -86,17 +86,20 @@ class IncrementalDecoder:
 
 
 class StopStrings:
-    """Holds back every suffix that may begin a stop string, and finds the one that completes first."""
+    """Search for stop strings. Holds back every suffix that may begin one, and finds the one that completes first."""
 
     def __init__(self, stop: tuple[str, ...], *, include_stop: bool) -> None:
         self._stop = stop
         self._include_stop = include_stop
         self._longest = max(map(len, stop), default=0)
-        # Text not released yet: always a proper prefix of some stop string between two calls.
+        # Text not released yet: between two calls always a proper prefix of some stop string.
         self._held = ""
 
     def feed(self, text: str, *, may_match: bool) -> tuple[str, str | None]:
-        """Text to release, and the stop string that ended the sample, if one did. A match must end inside `text`."""
+        """Return the text to release, and the stop string that ended the sample, or None.
+
+        A match must end inside `text`.
+        """
         if not self._stop:
             return text, None
         window = self._held + text
@@ -113,7 +116,7 @@ class StopStrings:
         return held
 
     def _first_match(self, window: str, done: int) -> tuple[int, str] | None:
-        """(start, stop string) of the match that ends first, the longest of those; ends at or before `done` are old."""
+        """Return (start, stop string) of the first match to end after `done`. Of several with that end, the longest."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             at = window.find(stop, max(0, done - len(stop) + 1))
@@ -122,7 +125,7 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
     def _may_begin_a_stop(self, window: str) -> int:
-        """Length of the longest suffix of `window` that is a proper prefix of a stop string."""
+        """Return the length of the longest suffix of `window` that is a proper prefix of a stop string."""
         for length in range(min(len(window), self._longest - 1), 0, -1):
             suffix = window[len(window) - length :]
             if any(len(stop) > length and stop.startswith(suffix) for stop in self._stop):

@@ -1,6 +1,6 @@
-"""What every route works with: the worker's settings, its tokenizer, scheduler, request table and metrics.
+"""Front end: the parts that every route uses. Settings, tokenizer, scheduler, request table and metrics.
 
-Owned by the app as `app.state.front`. It builds nothing: the launch layer hands the parts in.
+Owned by the app as `app.state.front`. It builds no part itself.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import msgspec
 
 from splitserve.api.limits import DEFAULT_CONTEXT_LENGTH
 from splitserve.api.request_memory import RequestMemory
-from splitserve.clock import Clock, SystemClock
-from splitserve.config import DisaggregationConfig, WorkerConfig
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.config import DisaggregationConfig, WorkerConfig
+from splitserve.core.errors import UnknownModelError, WorkerUnavailableError
+from splitserve.core.messages import SchedulerReady, SchedulerState
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import UnknownModelError, WorkerUnavailableError
-from splitserve.messages import SchedulerReady, SchedulerState
-from splitserve.metrics.worker import WorkerMetrics
+from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.server.heartbeat import Heartbeat
 from splitserve.server.prompt_pool import PromptPool
 from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerPort
-from splitserve.server.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class RoleOrder:
-    """Another role for this worker, and how to get rid of the requests it has."""
+class RoleChange:
+    """Order to switch this worker's role, and how to drain its requests."""
 
     mode: DisaggregationMode
-    # End them so that a router goes on with them elsewhere, instead of waiting for their ends.
+    # End running requests so that a router continues them elsewhere, instead of waiting for their ends.
     migrate: bool = False
-    # Seconds for all of it.
+    # Timeout of the whole switch, seconds.
     timeout: float = 60.0
-    # Prefill: of its bootstrap server; None: the one it had, or any free one.
+    # On prefill workers: port of the bootstrap server. None: the one it had, or any free one.
     bootstrap_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoleReport:
-    """A switch that was made."""
+    """Result of a role switch."""
 
     old: DisaggregationMode
     new: DisaggregationMode
@@ -48,10 +48,10 @@ class RoleReport:
 
 
 class RoleSwitchPort(Protocol):
-    """Who changes the role: the launch layer's `RoleSwitch`."""
+    """Interface of the role switch; implemented by WorkerRoleSwitch."""
 
-    async def switch(self, order: RoleOrder) -> RoleReport:
-        """Raises SplitserveError; then the worker serves on in its old role."""
+    async def switch(self, order: RoleChange) -> RoleReport:
+        """Switch the role. Raises SplitserveError; then the worker continues in its old role."""
         ...
 
 
@@ -60,19 +60,19 @@ class FrontEnd:
     config: WorkerConfig
     scheduler: SchedulerPort
     tokenizer: Tokenizer
-    # Where the model was loaded from.
+    # Folder from which the model was loaded.
     model_path: str
-    # The bootstrap server's port: as configured, or as bound where that was 0.
+    # Port of the bootstrap server: as configured, or as bound if that was 0.
     bootstrap_port: int
     requests: RequestTable
     metrics: WorkerMetrics
-    # None where the role stays what it is.
+    # None: the role cannot change.
     role_switch: RoleSwitchPort | None = None
     # None: the schedulers' heartbeat is not checked.
     heartbeat: Heartbeat | None = None
-    # While it changes: the role it is to have.
+    # During a role switch: the new role.
     switching_to: DisaggregationMode | None = None
-    # By data parallel rank.
+    # Process ids by data parallel rank.
     scheduler_pids: tuple[int, ...] = ()
     clock: Clock = field(default_factory=SystemClock)
     # Memory of the requests in this process.
@@ -99,14 +99,14 @@ class FrontEnd:
 
     @property
     def info(self) -> SchedulerReady:
-        """Raises WorkerUnavailableError until the scheduler is ready, and after it is gone."""
+        """Return the schedulers' info. Raises WorkerUnavailableError before they are ready, and after they are lost."""
         reason = self.unready_reason()
         if self.scheduler.info is None:
             raise WorkerUnavailableError(reason or "this worker is not ready")
         return self.scheduler.info
 
     def unready_reason(self) -> str | None:
-        """Why this worker takes no requests; None if it does."""
+        """Return why this worker accepts no requests. None: it accepts them."""
         if self.scheduler.failure is not None:
             return f"this worker's scheduler is gone ({self.scheduler.failure}): restart the worker"
         if self.scheduler.info is None:
@@ -120,22 +120,22 @@ class FrontEnd:
         return None
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on; those running go on."""
+        """Reject new requests from now on; running ones continue."""
         self.requests.begin_drain()
 
     def end_drain(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self.requests.end_drain()
 
     def take_role(self, disaggregation: DisaggregationConfig, bootstrap_port: int) -> None:
-        """From now on requests are served in the role of these settings."""
+        """Serve requests in the role of these settings from now on."""
         self.config = msgspec.structs.replace(self.config, disaggregation=disaggregation)
         self.bootstrap_port = bootstrap_port
 
     def check_role(self, mode: str | None) -> None:
-        """Raises WorkerUnavailableError where a request is meant for another role, which this worker had a moment ago.
+        """Raise WorkerUnavailableError if a request is for a role that this worker no longer has.
 
-        None: the request does not say.
+        `mode`: role for which the router chose the worker. None: the request is for any role.
         """
         if mode is not None and mode != self.mode:
             raise WorkerUnavailableError(
@@ -143,16 +143,16 @@ class FrontEnd:
             )
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Whether all requests ended within `timeout` seconds."""
+        """Return whether all requests ended within `timeout` seconds."""
         return await self.requests.wait_idle(timeout)
 
     async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
-        """A fresh snapshot of each scheduler, by data parallel rank; also kept for the metrics."""
+        """Return a new snapshot of each scheduler, by data parallel rank, and store it for the metrics."""
         self.metrics.states = await self.scheduler.states(timeout)
         return self.metrics.states
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is absent or one this worker answers to."""
+        """Raise UnknownModelError unless `name` is absent or a name of this worker's model."""
         known = (self.served_model_name, self.model_path, self.config.model.model)
         if name is not None and name not in known:
             raise UnknownModelError(f"there is no model {name!r} here: this worker serves {known[0]!r}", param="model")

@@ -1,14 +1,14 @@
 """One client request in flight: its samples from admission to their ends.
 
-1. Nothing is held before `updates` is iterated; then a place in the request table and the samples' stream are. What
-   the client was told by other workers (`dispatch.py`) the answers have taken in by then.
+1. Nothing is held before `updates` is iterated; then it holds a slot in the request table and the samples' stream. At
+   that time the answers already contain what other workers sent to the client (`dispatch.py`).
 2. Every output becomes a Delta of its sample's Answer, and is timed for the metrics.
-3. A stop string ends its sample here; the scheduler is told to stop computing it, and no answer is waited for.
-4. A sample that somebody told to end (/abort_request) has what it got as its answer. One that the scheduler aborted
-   for another reason fails the whole request, with the scheduler's status and message.
-5. However the iteration ends, what still runs is aborted and the place given back.
+3. A stop string ends its sample here. The scheduler is ordered to stop, without waiting for its answer.
+4. A sample that was ordered to end (/abort_request) is answered with its output so far. A sample that the scheduler
+   aborted for another reason fails the whole request, with the scheduler's status and message.
+5. However the iteration ends, the samples still running are aborted and the slot is released.
 
-Knows nothing of the forms of answers.
+It does not know the formats of answers.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from splitserve.api.fanout import FanOut, Sample
+from splitserve.core.errors import RequestAbortedError
+from splitserve.core.messages import TokenOutput
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
-from splitserve.errors import RequestAbortedError
-from splitserve.messages import TokenOutput
-from splitserve.server.answer import AbortedAnswerError, Answer, Delta
+from splitserve.server.answer import AbortedAnswerError, Delta, SampleAnswer
 from splitserve.server.detokenizer import Detokenizer
-from splitserve.server.fanout import FanOut, Sample
 from splitserve.server.front_end import FrontEnd
 
-Updates = AsyncGenerator[tuple[Answer, Delta], None]
+Updates = AsyncGenerator[tuple[SampleAnswer, Delta], None]
 
 
 class Generation:
-    """`answers` are in the order of the samples."""
+    """Generation of one request's samples. `answers` are in the order of the samples."""
 
     def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float) -> None:
         self._front = front
-        # It was prepared for this role.
+        # Role for which the request was prepared.
         self._mode = front.mode
         self._names = fanout.names
         self._is_again = fanout.is_again
         self._dp_rank = fanout.dp_rank
         self.has_journal = fanout.has_journal
-        self.answers = [Answer(s, self._detokenizer(s), received_at - fanout.elapsed) for s in fanout.samples]
+        self.answers = [SampleAnswer(s, self._detokenizer(s), received_at - fanout.elapsed) for s in fanout.samples]
         for answer in self.answers:
             if answer.sample.past is not None:
                 answer.push(answer.sample.past, received_at)
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
 
     async def updates(self) -> Updates:
-        """Answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
+        """Yield answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
         requests = [a.sample.request for a in self.answers if a.finish is None]
         if not requests:
             return
@@ -64,21 +64,24 @@ class Generation:
             finally:
                 stream.close()
 
-    async def complete(self) -> list[Answer]:
-        """Run to the end. Raises SplitserveError."""
+    async def complete(self) -> list[SampleAnswer]:
+        """Run to the end and return the answers. Raises SplitserveError."""
         async with aclosing(self.updates()) as updates:
             async for _ in updates:
                 pass
         return self.answers
 
     def _has_failed(self, rid: str, finish: FinishReason) -> bool:
-        """On a prefill worker also an abort by the decode side is none, for decode's answer is the client's."""
+        """Return whether a sample failed.
+
+        On a prefill worker an abort by the decode worker is no failure, because decode answers the client.
+        """
         if finish.type is not FinishType.ABORT:
             return False
         is_wanted = self._front.requests.was_told_to_end(rid) or self._front.mode is DisaggregationMode.PREFILL
         return not (is_wanted and finish.status_code == RequestAbortedError.http_status)
 
-    def _push(self, answer: Answer, output: TokenOutput) -> Delta:
+    def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()
         delta = answer.push(output, now)
         metrics = self._front.metrics
@@ -92,7 +95,8 @@ class Generation:
 
     def _detokenizer(self, sample: Sample) -> Detokenizer:
         params = sample.request.params
-        # A prefill worker's one token ends nothing: the decode side, which goes on from it, matches the stop strings.
+        # A prefill worker's one token ends nothing: the decode worker, which continues from it, matches the stop
+        # strings.
         is_prefill = self._front.mode is DisaggregationMode.PREFILL
         return Detokenizer(
             self._front.tokenizer.backend,

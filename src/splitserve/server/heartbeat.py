@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from splitserve.clock import Clock
-from splitserve.errors import SplitserveError
-from splitserve.messages import SchedulerState
+from splitserve.core.clock import Clock
+from splitserve.core.errors import SplitserveError
+from splitserve.core.messages import SchedulerState
 
 # Seconds between two requests for a heartbeat.
 INTERVAL = 5.0
@@ -34,7 +34,7 @@ class Heartbeat:
                 await self._schedulers.states(timeout=interval)
                 self._last = self._clock.now()
             except SplitserveError:
-                # A later one may succeed: only the age counts.
+                # A later heartbeat may succeed. Only the age of the last one counts.
                 pass
             await asyncio.sleep(interval)
 

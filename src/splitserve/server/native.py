@@ -1,8 +1,8 @@
-"""POST /generate: the native API, in the form SGLang's clients and routers speak.
+"""POST /generate: the native API, in the format of SGLang's clients and routers.
 
-1. The body becomes prompts, one PromptSpec each, and these a FanOut.
-2. Not streamed, the answer is one object, or a list where the client sent a batch or asked for n > 1.
-3. Streamed, every frame holds the whole text so far of one sample, with its `index` where there are several.
+1. The body becomes prompts, one PromptSpec each, and these become a FanOut.
+2. Not streamed, the answer is one object, or a list if the client sent a batch or requested n > 1.
+3. Streamed, every frame contains all text so far of one sample, with its `index` if there are several.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import Headers
 
+from splitserve.api import validation
+from splitserve.api.dispatch import ROLE_HEADER, with_dispatch
+from splitserve.api.error_response import json_response
+from splitserve.api.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.api.field_limits import check_fields
+from splitserve.api.grammars import grammar_of
+from splitserve.api.operations import OPERATIONS
+from splitserve.api.patience import with_patience
+from splitserve.api.prompt_tokens import tokenize
+from splitserve.api.schemas import GenerateBody, NativeSampling
+from splitserve.api.stream import Frames, event, stream_response, unless_disconnected
 from splitserve.core.batch import TokenLogprob
+from splitserve.core.errors import InvalidRequestError
+from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType
-from splitserve.errors import InvalidRequestError
-from splitserve.messages import SpeculationStats
-from splitserve.metrics.worker import gb_per_s
-from splitserve.server import validation
-from splitserve.server.answer import Answer
-from splitserve.server.dispatch import ROLE_HEADER, journal_line, with_dispatch
-from splitserve.server.error_response import json_response
-from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
+from splitserve.observe.worker_metrics import gb_per_s
+from splitserve.server.answer import SampleAnswer, journal_line
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
-from splitserve.server.grammars import grammar_of
-from splitserve.server.operations import OPERATIONS
-from splitserve.server.patience import with_patience
-from splitserve.server.prompt_tokens import tokenize
 from splitserve.server.prompts import bootstraps_of, prompt_spec
 from splitserve.server.read_body import check_unknown, read_object, with_warning
-from splitserve.server.schemas import GenerateBody, NativeSampling
-from splitserve.server.stream import Frames, event, stream_response, unless_disconnected
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -80,9 +80,8 @@ def _prepare_request(
 
 
 def prepare(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> tuple[FanOut, bool]:
-    """The samples to generate, and whether the answer is a list. Raises InvalidRequestError."""
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequestError("send either text or input_ids, and not both", param="text")
+    """Return the samples to generate, and whether the answer is a list. Raises InvalidRequestError."""
+    validation.check_exactly_one(body, "text", "input_ids")
     name, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     assert value is not None
     prompts, is_batch = validation.prompt_list(value, name)
@@ -133,7 +132,7 @@ def _spec(
         num_top_logprobs=(top or 0) if wants_logprobs else 0,
         logprob_start_len=-1 if start is None or not wants_logprobs else start,
         top_name="top_logprobs_num",
-        grammar=grammar_of(sampling),
+        grammar=grammar_of(sampling, front.config.server.limits.max_grammar_chars),
     )
 
 
@@ -154,8 +153,8 @@ async def _frames(front: FrontEnd, generation: Generation, is_list: bool, with_t
             yield event(msgspec.json.encode(frame)) + line
 
 
-def answer_object(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str, Any]:
-    """One sample, finished or so far."""
+def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dict[str, Any]:
+    """Return the answer of one sample, finished or partial."""
     meta: dict[str, Any] = {
         "id": answer.sample.id,
         "finish_reason": None if answer.finish is None else _finish_object(answer.finish, len(answer.output_ids)),
@@ -191,7 +190,10 @@ def _finish_object(finish: FinishReason, num_tokens: int) -> dict[str, Any]:
 
 
 def _speculation_fields(speculation: SpeculationStats) -> dict[str, Any]:
-    """Accept length: tokens that a verifying step yields, the one that comes without a proposal among them."""
+    """Return the fields about speculation.
+
+    Accept length: output tokens per verification step, including the token that was not proposed.
+    """
     steps, proposed = speculation.num_verify_steps, speculation.num_proposed_tokens
     accepted = speculation.num_accepted_tokens
     return {
@@ -203,8 +205,11 @@ def _speculation_fields(speculation: SpeculationStats) -> dict[str, Any]:
     }
 
 
-def _logprob_fields(front: FrontEnd, answer: Answer, with_text: bool) -> dict[str, Any]:
-    """Entries are [logprob, token id, text or null]. The first prompt token has no logprob."""
+def _logprob_fields(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dict[str, Any]:
+    """Return the logprob fields. Entries are [logprob, token id, text or null].
+
+    The first prompt token has no logprob.
+    """
 
     def entry(logprob: float | None, token_id: int) -> list[Any]:
         return [logprob, token_id, front.tokenizer.token_text(token_id) if with_text else None]

@@ -1,4 +1,4 @@
-"""The OpenAI API: /v1/completions, /v1/chat/completions, /v1/models. Bodies in, a Generation and its form out."""
+"""OpenAI API: /v1/completions, /v1/chat/completions, /v1/models. A body becomes a Generation and its reply format."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from fastapi import APIRouter, Request, Response
 from openai.types import Model
 from starlette.datastructures import Headers
 
+from splitserve.api import validation
+from splitserve.api.dispatch import ROLE_HEADER, with_dispatch
+from splitserve.api.error_response import json_response
+from splitserve.api.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.api.field_limits import check_fields
-from splitserve.api.openapi import operation
+from splitserve.api.grammars import openai_grammar
+from splitserve.api.operations import OPERATIONS
+from splitserve.api.patience import with_patience
+from splitserve.api.prompt_tokens import chat_tokens, tokenize
+from splitserve.api.schemas import ChatBody, CompletionBody, OpenAIBody
+from splitserve.api.stream import stream_response, unless_disconnected
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarSpec
-from splitserve.errors import InvalidRequestError
-from splitserve.server import validation
 from splitserve.server.chat import ChatForm
 from splitserve.server.completions import CompletionForm
-from splitserve.server.dispatch import ROLE_HEADER, with_dispatch
-from splitserve.server.error_response import json_response
-from splitserve.server.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generation import Generation
-from splitserve.server.grammars import openai_grammar
-from splitserve.server.openai_reply import Form, Reply, dump, frames
-from splitserve.server.operations import MODEL, OPERATIONS
-from splitserve.server.patience import with_patience
-from splitserve.server.prompt_tokens import chat_tokens, tokenize
+from splitserve.server.openai_reply import Reply, ReplyFormat, dump, frames
 from splitserve.server.prompts import bootstraps_of, prompt_spec
 from splitserve.server.read_body import check_unknown, read_object, with_warning
-from splitserve.server.schemas import ChatBody, CompletionBody, OpenAIBody
-from splitserve.server.stream import stream_response, unless_disconnected
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 B = TypeVar("B", bound=OpenAIBody)
 # Function of the body, its ids and a name for messages. Returns the form of the response and its samples.
-Prepare = Callable[[FrontEnd, B, str | list[str], str], tuple[Form, FanOut]]
+Prepare = Callable[[FrontEnd, B, str | list[str], str], tuple[ReplyFormat, FanOut]]
 
 
 def openai_routes(front: FrontEnd) -> APIRouter:
@@ -56,7 +55,7 @@ def openai_routes(front: FrontEnd) -> APIRouter:
     async def models() -> Response:
         return json_response({"object": "list", "data": [_model(front, started)]})
 
-    @router.get("/v1/models/{name:path}", **operation("Describe one model (OpenAI)", answer=MODEL, errors=(404,)))
+    @router.get("/v1/models/{name:path}", **OPERATIONS["/v1/models/{name}"])
     async def model(name: str) -> Response:
         front.check_model(name)
         return json_response(_model(front, started))
@@ -74,7 +73,7 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], prepare: Pre
 
 def _prepare_request(
     front: FrontEnd, headers: Headers, model: type[B], prepare: Prepare[B], found: dict[str, Any]
-) -> tuple[bool, Form, FanOut, str]:
+) -> tuple[bool, ReplyFormat, FanOut, str]:
     """Return whether to stream, the form of the response, its samples, and a warning. Raises SplitserveError."""
     check_fields(found, front.config.server.limits)
     body = validation.parse(model, found)
@@ -87,7 +86,7 @@ def _prepare_request(
         return bool(body.stream), form, with_dispatch(fanout, body.dispatch, front.info.vocab_size), warning
 
 
-async def _respond(request: Request, form: Form, generation: Generation, is_stream: bool) -> Response:
+async def _respond(request: Request, form: ReplyFormat, generation: Generation, is_stream: bool) -> Response:
     if is_stream:
         return await stream_response(request, frames(form, generation), has_journal=generation.has_journal)
     answers = await unless_disconnected(request, generation.complete())
@@ -97,10 +96,11 @@ async def _respond(request: Request, form: Form, generation: Generation, is_stre
 def prepare_completion(
     front: FrontEnd, body: CompletionBody, rid: str | list[str], name: str
 ) -> tuple[CompletionForm, FanOut]:
-    """Raises InvalidRequestError, UnknownModelError."""
+    """Return the format of the answer and its samples. Raises InvalidRequestError, UnknownModelError."""
     front.check_model(body.model)
     prompts, _ = validation.prompt_list(body.prompt, "prompt")
-    grammar = openai_grammar(body)
+    max_chars = front.config.server.limits.max_grammar_chars
+    grammar = openai_grammar(body, max_chars)
     specs = [
         _spec(
             front,
@@ -123,10 +123,11 @@ def prepare_completion(
 
 
 def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: str) -> tuple[ChatForm, FanOut]:
-    """Raises InvalidRequestError, UnknownModelError."""
+    """Return the format of the answer and its samples. Raises InvalidRequestError, UnknownModelError."""
     front.check_model(body.model)
     token_ids, use = chat_tokens(front.tokenizer, body, front.context_length)
-    grammar = openai_grammar(body)
+    max_chars = front.config.server.limits.max_grammar_chars
+    grammar = openai_grammar(body, max_chars)
     with_logprobs = bool(body.logprobs)
     if body.top_logprobs and not with_logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -138,7 +139,7 @@ def prepare_chat(front: FrontEnd, body: ChatBody, rid: str | list[str], name: st
         name="messages",
         max_new=max_tokens,
         num_logprobs=(body.top_logprobs or 0) if with_logprobs else None,
-        grammar=use.grammar(grammar) if use else grammar,
+        grammar=use.grammar(grammar, max_chars) if use else grammar,
     )
     reply = Reply.of(body, prefix="chatcmpl", rid=name, model=front.served_model_name)
     form = ChatForm(reply, front.tokenizer, with_logprobs, use.form if use else None)
@@ -156,7 +157,7 @@ def _spec(
     grammar: GrammarSpec | None,
     scores_prompt: bool = False,
 ) -> PromptSpec:
-    """`num_logprobs`: alternatives a token, None: no logprobs."""
+    """Return the spec of a prompt. `num_logprobs`: alternatives per token. None: no logprobs."""
     seed = body.seed if body.seed is not None else body.sampling_seed
     return prompt_spec(
         front,
@@ -183,7 +184,7 @@ def _fan_out(front: FrontEnd, body: OpenAIBody, specs: list[PromptSpec], rid: st
 
 
 def _rid(body: OpenAIBody) -> tuple[str | list[str], str]:
-    """The request id or ids, and one name for messages and the answer."""
+    """Return the request id or ids, and one name for messages and the answer."""
     rid = body.rid or draw_rid()
     return rid, rid if isinstance(rid, str) else rid[0]
 

@@ -1,6 +1,6 @@
-"""What completions and chat completions have in common in their answers: ids, usage, and the drive through a stream.
+"""Common parts of the answers of completions and chat completions: ids, usage, and the stream of chunks.
 
-A form (`completions`, `chat`) knows how one sample looks; a Reply knows when chunks go out and what surrounds them.
+A format (`completions`, `chat`) writes one sample; a Reply decides when chunks are sent and what surrounds them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
+from splitserve.api.schemas import OpenAIBody
+from splitserve.api.stream import Frames, event
 from splitserve.core.batch import TokenLogprob
-from splitserve.server.answer import Answer, Delta
-from splitserve.server.dispatch import journal_line
+from splitserve.server.answer import Delta, SampleAnswer, journal_line
 from splitserve.server.generation import Generation
-from splitserve.server.schemas import OpenAIBody
-from splitserve.server.stream import Frames, event
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The part of an answer that is the same in all its chunks."""
+    """Part of an answer that is equal in all its chunks."""
 
     id: str
     model: str
@@ -51,8 +50,8 @@ class Reply:
             **created,
         )
 
-    def usage(self, answers: Sequence[Answer]) -> CompletionUsage:
-        """A prompt counts once, whatever n is; so do the tokens of it that were found in a cache."""
+    def usage(self, answers: Sequence[SampleAnswer]) -> CompletionUsage:
+        """Return the usage. A prompt and its cached tokens count once, whatever n is."""
         first_samples = answers[:: self.n]
         prompt = sum(len(a.prompt_ids) for a in first_samples)
         completion = sum(len(a.output_ids) for a in answers)
@@ -63,33 +62,33 @@ class Reply:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(a.num_cached_tokens for a in first_samples)),
         )
 
-    def usage_field(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """`usage` of a chunk before the last: absent, null, or what has been used so far."""
+    def usage_field(self, answers: Sequence[SampleAnswer]) -> dict[str, Any]:
+        """Return the field `usage` of a chunk before the last: absent, null, or the usage so far."""
         if not self.include_usage:
             return {}
         return {"usage": self.usage(answers) if self.continuous_usage else None}
 
 
-class Form(Protocol):
-    """How one of the two APIs writes its answers. Models are dumped without the fields that were never set."""
+class ReplyFormat(Protocol):
+    """Answer format of one of the two APIs. Models are dumped without the fields that were never set."""
 
     reply: Reply
 
-    def answer(self, answers: Sequence[Answer]) -> BaseModel: ...
+    def answer(self, answers: Sequence[SampleAnswer]) -> BaseModel: ...
 
-    def chunks(self, answer: Answer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
-        """What to send of this delta: nothing, one chunk, or an opening chunk and one."""
+    def chunks(self, answer: SampleAnswer, delta: Delta, usage: dict[str, Any]) -> Iterable[BaseModel]:
+        """Return the chunks of this delta: none, one, or an opening chunk and one."""
         ...
 
     def last_chunk(self, usage: CompletionUsage) -> BaseModel:
-        """The one that carries the usage and no choices."""
+        """Return the chunk that carries the usage and no choices."""
         ...
 
 
-async def frames(form: Form, generation: Generation) -> Frames:
+async def frames(form: ReplyFormat, generation: Generation) -> Frames:
     for answer in generation.answers:
         if answer.sample.past is not None:
-            # What the client has already is formed once more, so that the form knows of it, and not sent.
+            # Format again what the client already has, without sending it. This restores the state of the format.
             list(form.chunks(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True), {}))
     async with aclosing(generation.updates()) as updates:
         async for answer, delta in updates:
@@ -107,17 +106,17 @@ def dump(model: BaseModel) -> bytes:
     return model.model_dump_json(exclude_unset=True, warnings=False).encode()
 
 
-def has_news(answer: Answer, delta: Delta, *, wants_tokens: bool) -> bool:
-    """Whether a delta is worth a chunk: text, the end, or tokens for a client that looks at tokens."""
+def has_news(answer: SampleAnswer, delta: Delta, *, wants_tokens: bool) -> bool:
+    """Return whether a delta needs a chunk: text, the end, or tokens if the client requested them."""
     return bool(delta.text) or answer.finish is not None or (wants_tokens and bool(delta.token_ids))
 
 
-def finish_reason(answer: Answer) -> Any:
-    """ "stop", "length", or "abort" where somebody asked for that; None while the sample goes on."""
+def finish_reason(answer: SampleAnswer) -> Any:
+    """Return "stop", "length", or "abort" if the abort was ordered. None: the sample is still running."""
     return None if answer.finish is None else str(answer.finish.type)
 
 
 def with_chosen(token: TokenLogprob) -> list[tuple[int, float]]:
-    """The alternatives, the chosen token among them."""
+    """Return the alternatives including the chosen token."""
     chosen = (token.token_id, token.logprob)
     return list(token.top) if any(t == token.token_id for t, _ in token.top) else [*token.top, chosen]

@@ -1,7 +1,7 @@
-"""The outputs of one client request's samples, from the reader task to whoever answers the client.
+"""Outputs of one client request's samples, from the reader task to the task that answers the client.
 
-Bounded without ever waiting: a reader that lags behind finds what came meanwhile merged, at most one message a sample,
-so that what is held never exceeds the tokens that were asked for.
+Bounded without backpressure: outputs that a slow reader has not read are merged into one message per sample. So the
+stream never holds more than the requested tokens.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from splitserve.errors import DeadlineExceededError, SplitserveError
-from splitserve.messages import TokenOutput
+from splitserve.core.errors import DeadlineExceededError, SplitserveError
+from splitserve.core.messages import TokenOutput
 
 
 class OutputStream:
     """Async iterator of TokenOutput; ends after every sample's final one. Raises the error given to `fail`.
 
-    `on_close` gets the rids whose samples are given up before their end.
+    `on_close` gets the rids of samples that are dropped before their end.
     """
 
     def __init__(self, rids: Sequence[str], on_close: Callable[[list[str]], None], timeout: float = 900.0) -> None:
         self.rids = tuple(rids)
         self._on_close = on_close
-        # Seconds to wait for one output.
+        # Timeout of one output, seconds.
         self._timeout = timeout
-        # Samples whose final message has not been handed out.
+        # Samples that have not returned their final message yet.
         self._unfinished = set(rids)
-        # rid -> what has arrived since the reader last looked, oldest first.
+        # rid -> outputs that arrived since the last read, merged; oldest first.
         self._pending: dict[str, TokenOutput] = {}
         self._error: SplitserveError | None = None
         self._arrived = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Called by the owner of the pipe."""
+        """Add an output. Called by the owner of the pipe."""
         if output.rid not in self._unfinished:
             return
         earlier = self._pending.get(output.rid)
@@ -42,19 +42,19 @@ class OutputStream:
         self._arrived.set()
 
     def fail(self, error: SplitserveError) -> None:
-        """End the stream with `error`, after what has arrived."""
+        """End the stream with `error`, after the outputs that have arrived."""
         self._error = error
         self._arrived.set()
 
     def drop(self, rid: str) -> None:
-        """Give up one sample: a stop string matched. No more of it is handed out."""
+        """Drop one sample because a stop string matched. No more of its outputs are returned."""
         if rid in self._unfinished:
             self._unfinished.discard(rid)
             self._pending.pop(rid, None)
             self._on_close([rid])
 
     def close(self) -> None:
-        """Give up all that is unfinished. Idempotent; never waits, so a cancelled task may call it."""
+        """Drop all unfinished samples. Idempotent; never waits, so a cancelled task may call it."""
         given_up = [rid for rid in self.rids if rid in self._unfinished]
         self._unfinished.clear()
         self._pending.clear()
@@ -89,7 +89,7 @@ class OutputStream:
 
 
 def merge(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """Two consecutive outputs of one sample as one."""
+    """Merge two consecutive outputs of one sample."""
     return msgspec.structs.replace(
         second,
         token_ids=[*first.token_ids, *second.token_ids],

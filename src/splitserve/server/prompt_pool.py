@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from splitserve.errors import CapacityError, DeadlineExceededError
+from splitserve.core.errors import CapacityError, DeadlineExceededError
 
 T = TypeVar("T")
 

@@ -1,18 +1,18 @@
-"""What both APIs do with a prompt's tokens before they are fanned out: check them, resolve the sampling."""
+"""Checks and sampling parameters of a prompt, for both APIs, before it becomes samples."""
 
 from __future__ import annotations
 
+from splitserve.api import validation
+from splitserve.api.fanout import PromptSpec
+from splitserve.api.schemas import BootstrapFields, SamplingFields
 from splitserve.core.grammar import GrammarSpec
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
-from splitserve.server import validation
 from splitserve.server.bootstrap_fields import bootstrap_infos
-from splitserve.server.fanout import PromptSpec
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.schemas import BootstrapFields, SamplingFields
 
 
 def bootstraps_of(front: FrontEnd, fields: BootstrapFields, num_prompts: int, n: int) -> list[BootstrapInfo | None]:
-    """One a sample. Raises MissingBootstrapError, InvalidRequestError."""
+    """Return one BootstrapInfo per sample. Raises MissingBootstrapError, InvalidRequestError."""
     return bootstrap_infos(
         fields,
         mode=front.mode,
@@ -39,7 +39,10 @@ def prompt_spec(
     top_name: str,
     grammar: GrammarSpec | None,
 ) -> PromptSpec:
-    """`name` and `top_name`: the fields to blame. `max_new` None: all the room there is."""
+    """Return the spec of a prompt.
+
+    `name`, `top_name`: names of fields for errors. `max_new` None: up to the context length.
+    """
     info = front.info
     limit = info.max_total_tokens_per_request
     validation.check_prompt(token_ids, name=name, vocab_size=info.vocab_size, limit=limit)
@@ -59,6 +62,6 @@ def prompt_spec(
         params,
         return_logprob=return_logprob,
         num_top_logprobs=num_top_logprobs,
-        # Only the side that computes the prompt can score it.
+        # Only the worker that computes the prompt can score it.
         logprob_start=None if front.mode is DisaggregationMode.DECODE else start,
     )

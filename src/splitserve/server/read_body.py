@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
+from splitserve.api import validation
 from splitserve.api.json_body import parse_object
+from splitserve.api.schemas import RequestModel
 from splitserve.api.unknown_fields import MAX_NAMED, WARNING_HEADER, unknown_fields, warning
-from splitserve.errors import InvalidRequestError
-from splitserve.server import validation
+from splitserve.core.errors import InvalidRequestError
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.schemas import Body
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=RequestModel)
 # Warnings that were logged: each text once, up to this many texts.
 _MAX_LOGGED = 256
 _logged: set[str] = set()
@@ -37,16 +37,18 @@ async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict
 
 
 async def read_body(front: FrontEnd, request: Request, model: type[B]) -> B:
-    """Return the body as `model`, for routes that do not warn about unknown fields. Raises as `read_object`."""
+    """Return the body as `model`, for routes that do not warn about unknown fields. Raises like `read_object`."""
     return await read_object(front, request, lambda body: validation.parse(model, body))
 
 
-def check_unknown(front: FrontEnd, found: dict[str, Any], model: type[Body], sampling: type[Body] | None = None) -> str:
+def check_unknown(
+    front: FrontEnd, found: dict[str, Any], model: type[RequestModel], sampling: type[RequestModel] | None = None
+) -> str:
     """Return a warning about unknown fields of a body, empty if there are none.
 
-    Raises InvalidRequestError if the worker is to reject such fields.
+    Raises InvalidRequestError if the worker is configured to reject such fields.
 
-    `sampling`: model of its `sampling_params`, if it has any.
+    `sampling`: model of the field `sampling_params`. None: `model` has no such field.
     """
     unknown = unknown_fields(found, model.model_fields)
     parts = found.get("sampling_params") if sampling is not None else None

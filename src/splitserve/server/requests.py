@@ -1,6 +1,6 @@
-"""The client requests this worker is serving: who may come in, under which names, and when none is left.
+"""Table of the client requests this worker serves: admission, request ids, and the wait until none is left.
 
-Knows request ids and counts only, neither HTTP nor the scheduler. Used from one event loop's thread.
+It knows request ids and counts only, neither HTTP nor the scheduler. Used from one event loop's thread.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from splitserve.errors import CapacityError, InvalidRequestError, WorkerUnavailableError
+from splitserve.core.errors import CapacityError, InvalidRequestError, WorkerUnavailableError
 
 
 class RequestTable:
-    """`capacity`: samples open at most."""
+    """Open requests. `capacity`: maximum number of open samples."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         # Request id -> the rids of its samples.
         self._names: dict[str, tuple[str, ...]] = {}
         self._rids: set[str] = set()
-        # Of these, the ones that somebody told to end.
+        # Rids that a client or operator ordered to end.
         self._told_to_end: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -32,9 +32,9 @@ class RequestTable:
 
     @contextmanager
     def admit(self, names: Mapping[str, tuple[str, ...]], *, is_again: bool = False) -> Iterator[None]:
-        """Hold a place for each sample while the context is open.
+        """Hold a slot for each sample while the context is open.
 
-        `is_again`: an earlier try of the same request may still be here; its samples have rids of their own.
+        `is_again`: an earlier attempt of the same request may still run here; its samples have rids of their own.
 
         Raises WorkerUnavailableError while draining, CapacityError when full, InvalidRequestError on a running id.
         """
@@ -57,14 +57,14 @@ class RequestTable:
                 self._idle.set()
 
     def samples_of(self, name: str) -> tuple[str, ...]:
-        """Rids to abort for this request id (or the rid of a single sample). Empty if nothing of that name runs."""
+        """Return the rids to abort for this request id (or the rid of a single sample). Empty if none is open."""
         return self._names.get(name) or ((name,) if name in self._rids else ())
 
     def all_samples(self) -> tuple[str, ...]:
         return tuple(self._rids)
 
     def tell_to_end(self, rid: str) -> None:
-        """Its end is no failure, but what was asked for."""
+        """Mark a sample as ordered to end, so that its end does not count as a failure."""
         if rid in self._rids:
             self._told_to_end.add(rid)
 
@@ -72,15 +72,15 @@ class RequestTable:
         return rid in self._told_to_end
 
     def begin_drain(self) -> None:
-        """Take no new requests; those running go on."""
+        """Accept no new requests; running ones continue."""
         self.is_draining = True
 
     def end_drain(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self.is_draining = False
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Whether all requests ended within `timeout` seconds."""
+        """Return whether all requests ended within `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()

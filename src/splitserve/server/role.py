@@ -1,4 +1,4 @@
-"""The role of this worker: what it is, and the order to become something else."""
+"""Routes for the role of this worker: query and switch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from splitserve.api.error_response import json_response
 from splitserve.api.openapi import INTEGER, TEXT, fields, operation, or_null
+from splitserve.api.schemas import RoleBody
+from splitserve.core.errors import InvalidRequestError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import InvalidRequestError, WorkerUnavailableError
-from splitserve.server.error_response import json_response
-from splitserve.server.front_end import FrontEnd, RoleOrder, RoleReport
+from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
 from splitserve.server.read_body import read_body
-from splitserve.server.schemas import RoleBody
 
-# Seconds that a switch may be given at most.
+# Longest timeout of a switch, seconds.
 MAX_SWITCH_SECONDS = 86400.0
 
 _ROLE = fields(role=TEXT, switching_to=or_null(TEXT), bootstrap_port=or_null(INTEGER))
@@ -52,8 +52,8 @@ def _describe_switch(front: FrontEnd, report: RoleReport) -> dict[str, Any]:
     return {**_describe_role(front), "old_role": str(report.old), "role": str(report.new), "seconds": report.seconds}
 
 
-def _role_order(body: RoleBody) -> RoleOrder:
-    """Raises InvalidRequestError."""
+def _role_order(body: RoleBody) -> RoleChange:
+    """Return the order of a body. Raises InvalidRequestError."""
     if body.role not in list(DisaggregationMode):
         raise InvalidRequestError(f"role {body.role!r}: choose one of {', '.join(DisaggregationMode)}", param="role")
     if body.drain not in ("complete", "migrate"):
@@ -63,4 +63,4 @@ def _role_order(body: RoleBody) -> RoleOrder:
     if body.bootstrap_port is not None and not 0 <= body.bootstrap_port < 65536:
         raise InvalidRequestError("bootstrap_port must be in [0, 65535]; 0: any free one", param="bootstrap_port")
     mode = DisaggregationMode(body.role)
-    return RoleOrder(mode, body.drain == "migrate", body.timeout, body.bootstrap_port)
+    return RoleChange(mode, body.drain == "migrate", body.timeout, body.bootstrap_port)

@@ -1,14 +1,15 @@
-"""The front end's end of the two ZMQ pipes to one scheduler.
+"""Front end's client of one scheduler, over two ZMQ pipes.
 
-The life of one client request in here:
-1. `submit` sends its samples (one GenerateRequest each) and opens one OutputStream for all of them, or goes on with
-   the one that has samples in other schedulers too.
-2. The reader task takes StepOutputs off the pipe and puts each TokenOutput into the stream its rid belongs to.
-3. The stream hands them out in order of arrival and ends after the last sample's final message.
-4. Closed early, it tells the scheduler to abort what is still running, quietly; the rids are forgotten at once.
+Life cycle of one client request:
+1. `submit` sends its samples (one GenerateRequest each). It opens one OutputStream for all of them, or uses the given
+   one that also has samples in other schedulers.
+2. The reader task receives StepOutputs and puts each TokenOutput into the stream of its rid.
+3. The stream returns them in order of arrival and ends after the last sample's final message.
+4. If it is closed early, the scheduler is ordered to abort the running samples without a final message. Their rids are
+   forgotten at once.
 
-If the scheduler dies, `fail_all` ends every stream, call and wait with one error, and later calls raise it.
-It knows nothing of HTTP, text or the launch of processes. Used from one event loop's thread.
+If the scheduler dies, `fail_all` ends every stream, call and wait with one error, and later calls raise it. This
+module does not know HTTP, text or the start of processes. Used from one event loop's thread.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from splitserve.core.request import DisaggregationMode
-from splitserve.errors import (
+from splitserve.core.errors import (
     DeadlineExceededError,
     ModelLoadError,
     SchedulerLostError,
     SplitserveError,
     WorkerUnavailableError,
 )
-from splitserve.messages import (
+from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
     FlushCacheRequest,
@@ -51,30 +51,31 @@ from splitserve.messages import (
     decode_from_scheduler,
     encode,
 )
+from splitserve.core.request import DisaggregationMode
 from splitserve.server.output_stream import OutputStream
 
 logger = logging.getLogger(__name__)
 
 _Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
 
-# Messages to a scheduler that does not read them; beyond that it counts as hung.
+# Unread messages to a scheduler. With more it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
-# Tokens of output that a sample counts for at most: one without a bound rarely comes near it.
+# Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
 FORESEEN_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSample:
     stream: OutputStream
-    # Of its prompt and of the output that is foreseen.
+    # Tokens of its prompt and of the expected output.
     num_tokens: int
 
 
 class SchedulerClient:
-    """Binds `to_scheduler` (PUSH) and `from_scheduler` (PULL); the scheduler connects to both.
+    """Client that binds `to_scheduler` (PUSH) and `from_scheduler` (PULL); the scheduler connects to both.
 
-    Endpoints are ipc:// or tcp:// strings; after `start`, the attributes hold what was bound (`:*` is resolved).
-    `output_timeout`: seconds a stream waits for its next output before it gives the request up.
+    Endpoints are ipc:// or tcp:// strings; after `start`, the attributes are the bound endpoints (`:*` is resolved).
+    `output_timeout`: seconds a stream waits for its next output before it aborts the request.
     """
 
     def __init__(self, to_scheduler: str, from_scheduler: str, *, output_timeout: float = 900.0) -> None:
@@ -84,21 +85,21 @@ class SchedulerClient:
         self.failure: SplitserveError | None = None
         self._output_timeout = output_timeout
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        # Sends never wait, so that an abort can go out from a task that is being cancelled: a plain socket.
+        # A plain socket, not asyncio's: its sends never wait, so a task that is being cancelled can send an abort.
         self._push: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
         self._reader: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
-        # By rid.
+        # Open samples by rid.
         self._open: dict[str, OpenSample] = {}
-        # Of all open samples.
+        # Tokens of all open samples.
         self.num_tokens_outstanding = 0
         self._calls: dict[int, asyncio.Future[_Reply]] = {}
         self._call_ids = itertools.count(1)
 
     async def start(self) -> None:
         self._push.set_hwm(SEND_HIGH_WATER_MARK)
-        # Unbounded: at most one step's outputs a step, and every token must arrive.
+        # Unbounded: there is one message per step, and every token must arrive.
         self._pull.set_hwm(0)
         for socket in (self._push, self._pull):
             socket.linger = 0
@@ -109,7 +110,10 @@ class SchedulerClient:
         self._reader = asyncio.create_task(self._read(), name="scheduler-reader")
 
     async def ready(self, timeout: float) -> SchedulerReady:
-        """Wait for the scheduler's first word. Raises ModelLoadError, DeadlineExceededError, or what `fail_all` got."""
+        """Wait until the scheduler is ready.
+
+        Raises ModelLoadError, DeadlineExceededError, or the error given to `fail_all`.
+        """
         try:
             async with asyncio.timeout(timeout):
                 await self._settled.wait()
@@ -124,7 +128,7 @@ class SchedulerClient:
     def submit(self, *requests: GenerateRequest, into: OutputStream | None = None) -> OutputStream:
         """Send samples of one client request. Raises WorkerUnavailableError.
 
-        `into`: their stream, whose owner calls `give_up`; None: one of their own.
+        `into`: their stream, with an owner that calls `give_up`. None: a new one.
         """
         self._check_serving()
         stream = into or OutputStream([r.rid for r in requests], self.give_up, self._output_timeout)
@@ -141,26 +145,26 @@ class SchedulerClient:
         return stream
 
     def abort(self, rid: str, message: str = "aborted") -> None:
-        """End a request; its stream gets the scheduler's final message. An unknown rid is none of our business."""
+        """End a request; its stream gets the scheduler's final message. An unknown rid is ignored."""
         if rid in self._open and self.failure is None:
             self._send(AbortRequest(rid=rid, message=message))
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop the unused prefix cache. Returns the pages freed."""
+        """Drop the unused prefix cache. Return the number of pages freed."""
         call_id = next(self._call_ids)
         reply = await self._call(call_id, FlushCacheRequest(call_id=call_id), timeout)
         assert isinstance(reply, FlushCacheReply)
         return reply.num_pages_freed
 
     async def state(self, timeout: float = 2.0) -> SchedulerState:
-        """A snapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
+        """Return a snapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
         call_id = next(self._call_ids)
         reply = await self._call(call_id, StateRequest(call_id=call_id), timeout)
         assert isinstance(reply, StateReply)
         return reply.state
 
     async def kv_index(self, timeout: float = 10.0) -> bytes:
-        """All blocks that are held: JSON of an IndexSnapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
+        """Return all held blocks: JSON of an IndexSnapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
         call_id = next(self._call_ids)
         reply = await self._call(call_id, KVIndexRequest(call_id=call_id), timeout)
         assert isinstance(reply, KVIndexReply)
@@ -175,8 +179,10 @@ class SchedulerClient:
         settle: float = 0.0,
         timeout: float = 30.0,
     ) -> RoleReply:
-        """A step towards another role, see RoleRequest: done or refused. Raises DeadlineExceededError,
-        WorkerUnavailableError where nobody knows. `settle`: seconds that the scheduler itself may take for it.
+        """Order a step of a role switch, see RoleRequest. Return the reply: done or refused.
+
+        Raises DeadlineExceededError, or WorkerUnavailableError if the outcome is unknown. `settle`: seconds that the
+        scheduler itself may take for the step.
         """
         call_id = next(self._call_ids)
         order = RoleRequest(call_id=call_id, step=step, mode=mode, bootstrap_url=bootstrap_url, timeout=settle)
@@ -185,13 +191,13 @@ class SchedulerClient:
         return reply
 
     def break_off(self, error: SplitserveError) -> None:
-        """Everything open ends with `error`; the scheduler serves on."""
+        """End all open requests with `error`. The scheduler continues to serve."""
         for stream in {sample.stream for sample in self._open.values()}:
             stream.fail(error)
         self.give_up(list(self._open))
 
     def fail_all(self, error: SplitserveError) -> None:
-        """The scheduler is gone: everything open ends with `error`. The first error stays."""
+        """End all open requests with `error` because the scheduler is lost. The first error stays."""
         if self.failure is not None:
             return
         self.failure = error
@@ -206,11 +212,11 @@ class SchedulerClient:
                 call.set_exception(error)
 
     def failed(self, message: str) -> None:
-        """The last words of the scheduler, or of a rank that it cannot do without."""
+        """Store the failure that the scheduler, or a rank that it needs, reported at its end."""
         self.fail_all(ModelLoadError(message) if self.info is None else SchedulerLostError(message))
 
     async def close(self) -> None:
-        """Let go of the sockets. Idempotent."""
+        """Close the sockets. Idempotent."""
         self.fail_all(WorkerUnavailableError("this worker is shutting down: send the request to another"))
         if self._reader is not None:
             self._reader.cancel()
@@ -246,7 +252,7 @@ class SchedulerClient:
                 self.failed(message)
 
     def _deliver(self, output: TokenOutput) -> None:
-        # Outputs of a stream that was closed early may still be on their way: nobody wants them.
+        # Outputs of a stream that was closed early may still arrive: they are dropped.
         sample = self._open.get(output.rid)
         if sample is None:
             return
@@ -255,14 +261,14 @@ class SchedulerClient:
         sample.stream.put(output)
 
     def _forget(self, rid: str) -> bool:
-        """Whether it was open."""
+        """Remove a sample. Return whether it was open."""
         sample = self._open.pop(rid, None)
         if sample is not None:
             self.num_tokens_outstanding -= sample.num_tokens
         return sample is not None
 
     def give_up(self, rids: list[str]) -> None:
-        """These samples are no longer wanted. Those that are none of ours are skipped."""
+        """Abort samples that are no longer needed. Unknown rids are skipped."""
         for rid in rids:
             if self._forget(rid) and self.failure is None:
                 try:

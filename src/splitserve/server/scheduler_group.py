@@ -1,11 +1,12 @@
-"""All schedulers of one worker, as its routes know them: one a data parallel rank, each a SchedulerClient.
+"""All schedulers of one worker for its routes: one SchedulerClient per data parallel rank.
 
-1. Each sample of a request goes to one rank: on a prefill worker to the one that its room says, for there the decode
-   side looks for it; else to the one with the fewest tokens outstanding.
-2. The outputs of all samples come through one stream, whatever ranks they are on.
-3. Whatever concerns the worker concerns every rank: flushing, snapshots, aborts. One that fails, fails the worker.
+1. Each sample of a request goes to one rank. On a prefill worker its room determines the rank, because the decode
+   worker expects it there. Otherwise it is the rank with the fewest outstanding tokens.
+2. The outputs of all samples arrive in one stream, whatever their ranks.
+3. Flushing, snapshots and aborts go to every rank. If one fails, the worker fails.
 
-No collective joins the ranks, so an idle one has nothing to take part in. It knows nothing of processes.
+The ranks share no collective, so an idle rank takes no part in the steps of others. This module does not know
+processes.
 """
 
 from __future__ import annotations
@@ -16,37 +17,32 @@ from typing import Any, Protocol
 
 import msgspec
 
+from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.core.messages import GenerateRequest, RoleReply, RoleStep, SchedulerReady, SchedulerState
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    SplitserveError,
-    WorkerUnavailableError,
-)
-from splitserve.messages import GenerateRequest, RoleReply, RoleStep, SchedulerReady, SchedulerState
 from splitserve.server.output_stream import OutputStream
 from splitserve.server.scheduler_client import SchedulerClient
 
-# Seconds that a scheduler may take to answer an order at once, and to change its role.
+# Seconds in which a scheduler must answer an order, and must change its role.
 _ANSWER_SECONDS = 10.0
 _COMMIT_SECONDS = 120.0
 
 
 class HalfSwitchedError(WorkerUnavailableError):
-    """Some schedulers of the worker have changed their role, and others have not, or nobody knows: it cannot go on."""
+    """Some schedulers of the worker have changed their role, and others have not or are unknown. It cannot continue."""
 
 
 class SchedulerPort(Protocol):
-    """The schedulers as the routes know them. SchedulerGroup is one; so is a test's fake."""
+    """Interface of the schedulers for the routes. Implemented by SchedulerGroup and by fakes in tests."""
 
     @property
     def info(self) -> SchedulerReady | None:
-        """What the schedulers said of themselves; None until all are ready."""
+        """Return the schedulers' reports at startup, merged. None until all are ready."""
         ...
 
     @property
     def failure(self) -> SplitserveError | None:
-        """Why a scheduler is gone; None while none is."""
+        """Return why a scheduler is lost. None: all are alive."""
         ...
 
     def submit(self, *requests: GenerateRequest, dp_rank: int | None = None) -> OutputStream: ...
@@ -56,18 +52,18 @@ class SchedulerPort(Protocol):
     async def flush_cache(self, timeout: float = 10.0) -> int: ...
 
     async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
-        """Snapshots, by rank."""
+        """Return the snapshots, by rank."""
         ...
 
     async def kv_index(self, dp_rank: int, timeout: float = 10.0) -> bytes:
-        """All blocks that one rank holds: JSON of an IndexSnapshot."""
+        """Return all blocks that one rank holds: JSON of an IndexSnapshot."""
         ...
 
 
 class SchedulerGroup:
-    """`ranks`: started clients, by data parallel rank. They stay their owner's, who closes them.
+    """Clients of all schedulers. `ranks`: started clients, by data parallel rank; their owner closes them.
 
-    `output_timeout`: seconds a stream waits for its next output before it gives the request up.
+    `output_timeout`: seconds a stream waits for its next output before it aborts the request.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class SchedulerGroup:
 
     @property
     def info(self) -> SchedulerReady | None:
-        """The limits are those of the rank with the least room, `pages_total` is the sum, endpoints are by rank."""
+        """Merge the ranks' infos: limits of the rank with the least room, sum of `pages_total`, endpoints by rank."""
         infos = [rank.info for rank in self._ranks if rank.info is not None]
         if len(infos) < len(self._ranks):
             return None
@@ -96,11 +92,11 @@ class SchedulerGroup:
         return next((rank.failure for rank in self._ranks if rank.failure is not None), None)
 
     async def ready(self, timeout: float) -> None:
-        """Wait for all. Raises what the first that fails raises: see SchedulerClient."""
+        """Wait for all ranks. Raises the error of the first that fails, see SchedulerClient."""
         await asyncio.gather(*(rank.ready(timeout) for rank in self._ranks))
 
     def submit(self, *requests: GenerateRequest, dp_rank: int | None = None) -> OutputStream:
-        """Send the samples of one client request, all to `dp_rank` where it is given. Raises WorkerUnavailableError."""
+        """Send the samples of one client request, all to `dp_rank` if it is given. Raises WorkerUnavailableError."""
         stream = OutputStream([r.rid for r in requests], self._give_up, self._output_timeout)
         try:
             for request in requests:
@@ -112,32 +108,32 @@ class SchedulerGroup:
         return stream
 
     def abort(self, rid: str, message: str = "aborted") -> None:
-        """End a request; its stream gets the final message. An unknown rid is none of our business."""
+        """End a request; its stream gets the final message. An unknown rid is ignored."""
         for rank in self._ranks:
             rank.abort(rid, message)
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop the unused prefix caches. Returns the pages freed."""
+        """Drop the unused prefix caches. Return the number of pages freed."""
         return sum(await asyncio.gather(*(rank.flush_cache(timeout) for rank in self._ranks)))
 
     async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
-        """Snapshots, by rank. Raises DeadlineExceededError, WorkerUnavailableError."""
+        """Return the snapshots, by rank. Raises DeadlineExceededError, WorkerUnavailableError."""
         return await asyncio.gather(*(rank.state(timeout) for rank in self._ranks))
 
     async def kv_index(self, dp_rank: int, timeout: float = 10.0) -> bytes:
-        """All blocks that one rank holds. Raises DeadlineExceededError, WorkerUnavailableError."""
+        """Return all blocks that one rank holds. Raises DeadlineExceededError, WorkerUnavailableError."""
         return await self._ranks[dp_rank].kv_index(timeout)
 
     async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None:
-        """Have every rank open what that role needs. Raises what the first that fails says."""
+        """Let every rank prepare that role. Raises the error of the first that fails."""
         _check_done(await self._order(RoleStep.PREPARE, timeout, mode=mode, bootstrap_url=bootstrap_url))
 
     async def settle_role(self, timeout: float) -> None:
-        """Wait until no rank holds anything; from then on none takes anything. Raises DeadlineExceededError."""
+        """Wait until no rank holds any request. After that none accepts requests. Raises DeadlineExceededError."""
         _check_done(await self._order(RoleStep.SETTLE, timeout + _ANSWER_SECONDS, settle=timeout))
 
     async def commit_role(self, mode: DisaggregationMode) -> None:
-        """Have every rank change its role. Raises HalfSwitchedError where not all did, and not all refused to."""
+        """Let every rank change its role. Raises HalfSwitchedError unless all did or all refused."""
         outcomes = await self._order(RoleStep.COMMIT, _COMMIT_SECONDS)
         refusals = [outcome for outcome in outcomes if isinstance(outcome, RoleReply) and outcome.error]
         failures = [outcome for outcome in outcomes if isinstance(outcome, SplitserveError)]
@@ -148,26 +144,26 @@ class SchedulerGroup:
         self._is_prefill = mode is DisaggregationMode.PREFILL
 
     async def cancel_role(self) -> None:
-        """Have every rank go on in its old role. Raises WorkerUnavailableError, DeadlineExceededError."""
+        """Let every rank continue in its old role. Raises WorkerUnavailableError, DeadlineExceededError."""
         _check_done(await self._order(RoleStep.CANCEL, _ANSWER_SECONDS))
 
     def break_off(self, error: SplitserveError) -> None:
-        """End everything that is open with `error`, on every rank; they serve on."""
+        """End all open requests with `error`, on every rank. The ranks continue to serve."""
         for rank in self._ranks:
             rank.break_off(error)
 
     def fail_all(self, error: SplitserveError) -> None:
-        """End everything that is open with `error`, on every rank."""
+        """End all open requests with `error`, on every rank."""
         for rank in self._ranks:
             rank.fail_all(error)
 
     def failed(self, message: str) -> None:
-        """The last words of a rank that no scheduler can do without."""
+        """Store the failure of a rank that all schedulers need."""
         for rank in self._ranks:
             rank.failed(message)
 
     async def _order(self, step: RoleStep, timeout: float, **more: Any) -> list[RoleReply | BaseException]:
-        """To all ranks: the answers of all, or what became of them."""
+        """Send an order to all ranks. Return their answers or errors."""
         orders = (rank.role(step, timeout=timeout, **more) for rank in self._ranks)
         return await asyncio.gather(*orders, return_exceptions=True)
 
@@ -182,7 +178,7 @@ class SchedulerGroup:
 
 
 def _check_done(outcomes: Sequence[RoleReply | BaseException]) -> None:
-    """Raise what the first says that did not do it."""
+    """Raise the error of the first outcome that is one."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the model's tokenizer over HTTP. The scheduler is not asked."""
+"""POST /tokenize and /detokenize: the model's tokenizer over HTTP. They do not use the scheduler."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from splitserve.api import validation
+from splitserve.api.error_response import json_response
 from splitserve.api.field_limits import check_fields
-from splitserve.errors import InvalidRequestError
-from splitserve.server import validation
-from splitserve.server.error_response import json_response
+from splitserve.api.operations import OPERATIONS
+from splitserve.api.schemas import DetokenizeBody, TokenizeBody
+from splitserve.core.errors import InvalidRequestError
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.operations import OPERATIONS
 from splitserve.server.read_body import read_object
-from splitserve.server.schemas import DetokenizeBody, TokenizeBody
 
 
 def tokenize_routes(front: FrontEnd) -> APIRouter:
@@ -33,11 +33,10 @@ def tokenize_routes(front: FrontEnd) -> APIRouter:
 
 
 def _tokenize(front: FrontEnd, found: dict[str, Any]) -> dict[str, Any]:
-    """A list of texts gives a list of token lists, and of counts."""
+    """Return tokens and their count. A list of texts yields a list of token lists, and of counts."""
     check_fields(found, front.config.server.limits)
     body = validation.parse(TokenizeBody, found)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("send either prompt or messages, and not both", param="prompt")
+    validation.check_exactly_one(body, "prompt", "messages")
     limit = None if front.scheduler.info is None else front.scheduler.info.max_total_tokens_per_request
     adds_special = body.add_special_tokens is not False
     tokens: list[int] | list[list[int]]

@@ -1,1 +1,1 @@
-"""Honest small implementations of the big parts, for tests and benchmarks."""
+"""Small complete implementations of engine, scheduler, transport and workers, for tests and benchmarks."""

@@ -1,4 +1,4 @@
-"""A command of the command line as its user runs it: what it prints, the signals it gets, and what it leaves."""
+"""Splitserve command in its own process, for tests of its output, signal handling and leftover files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from splitserve.core.owned_folder import RUN_FOLDER_VARIABLE
-from splitserve.launch.child import POLL_INTERVAL, PROGRAM
+from splitserve.process.child import POLL_INTERVAL, PROGRAM
+from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE
 
-# Seconds that anything may take.
+# Seconds each wait may take.
 DEADLINE = 180.0
 
 
 class RunningCommand:
-    """`PROGRAM ARGS`. `temporary`: its temporary directory. `output`: file that gets its two outputs."""
+    """Running process of `PROGRAM ARGS`.
 
-    def __init__(self, command: Sequence[str], temporary: Path, output: Path) -> None:
+    `temporary`: its temporary directory. `run_folder`: its folder of running clusters. `output`: file that receives its
+    standard output and standard error.
+    """
+
+    def __init__(self, command: Sequence[str], temporary: Path, run_folder: Path, output: Path) -> None:
         self.temporary = temporary
+        self._run_folder = run_folder
         self._output = output
-        env = {key: value for key, value in os.environ.items() if key != RUN_FOLDER_VARIABLE}
+        # Environment for other commands that work with the same cluster.
+        self.env = {**os.environ, "TMPDIR": str(temporary), RUN_FOLDER_VARIABLE: str(run_folder)}
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
@@ -34,7 +40,7 @@ class RunningCommand:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**env, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+                env={**self.env, "PYTHONUNBUFFERED": "1"},
             )
         self._children: dict[int, psutil.Process] = {}
 
@@ -47,26 +53,26 @@ class RunningCommand:
         return self._output.read_text(errors="replace")
 
     def wait_for(self, text: str, count: int = 1) -> None:
-        """Wait until it has printed a text so often."""
+        """Wait until the output contains `text` `count` times."""
         self._wait(lambda: self.output.count(text) >= count, f"it did not print {text!r}")
 
     def wait_for_handlers(self) -> None:
-        """Wait until it handles SIGINT and SIGTERM."""
+        """Wait until the process handles SIGINT and SIGTERM."""
         mask = (1 << (signal.SIGINT - 1)) | (1 << (signal.SIGTERM - 1))
         self._wait(lambda: self._caught_signals() & mask == mask, "it does not handle signals")
 
     def wait_for_child(self) -> None:
-        """Wait until it has started a process."""
+        """Wait until the process has started a child."""
         self._wait(lambda: bool(self.children()), "it has no child")
 
     def wait_for_cpu_seconds(self, seconds: float) -> None:
-        """Wait until it and its children have used so much CPU time, or it has ended."""
+        """Wait until the process and its children have used `seconds` of CPU time, or until the process has ended."""
         deadline = time.monotonic() + DEADLINE
         while self._process.poll() is None and self._cpu_seconds() < seconds and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 5)
 
     def children(self) -> list[psutil.Process]:
-        """Return all processes that it has started so far, and those that they have started."""
+        """Return all descendants that the process has started so far."""
         for process in psutil.Process(self.pid).children(recursive=True):
             self._children[process.pid] = process
         return list(self._children.values())
@@ -75,14 +81,14 @@ class RunningCommand:
         self._process.send_signal(number)
 
     def exit_code(self) -> int:
-        """Wait for its end."""
+        """Wait for the end of the process and return its exit code."""
         return self._process.wait(DEADLINE)
 
     def check_nothing_is_left(self) -> None:
-        """Neither a process nor a file in the temporary directory."""
+        """Assert that no process runs and that both folders are empty."""
         _, alive = psutil.wait_procs(list(self._children.values()), timeout=DEADLINE)
         assert alive == []
-        left = list(self.temporary.rglob("*"))
+        left = [*self.temporary.rglob("*"), *self._run_folder.rglob("*")]
         assert left == []
 
     def _cpu_seconds(self) -> float:
@@ -98,7 +104,7 @@ class RunningCommand:
         return int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
 
     def close(self) -> None:
-        """Kill it, if it still runs."""
+        """Kill the process if it still runs."""
         with self._process:
             self._process.kill()
 
@@ -112,9 +118,12 @@ class RunningCommand:
 
 @contextmanager
 def running_command(*args: str, folder: Path, program: Sequence[str] = PROGRAM) -> Iterator[RunningCommand]:
-    """`folder`: gets the output. The temporary directory has a short name: paths of Unix sockets have a short limit."""
-    with tempfile.TemporaryDirectory(prefix="t") as temporary:
-        command = RunningCommand([*program, *args], Path(temporary), folder / "output")
+    """Run a command with its output in `folder`.
+
+    Its other folders have short names, because paths of Unix sockets have a short limit.
+    """
+    with tempfile.TemporaryDirectory(prefix="t") as temporary, tempfile.TemporaryDirectory(prefix="r") as run_folder:
+        command = RunningCommand([*program, *args], Path(temporary), Path(run_folder), folder / "output")
         try:
             yield command
         finally:

@@ -1,20 +1,20 @@
-"""The control plane of tests: frames in lists instead of sockets, and a directory whose entries the test writes."""
+"""Control plane of tests: frames in lists instead of sockets, and a directory with entries that the test writes."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
-from splitserve.disaggregation.wire import PrefillInfo
+from splitserve.transfer.peers import BootstrapAddress, LookupFailure
+from splitserve.transfer.wire import PrefillInfo
 
 
 class Wires:
-    """Carries frames between channels: at once, or, in step mode, one by one as the test says."""
+    """Carrier of frames between channels. Delivers at once or, in step mode, when the test calls `deliver`."""
 
     def __init__(self, *, step: bool = False) -> None:
         self.step = step
         self.inboxes: dict[str, deque[bytes]] = {}
-        # (from, to) -> frames, in order.
+        # Frames in flight, in order, by (from, to).
         self.under_way: dict[tuple[str, str], deque[bytes]] = {}
 
     def busy(self) -> list[tuple[str, str]]:
@@ -27,12 +27,12 @@ class Wires:
             inbox.append(frame)
 
     def duplicate(self, pair: tuple[str, str], place: int) -> None:
-        """Have the next frame arrive once more, behind `place` others."""
+        """Insert a second copy of the next frame, behind `place` other frames."""
         frames = self.under_way[pair]
         frames.insert(1 + place % len(frames), frames[0])
 
     def overtake(self, pair: tuple[str, str], place: int) -> None:
-        """Let a later frame become the next."""
+        """Move a later frame to the front."""
         frames = self.under_way[pair]
         frame = frames[place % len(frames)]
         del frames[place % len(frames)]
@@ -59,20 +59,20 @@ class Channel:
         return frames
 
     def forget(self, address: str) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
-class Book:
-    """A directory whose pages the test writes."""
+class FakeDirectory:
+    """Directory with entries that the test writes."""
 
     def __init__(self) -> None:
         self.entries: dict[BootstrapAddress, list[PrefillInfo] | LookupFailure] = {}
         self.requests: list[BootstrapAddress] = []
         self._waiting: set[BootstrapAddress] = set()
 
-    def copy(self) -> Book:
-        """For another that asks by itself. It has the same entries, now and later."""
-        other = Book()
+    def copy(self) -> FakeDirectory:
+        """Return a directory with requests of its own that shares these entries."""
+        other = FakeDirectory()
         other.entries = self.entries
         return other
 

@@ -1,4 +1,4 @@
-"""A real deployment with the real model, and what tests ask of it: router, prefill, decode and a colocated worker."""
+"""Real deployment with a real model for tests: router, prefill, decode and a colocated worker."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import httpx
 
-from splitserve.chaos.leaks import held
-from splitserve.cluster.deployment import LocalDeployment
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.local import LocalCluster
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
+from splitserve.observe.leaks import held
 
 MODEL = "smollm2"
 
 
 @dataclass
 class Deployment:
-    """A cluster and a client of it. Mode "disaggregated" asks the router, "colocated" the null worker."""
+    """Cluster and its client. Mode "disaggregated" sends to the router, "colocated" to the null worker."""
 
     cluster: LocalCluster
     client: httpx.Client
@@ -35,7 +35,7 @@ class Deployment:
         return [w.url for w in self.cluster.workers if w.url]
 
     def generate(self, mode: str, prompt: list[int], **more: Any) -> dict[str, Any]:
-        """`/generate`, greedy unless told otherwise; the answer's body."""
+        """Send a `/generate` request, greedy by default, and return the body of its response."""
         params = {"temperature": 0.0, **more.pop("sampling_params", {})}
         body = {"input_ids": prompt, "sampling_params": params, **more}
         response = self.client.post(f"{self.url(mode)}/generate", json=body)
@@ -56,7 +56,7 @@ class Deployment:
             assert self.client.post(f"{url}/flush_cache").status_code == 200
 
     def check_nothing_is_held(self, within: float = 15.0) -> None:
-        """Every page, row and metadata slot is back, on every worker, and no conservation check ever failed."""
+        """Assert that all workers have freed all pages, rows and metadata slots, with no failed conservation check."""
         deadline = time.monotonic() + within
         for url in self.workers():
             while problem := held(self.state(url)):

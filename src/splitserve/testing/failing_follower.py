@@ -1,5 +1,6 @@
-"""A worker whose followers fail at their next step when they get SIGUSR1:
-`python -m splitserve.testing.failing_follower serve ...`, like `splitserve serve ...` otherwise.
+"""Worker with followers that fail at their next step after a SIGUSR1.
+
+Start it with `python -m splitserve.testing.failing_follower serve ...`. Otherwise it works as `splitserve serve ...`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MESSAGE = "no memory is left for this step"
 
 def _run_rank() -> int:
     from splitserve.engine.parallel.follower import FollowerRunner
-    from splitserve.launch.rank_process import main
+    from splitserve.worker.rank_process import main
 
     is_ordered = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: is_ordered.set())
@@ -32,7 +33,7 @@ def _run_rank() -> int:
 
 def _run_worker() -> None:
     from splitserve.cli import main
-    from splitserve.launch import scheduler_link
+    from splitserve.worker import scheduler_link
 
     scheduler_link.FOLLOWER_COMMAND = (*PROGRAM, _RANK)
     main()

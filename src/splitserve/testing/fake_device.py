@@ -1,11 +1,11 @@
-"""A GPU for transports that gather on it, in the CPU's memory, so that they run where there is none.
+"""Fake GPU in CPU memory for transports that gather on the device, for machines without a GPU.
 
-Honest in what counts: an address of its memory is one that the CPU cannot touch (reading or writing there ends the
-process, as it does with a real GPU's), only what goes through the device reaches the bytes; memory that was not
-allocated here is the host's; what is page-locked must be unlocked once, before it goes. Work is done when it is asked
-for, so a missing wait is not found here.
+It behaves as a real GPU in these points. The CPU cannot touch an address of its memory: a read or write there ends the
+process. Only operations of the device reach the bytes. Memory that was not allocated here belongs to the host. Each
+page-locked range must be unlocked once before the device is closed. Work completes when it is requested, so tests with
+this device do not find a missing wait.
 
-Slots that a transport allocates on it can be reached by every network library, as a GPU's by GPUDirect RDMA.
+Every network library can reach the slots that a transport allocates here, as with GPUDirect RDMA.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from numpy.typing import NDArray
 
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
-from splitserve.disaggregation.transports.base import TransportOptions
-from splitserve.disaggregation.transports.device import Device, Stream
-from splitserve.disaggregation.transports.mooncake import MooncakeBackend
-from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.transports.device import Device, DeviceStream
+from splitserve.transfer.transports.mooncake import MooncakeBackend
+from splitserve.transfer.transports.session import SessionTransport
 
-# PROT_NONE of mmap(2), which Python has no name for.
+# PROT_NONE of mmap(2), which Python does not export.
 _NO_ACCESS = 0
 
 
 class FakeDevice:
-    """With room for allocations of `lengths` bytes."""
+    """Fake GPU with one allocation of each of `lengths` bytes."""
 
     def __init__(self, lengths: Sequence[int], gpu_id: int = 0) -> None:
         self.torch_device = torch.device("cpu")
         self.gpu_id = gpu_id
-        # How often a stream was waited for, and remote writes were flushed.
+        # Number of stream synchronizations, and of flushes of remote writes.
         self.num_waits = 0
         self.num_flushes = 0
-        # Address of each page-locked range, and its bytes.
+        # Page-locked ranges: address -> bytes.
         self.locked: dict[int, int] = {}
         room = sum(_whole_pages(length) for length in lengths)
-        # What the GPU calls its memory, and where the bytes really lie: as far from each other in both.
+        # `_forbidden` gives the device's addresses; `_backing` holds the bytes, at the same offsets.
         self._forbidden = mmap.mmap(
             -1, max(room, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=_NO_ACCESS
         )
@@ -50,7 +50,7 @@ class FakeDevice:
         self._backing = Arena(room)
         self._bytes = np.frombuffer(self._backing.buffer, dtype=np.uint8)
         self.regions: list[Region] = []
-        # The bytes of each region, for tests.
+        # Bytes of each region, for tests.
         self.memory: list[NDArray[np.uint8]] = []
         offset = 0
         for length in lengths:
@@ -69,12 +69,12 @@ class FakeDevice:
     def synchronize(self) -> None:
         self.num_waits += 1
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         return _FakeStream(self)
 
     def page_lock(self, address: int, length: int) -> None:
         assert address not in self.locked
-        # A page that is not there cannot be locked.
+        # Touch the pages: a page that is not present cannot be locked.
         ctypes.memset(address, 0, length)
         self.locked[address] = length
 
@@ -102,7 +102,7 @@ def _whole_pages(length: int) -> int:
 
 
 def fake_mooncake_transport(options: TransportOptions, device: FakeDevice) -> SessionTransport:
-    """Mooncake with its real library, whose build need not know GPUs."""
+    """Return a Mooncake transport with the real library, which may be a build without GPU support."""
 
     def find_device(regions: Sequence[Region]) -> Device | None:
         return device if any(device.holds(region) for region in regions) else None

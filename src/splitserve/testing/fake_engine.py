@@ -1,8 +1,8 @@
-"""An engine without a model whose next token depends on every KV slot of the request.
+"""Engine without a model: its next token depends on every KV slot of the request.
 
-It writes one 64-bit value per token into a real pool and draws the next token from all the values it finds through the
-page table. A page that was lost, swapped, overwritten or not transferred changes the output, so comparing tokens with
-`expected_tokens` proves the bookkeeping and the transfer, at thousands of steps a second.
+It writes one 64-bit value per token into a real pool. It samples the next token from all the values that it reads
+through the page table. A page that was lost, swapped, overwritten or not transferred changes the output. So a
+comparison with `expected_tokens` checks the bookkeeping and the transfer, at thousands of steps per second.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from splitserve.core.batch import (
     StepResult,
     TokenLogprob,
 )
+from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.layout import KVComponent, KVLayout, Region
-from splitserve.core.sampling import SamplingParams, mix64
+from splitserve.core.sampling import ResolvedSampling, mix64
 from splitserve.core.verify import specs_to_draw, verified
-from splitserve.errors import EngineError, RanksLostError
 
 Slots = npt.NDArray[np.uint64]
 
 
 class FakeEngine:
-    """`page_table` is the scheduler's, int32 [rows, pages per row]; the pool is the engine's own, or one it shares.
+    """Fake engine with its own pool, or with the shared `pool`.
 
-    With a `window` each draw depends on the last so many slots, and pages before them are not looked at. With
-    `num_window_pages` too it has two layers: one that sees all, and one with that window and a pool of its own. Then
-    `window_table` is the scheduler's, and each draw depends on all slots of the one and the last ones of the other.
+    `page_table` is the scheduler's, int32 [rows, pages per row]. With a `window`, each sampled token depends on the
+    last `window` slots only. With `num_window_pages` too, the engine has two layers: a full one, and one with the
+    window and a pool of its own. Then `window_table` is the scheduler's, and each sampled token depends on all slots of
+    the first layer and the last `window` slots of the second.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class FakeEngine:
         window: int | None = None,
         num_window_pages: int = 0,
     ) -> None:
-        # Of the first layer, and of the second one, if it exists.
+        # Windows of the first layer and of the second layer. None: no window, or no second layer.
         self._window = None if num_window_pages else window
         self._second_window = window if num_window_pages else None
         self.window_table: npt.NDArray[np.int32] | None = None
@@ -58,17 +59,17 @@ class FakeEngine:
         self.vocab_size = vocab_size
         self._table = page_table
         self._failure: EngineError | RanksLostError | None = None
-        # Requests that fail in their next step, and why.
+        # Errors of requests that fail in their next step, by request id.
         self._failures: dict[str, str] = {}
-        # Tokens of every step run so far.
+        # Number of tokens of every step run so far.
         self.step_sizes: list[int] = []
-        # One value a token: [num_pages, page_size].
+        # One value per token: [num_pages, page_size].
         self._pool: Slots = np.zeros((num_pages, page_size), dtype=np.uint64) if pool is None else pool
-        # The last token drawn for each row of the page table.
+        # Last token sampled for each row of the page table.
         self._drawn: dict[int, int] = {}
-        # Begun and not ended: one at a time, but in a pipeline.
+        # Steps begun and not ended: at most one, except in a pipeline.
         self._under_way: deque[StepPlan] = deque()
-        # Two float32 elements are the eight bytes of one value.
+        # Two float32 elements hold the eight bytes of one value.
         windows = [self._window, self._second_window] if num_window_pages else [self._window]
         components = (KVComponent("k", i, "float32", 1, 0, 1, 2, window=w) for i, w in enumerate(windows))
         self.layout = KVLayout(page_size, num_pages, tuple(components), num_window_pages)
@@ -97,7 +98,7 @@ class FakeEngine:
                 self._window_pool[page] = saved
 
     def _window_pages(self, pages: Sequence[int]) -> list[int]:
-        """Of each its window page, -1 where it has none."""
+        """Return the window page of each page, -1 if it has none."""
         if self.window_table is None:
             return [-1] * len(pages)
         found: list[int] = self.window_table[list(pages)].tolist()
@@ -119,7 +120,7 @@ class FakeEngine:
         return run
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """A pipeline's: what is under way together must not need each other's tokens, and ends in order."""
+        """Begin a step of a pipeline. Steps in flight must not depend on each other's tokens, and end in order."""
         for step in plan.requests:
             assert LAST_DRAWN not in step.token_ids
             earlier = [s for before in self._under_way for s in before.requests if s.row == step.row]
@@ -141,7 +142,7 @@ class FakeEngine:
         self._failure = error
 
     def fail_request(self, rid: str, error: str) -> None:
-        """It alone fails, in its next step."""
+        """Let the request `rid` alone fail in its next step."""
         self._failures[rid] = error
 
     def _run(
@@ -160,7 +161,7 @@ class FakeEngine:
         scored = tuple(TokenLogprob(t, -1.0) for t in logprobs.targets) if logprobs else ()
         if step.sample is None:
             return RequestResult(input_logprobs=scored)
-        # What is drawn at each position depends on the slots before it.
+        # The token sampled at each position depends on the slots before it.
         ends = range(step.end - len(step.sample.proposals), step.end + 1)
         firsts = [0 if self._window is None else max(0, end - self._window) for end in ends]
         states = [int(np.bitwise_xor.reduce(flat[slots[f:e]])) for f, e in zip(firsts, ends, strict=True)]
@@ -187,7 +188,7 @@ class FakeEngine:
         return slots
 
     def _window_slots(self, step: RequestStep) -> npt.NDArray[np.int64] | None:
-        """Those of the second layer, -1 where there is none; None without such a layer."""
+        """Return the slots in the second layer, -1 for a token without one. None: there is no second layer."""
         if self.window_table is None:
             return None
         page_size, tokens = self._pool.shape[1], np.arange(step.end)
@@ -198,15 +199,15 @@ class FakeEngine:
 
 def expected_tokens(
     prompt_ids: Sequence[int],
-    params: SamplingParams,
+    params: ResolvedSampling,
     count: int,
     vocab_size: int = 512,
     window: int | None = None,
     is_hybrid: bool = False,
 ) -> list[int]:
-    """What the fake engine draws for this prompt when nothing went wrong: `count` tokens, stop conditions ignored.
+    """Return the `count` tokens that the fake engine samples for this prompt if nothing fails. Ignores stop conditions.
 
-    `is_hybrid`: that of two layers, one of which has the window.
+    `is_hybrid`: the engine has two layers, one of them with the window.
     """
     if is_hybrid:
         return _expected_of_two(prompt_ids, params, count, vocab_size, window)
@@ -224,7 +225,7 @@ def expected_tokens(
 
 
 def _expected_of_two(
-    prompt_ids: Sequence[int], params: SamplingParams, count: int, vocab_size: int, window: int | None
+    prompt_ids: Sequence[int], params: ResolvedSampling, count: int, vocab_size: int, window: int | None
 ) -> list[int]:
     values = _values(prompt_ids, 0).tolist()
     output: list[int] = []
@@ -238,7 +239,7 @@ def _expected_of_two(
 
 
 def _rotated(value: int) -> int:
-    """So that what is in both layers does not cancel out."""
+    """Rotate a value, so that equal values in both layers do not cancel out."""
     return (value << 13 | value >> 51) % (1 << 64)
 
 

@@ -1,7 +1,8 @@
-"""FlashInfer's two paged wrappers in plain torch, for machines without a GPU: the same arguments, the same meaning.
+"""FlashInfer's two paged wrappers in plain torch, with the same arguments and results, for machines without a GPU.
 
-Only what `engine/attention/flashinfer.py` passes is there, so that passing anything else fails. As with the real ones,
-a wrapper made with `use_cuda_graph` reads a step's page table from the buffers it was given and takes one batch size.
+They accept only the arguments that `engine/attention/flashinfer.py` passes, so any other argument fails. As in the real
+library, a wrapper made with `use_cuda_graph` reads a step's page table from the buffers passed to its constructor and
+takes one batch size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWr
 
 
 class _Planned:
-    """What `plan` was told. [R] requests."""
+    """Arguments of `plan`. [R]: number of requests."""
 
     def __init__(self, query_begins: torch.Tensor, heads: tuple[int, int, int], page_size: int, causal: bool) -> None:
         self.query_begins = query_begins
@@ -73,7 +74,7 @@ class _Wrapper:
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * self._scale
         if self._softcap > 0:
             scores = self._softcap * torch.tanh(scores / self._softcap)
-        # Queries are the last of the keys.
+        # Queries are the last positions of the keys.
         positions = torch.arange(k.shape[1] - q.shape[0], k.shape[1])[:, None]
         seen = torch.arange(k.shape[1])[None, :]
         hidden = seen > positions if planned.causal else torch.zeros(1, 1, dtype=torch.bool)

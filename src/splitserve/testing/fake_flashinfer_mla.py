@@ -1,4 +1,4 @@
-"""FlashInfer's wrapper for latents (`flashinfer.mla`) in plain torch: the same arguments, the same meaning."""
+"""FlashInfer's wrapper for latents (`flashinfer.mla`) in plain torch, with the same arguments and results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class BatchMLAPagedAttentionWrapper:
             rows = slice(queries[r], queries[r + 1])
             scores = torch.einsum("qhd,kd->hqk", q_nope[rows].double(), c)
             scores += torch.einsum("qhd,kd->hqk", q_pe[rows].double(), p)
-            # Queries are the last of the keys.
+            # Queries are the last positions of the keys.
             positions = torch.arange(length - (rows.stop - rows.start), length)[:, None]
             hidden = torch.arange(length)[None, :] > positions
             weights = (scores * self._scale).masked_fill(hidden, -torch.inf).softmax(-1)

@@ -1,7 +1,7 @@
-"""A GPU for `cuda_ipc` that lies in the CPU's memory, so that its transport runs where there is none.
+"""Fake GPU in CPU memory for the `cuda_ipc` transport, for machines without a GPU.
 
-Allocations are shareable arenas, handles name their files, and copies are the CPU's. Honest in what counts: a handle
-opens in another process only, what is opened must be closed, and memory that is none of its regions is the CPU's.
+Allocations are shareable arenas, handles name their files, and the CPU copies. As with a real GPU, a handle can be
+opened only in another process, and must be closed. Memory outside the GPU's regions belongs to the CPU.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
-from splitserve.disaggregation.transports.base import TransportOptions
-from splitserve.disaggregation.transports.cuda_ipc import CudaIpcBackend, DeviceRegion
-from splitserve.disaggregation.transports.local_files import FileRef, file_ref, open_file
-from splitserve.disaggregation.transports.session import SessionTransport
+from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, DeviceRegion
+from splitserve.transfer.transports.local_files import FileRef, file_ref, open_file
+from splitserve.transfer.transports.session import SessionTransport
 
-# What `End` calls the transport.
+# Name of the transport for `End`.
 FAKE_CUDA_IPC = "cuda_ipc on a fake GPU"
 
 
 class FakeGpu:
-    """`on_host`: addresses of regions that are the CPU's."""
+    """Fake GPU. `on_host`: addresses of regions in host memory."""
 
     def __init__(self, on_host: frozenset[int] = frozenset()) -> None:
         self._on_host = on_host

@@ -1,6 +1,6 @@
-"""A grammar without a library: `count` tokens that are all multiples of `step`, and then the end.
+"""Grammar without a library: accepts `count` tokens that are multiples of `step`, and then the end.
 
-Its spec is the text "step:count" of any kind. `InlinePool` compiles at once, `HeldPool` when a test says so.
+Its spec is the text "step:count", of any kind. `InlinePool` compiles at once, `HeldPool` when the test requests it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from splitserve.core.errors import InvalidRequestError, SplitserveError
 from splitserve.core.grammar import GrammarKind, GrammarSpec, refused_output
-from splitserve.errors import InvalidRequestError, SplitserveError
 
 
 def multiples(step: int, count: int) -> GrammarSpec:
@@ -22,7 +22,7 @@ def multiples(step: int, count: int) -> GrammarSpec:
 class FakeCompiler:
     def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._eos_token_ids = eos_token_ids
-        # In the order in which they were compiled.
+        # Specs in the order of their compilation.
         self.compiled: list[GrammarSpec] = []
 
     def compile(self, spec: GrammarSpec) -> FakeGrammar:
@@ -36,7 +36,7 @@ class FakeCompiler:
 
 
 class FakeGrammar:
-    """CompiledGrammar, a hundred bytes large."""
+    """CompiledGrammar with a size of 100 bytes."""
 
     num_bytes = 100
 
@@ -101,7 +101,7 @@ class FakeMatcher:
 
 
 class InlinePool(Executor):
-    """Runs everything before `submit` returns."""
+    """Executor that runs everything before `submit` returns."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -110,7 +110,7 @@ class InlinePool(Executor):
 
 
 class HeldPool(Executor):
-    """Runs what was submitted when told to: a thread pool under manual control."""
+    """Executor under manual control: it runs submitted work when the test requests it."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -121,7 +121,7 @@ class HeldPool(Executor):
         return future
 
     def begin_all(self) -> None:
-        """What has begun can no longer be cancelled."""
+        """Mark held work as running, so that it can no longer be cancelled."""
         self._held = [(f, work) for f, work in self._held if f.running() or f.set_running_or_notify_cancel()]
 
     def finish_all(self) -> None:
@@ -131,7 +131,7 @@ class HeldPool(Executor):
             run(future, work)
 
     def finish_next(self) -> None:
-        """What was submitted first, if anything is held."""
+        """Run the work that was submitted first, if any is held."""
         if self._held:
             future, work = self._held.pop(0)
             if future.running() or future.set_running_or_notify_cancel():

@@ -1,6 +1,6 @@
-"""A small OpenAI-compatible server without a model, for tests of clients: it streams numbers as tokens.
+"""Small OpenAI-compatible server without a model, for tests of clients. It streams numbers as tokens.
 
-Its tests decide when requests are answered and what goes wrong; it notes what it was asked and when it wrote.
+Tests choose when it answers and what fails. It records request bodies and write times.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-# Seconds for requests to come together.
+# Seconds to wait for `num_together` requests.
 _DEADLINE = 10.0
 
 
 @dataclass
 class FakeOpenAI:
-    # Requests are answered once so many have come.
+    # Requests are answered once this many have arrived.
     num_together: int = 1
-    # Of every `fails_every`-th request, from the first on; 0: none.
+    # Every `fails_every`-th request fails, starting with the first. 0: none.
     fails_every: int = 0
-    # An error frame that ends each stream; empty: none.
+    # Message of an error frame that ends each stream. Empty: none.
     error: str = ""
-    # Answers have so many tokens less than asked for.
+    # Number of tokens by which each answer is shorter than requested.
     short_by: int = 0
-    # As servers that know only OpenAI's own fields: no token ids, several tokens may share a frame.
+    # Tokens in one frame, and whether frames have token ids, an extension of OpenAI's fields.
     tokens_a_frame: int = 1
     with_token_ids: bool = True
-    # What came of it
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    # When each frame with tokens was written, a list a stream, on the clock of time.perf_counter.
+    # Write time of each frame with tokens, one list per stream, on the clock of time.perf_counter.
     written_at: list[list[float]] = field(default_factory=list)
     num_running: int = 0
     max_running: int = 0
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Its URL."""
+        """Serve, and yield the server's URL."""
         self._together = asyncio.Event()
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/completions", self._completion)
@@ -92,5 +91,5 @@ class FakeOpenAI:
 
 
 def frame(data: dict[str, Any]) -> bytes:
-    """As Server-Sent Events carry it."""
+    """Return `data` as a Server-Sent Event."""
     return b"data: " + json.dumps(data).encode() + b"\n\n"

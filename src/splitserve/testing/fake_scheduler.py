@@ -1,7 +1,7 @@
-"""A scheduler process without a model, for tests of what surrounds one: `python -m splitserve.testing.fake_scheduler`.
+"""Scheduler process without a model, for tests of its front end: `python -m splitserve.testing.fake_scheduler`.
 
-It speaks the real messages over the real pipes. Its answer to a request is the prompt's first token, again and again.
-What goes wrong is chosen by its argument (at the start) and by the prompt's first token (at a request).
+It exchanges the real messages over the real pipes. It answers a request with the prompt's first token, repeated. Its
+argument selects a failure at startup, the prompt's first token a failure of the request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from splitserve.core.request import FinishReason, FinishType
-from splitserve.launch.scheduler_link import SchedulerStart
-from splitserve.messages import (
+from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
     FlushCacheRequest,
@@ -36,12 +34,15 @@ from splitserve.messages import (
     decode_to_scheduler,
     encode,
 )
+from splitserve.core.request import FinishReason, FinishType
+from splitserve.worker.scheduler_link import SchedulerStart
 
-# Prompts that begin with these: the process dies; one token comes and then nothing until the request is aborted.
+# First prompt tokens that select a failure: the process dies; one token, then nothing until the request is aborted.
 DIE_TOKEN, HANG_TOKEN = 1, 2
 DEATH_CODE = 7
-# Arguments: ready at once; refuses to start; dies while it starts; never gets ready; rank 0 alone changes its role;
-# ready, but deaf to the end of its input, as one is that waits inside a collective; follows another, and never serves.
+# Arguments, in order: be ready at once; report that the start failed; die during startup; never get ready; on every
+# rank but 0, reject the change of role; be ready, but ignore the end of the input, as inside a collective; follow
+# another rank and never serve.
 READY, REFUSE, CRASH, LOAD_FOREVER, SPLIT = "ready", "refuse", "crash", "load-forever", "split"
 STUCK, FOLLOW = "stuck", "follow"
 
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    # Not through sys.stdin: a thread that holds its lock makes the interpreter abort at shutdown.
+    # Read the descriptor, not sys.stdin: a thread that holds its lock makes the interpreter abort at shutdown.
     while os.read(0, 4096):
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Proposals for the fake engine that are right for a while and then wrong, as the seed wants it."""
+"""Proposer for the fake engine that mixes right and wrong draft tokens by a seeded random generator."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import random
 from collections.abc import Sequence
 
 from splitserve.core.batch import RequestStep
-from splitserve.errors import EngineError
+from splitserve.core.errors import EngineError
 from splitserve.testing.fake_engine import expected_tokens
 
 
-class Guesser:
-    """Proposer. Each guess is right with probability `accuracy`; sometimes it offers few, none, or fails."""
+class RandomProposer:
+    """Proposer of draft tokens that are right with probability `accuracy`.
+
+    If `moody`, it sometimes proposes fewer tokens or none, or fails.
+    """
 
     def __init__(self, rng: random.Random, accuracy: float = 0.8, *, moody: bool = True) -> None:
         self._rng = rng

@@ -1,6 +1,6 @@
-"""Two hosts on this machine: network namespaces of their own, with a wire between them that can be cut.
+"""Two fake hosts on this machine: network namespaces, with a link between them that tests can cut.
 
-Needs root, and the program `ip`.
+Needs root and the program `ip`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    # Of its namespace, and of its end of the wire.
+class FakeHost:
+    # Names of its network namespace and of its end of the link.
     name: str
     wire: str
     address: str
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Splitserve, started there."""
+        """Return the command that starts Splitserve on this host."""
         return ("ip", "netns", "exec", self.name, sys.executable, "-m", "splitserve")
 
 
 class Wire:
-    """Between two hosts: nothing comes through while it is cut, and nobody is told."""
+    """Link between two hosts. While it is cut, packets are dropped without an error at either end."""
 
-    def __init__(self, first: Host, second: Host) -> None:
+    def __init__(self, first: FakeHost, second: FakeHost) -> None:
         self.hosts = (first, second)
 
     def cut(self) -> None:
@@ -53,7 +53,7 @@ class Wire:
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here; None: there can."""
+    """Return why this machine cannot make fake hosts. None: it can."""
     if shutil.which("ip") is None:
         return "the program `ip` is missing"
     name = f"ss{os.getpid()}x"
@@ -68,9 +68,9 @@ def missing() -> str | None:
 def two_hosts() -> Iterator[Wire]:
     number = next(_numbers)
     net = f"10.{os.getpid() % 250}.{number}"
-    # Names of network devices have 15 characters at most.
+    # Names of network devices have at most 15 characters.
     hosts = [
-        Host(f"ss{os.getpid()}{side}{number}", f"w{os.getpid()}{side}", f"{net}.{i}")
+        FakeHost(f"ss{os.getpid()}{side}{number}", f"w{os.getpid()}{side}", f"{net}.{i}")
         for i, side in ((1, "a"), (2, "b"))
     ]
     with ExitStack() as closing:
@@ -88,8 +88,8 @@ def two_hosts() -> Iterator[Wire]:
 
 
 @contextmanager
-def standing_on(host: Host) -> Iterator[Callable[..., R]]:
-    """Calls a function with what follows in a thread whose sockets are of that host, and returns what it returns."""
+def standing_on(host: FakeHost) -> Iterator[Callable[..., R]]:
+    """Yield a caller of functions: it runs one in a thread with sockets on `host` and returns its result."""
     with ThreadPoolExecutor(1, initializer=_enter, initargs=(host.name,)) as pool:
 
         def call(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -99,7 +99,7 @@ def standing_on(host: Host) -> Iterator[Callable[..., R]]:
 
 
 def _enter(name: str) -> None:
-    """This thread alone."""
+    """Move the calling thread, and no other, into the namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:

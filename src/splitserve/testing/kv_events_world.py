@@ -1,6 +1,6 @@
-"""A worker on fakes that tells of its caches over real sockets, and links between those and subscribers, to be cut.
+"""Worker on fakes that publishes its KV events over real sockets, and links to its subscribers that a test can cut.
 
-The worker's turns are taken by hand.
+The test runs each turn of the worker.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, Self
 
 import msgspec
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.events.index import BlockIndex
-from splitserve.events.publisher import ZmqEventPublisher
-from splitserve.events.schema import IndexSnapshot
-from splitserve.messages import FlushCacheRequest, GenerateRequest, KVIndexReply, KVIndexRequest
+from splitserve.core.messages import FlushCacheRequest, GenerateRequest, KVIndexReply, KVIndexRequest
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.publisher import ZmqEventPublisher
+from splitserve.observe.events.schema import IndexSnapshot
 from splitserve.testing.sim import ColocatedWorld
 
 PAGE = 4
 _ANY = "tcp://127.0.0.1:0"
 
 
-class Link:
-    """A TCP port that forwards to another, until it is cut; and again from then on, to whoever connects anew."""
+class TcpRelay:
+    """TCP port that forwards connections to an endpoint. `cut` closes them; later connections are forwarded again."""
 
     def __init__(self, endpoint: str) -> None:
         self._port = int(endpoint.rpartition(":")[2])
@@ -42,7 +42,7 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> bool:
-        """All connections end, with what is under way in them. Whether there were any."""
+        """Close all connections and drop the bytes in flight. Return whether there was a connection."""
         was_connected = self.is_connected()
         for writer in self._writers:
             writer.transport.abort()
@@ -70,15 +70,15 @@ class Link:
             writer.transport.abort()
 
 
-class TellingWorker:
-    """A null worker under random prompts that share beginnings, with fewer pages than they fill."""
+class PublishingSimWorker:
+    """Null worker under random prompts with shared prefixes, and with fewer pages than they need."""
 
     def __init__(self, seed: int, *, is_overlapped: bool = False, **options: Any) -> None:
-        """`options`: the publisher's."""
+        """Start the worker. `options`: those of the publisher."""
         self.publisher = ZmqEventPublisher(0, _ANY, _ANY, **options)
         self._rng = random.Random(seed)
         late = self._rng if is_overlapped else None
-        # Of 32 bytes: the host has room for 500 pages.
+        # One block has 32 bytes, so the host tier holds 500 pages.
         self.world = ColocatedWorld(
             num_pages=256, page_size=PAGE, prefix_host_memory=16_000, late_steps=late, publisher=self.publisher
         )
@@ -86,16 +86,16 @@ class TellingWorker:
         self._num_requests = self._num_calls = 0
 
     def work(self) -> None:
-        """A few requests from their arrival to their end."""
+        """Run four requests from arrival to end."""
         for _ in range(4):
             self._num_requests += 1
             length = self._rng.randrange(40, 160)
             prompt = [self._rng.randrange(6)] * self._rng.randrange(30) + [
                 self._rng.randrange(500) for _ in range(length)
             ]
-            params = SamplingParams(max_new_tokens=4, temperature=0.0)
+            params = ResolvedSampling(max_new_tokens=4, temperature=0.0)
             self.world.submit(GenerateRequest(rid=f"r{self._num_requests}", prompt_ids=prompt, params=params))
-            # At least these are stored: nobody else has them.
+            # At least these pages are new: only the prefix of a prompt is shared.
             self.num_stored += length // PAGE - 1
         self.world.run_until_idle()
 
@@ -114,7 +114,7 @@ class TellingWorker:
         return msgspec.json.decode(reply.snapshot, type=IndexSnapshot)
 
     async def index(self) -> dict[int, frozenset[str]]:
-        """Its own, hash by hash: in which media a block lies."""
+        """Return the worker's own index: block hash -> media that hold the block."""
         index = BlockIndex()
         index.replace((await self.snapshot()).events)
         return index.blocks()

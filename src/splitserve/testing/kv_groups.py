@@ -1,7 +1,7 @@
-"""A prefill and a decode worker of several ranks each, in one process: every rank with memory, transport and manager.
+"""Prefill and decode worker of several ranks each in one process. Each rank has memory, a transport and a manager.
 
-Either side offers what a single `Worker` of `kv_world.py` does, over all its ranks: `manager` is its GroupManager,
-`pages` are all pools one after the other.
+Each worker has the interface of a single `KVWorker` of `kv_world.py` over all its ranks: `manager` is its GroupManager,
+`pages` are the pools of all ranks in order.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
 from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.disaggregation.follower import FollowerRooms
-from splitserve.disaggregation.group import GroupManager
-from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
-from splitserve.disaggregation.ports import ReceiverPort, SenderPort
-from splitserve.disaggregation.transports.fake import FakeNetwork
-from splitserve.disaggregation.wire import KVArgs
-from splitserve.testing.control import Book, Wires
-from splitserve.testing.kv_world import BOOTSTRAP, NUM_ROWS, Worker
+from splitserve.ranks.kv_follower import FollowerRooms
+from splitserve.ranks.kv_group import GroupManager
+from splitserve.testing.control import FakeDirectory, Wires
+from splitserve.testing.kv_world import BOOTSTRAP, NUM_ROWS, KVWorker
+from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
+from splitserve.transfer.ports import ReceiverPort, SenderPort
+from splitserve.transfer.transports.fake import FakeNetwork
+from splitserve.transfer.wire import KVArgs
 
-# Of a room that `fill` can make up.
+# Tokens of a room at most, for content that `fill` generates.
 MAX_TOKENS = 64
 
 
 @dataclass
 class Pipe:
-    """One direction of a link: frames in order. In step mode each waits until the test lets it through."""
+    """One direction of a link, with frames in order. In step mode a frame waits until the test delivers it."""
 
     step: bool = False
     under_way: deque[bytes] = field(default_factory=deque)
@@ -54,8 +54,8 @@ class Pipe:
         return frames
 
 
-class Link:
-    """RankLink: one end of two pipes."""
+class PipeLink:
+    """RankLink over two pipes."""
 
     def __init__(self, out: Pipe, into: Pipe) -> None:
         self._out = out
@@ -70,8 +70,8 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How a worker is cut: the layout of each rank, stage by stage."""
+class RankLayouts:
+    """Layout of each rank of a worker, stage by stage."""
 
     layouts: Sequence[KVLayout]
     tp_size: int
@@ -80,11 +80,11 @@ class Shape:
         return list(ParallelRank(tp_size=self.tp_size, pp_size=len(self.layouts) // self.tp_size).group())
 
 
-class Group:
-    """All ranks of one worker, and what its driver sees."""
+class WorkerRanks:
+    """All ranks of one worker, with the driver's view of them."""
 
     def __init__(
-        self, world: GroupWorld, role: DisaggregationMode, shape: Shape, *, first_epoch: int, **options: Any
+        self, world: GroupWorld, role: DisaggregationMode, shape: RankLayouts, *, first_epoch: int, **options: Any
     ) -> None:
         ranks, row_bytes = shape.ranks(), MetadataBuffers(1).row_bytes
         group_args = [
@@ -95,7 +95,7 @@ class Group:
             for rank, layout in zip(ranks, shape.layouts, strict=True)
         ]  # fmt: skip
         self.workers = [
-            Worker(
+            KVWorker(
                 world,
                 role,
                 f"{role}-{i}",
@@ -109,20 +109,20 @@ class Group:
             for i, args in enumerate(group_args)
         ]
         self._driver = next(i for i, rank in enumerate(ranks) if rank.is_driver)
-        # Ranks whose process has died.
+        # Ranks with a process that has died.
         self.dead: set[int] = set()
         self.pipes: list[Pipe] = []
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, PipeLink] = {}
         self.followers: dict[int, FollowerRooms] = {}
         for i in [i for i in range(len(ranks)) if i != self._driver]:
             orders, reports = Pipe(world.wires.step), Pipe(world.wires.step)
             self.pipes += [orders, reports]
-            self._links[i] = Link(orders, reports)
-            self.followers[i] = FollowerRooms(self.workers[i].manager, Link(reports, orders))
+            self._links[i] = PipeLink(orders, reports)
+            self.followers[i] = FollowerRooms(self.workers[i].manager, PipeLink(reports, orders))
         self.manager = GroupManager(self.driver.manager, ranks[self._driver], list(self._links.values()))
 
     @property
-    def driver(self) -> Worker:
+    def driver(self) -> KVWorker:
         return self.workers[self._driver]
 
     @property
@@ -134,12 +134,12 @@ class Group:
         return [component for worker in self.workers for component in worker.pages]
 
     def num_rooms(self) -> int:
-        """Ends of rooms that somebody still knows of."""
+        """Return the number of room ends that the worker still tracks."""
         known = [self.manager.num_rooms, *(f.num_rooms for f in self.followers.values())]
         return sum(known) + sum(worker.manager.num_rooms for worker in self.workers)
 
     def kill(self, follower: int) -> None:
-        """Its process ends without a word."""
+        """End a follower's process without a message."""
         self.dead.add(follower)
         self._links[follower].is_open = False
 
@@ -149,16 +149,16 @@ class Group:
         return [*turns, *(self.followers[i].tick for i in alive if i != self._driver), self.manager.tick]
 
     def fill(self, pages: Sequence[int], seed: int) -> None:
-        """Put random values into whole pages: every rank its part of them."""
+        """Write random values into whole pages, on every rank its shard of them."""
         for rows, content in self._parts(pages, seed):
             rows.put(content)
 
     def holds(self, pages: Sequence[int], seed: int) -> bool:
-        """Whether every rank holds its part of what `fill` put into as many tokens of another worker."""
+        """Return whether every rank holds its shard of what `fill` wrote into as many tokens of another worker."""
         return all(rows.are(content) for rows, content in self._parts(pages, seed))
 
     def _parts(self, pages: Sequence[int], seed: int) -> Iterator[tuple[_Rows, NDArray[np.uint8]]]:
-        """(the pages' rows in a component, what belongs there), each [token, head, byte]; NHD pools."""
+        """Yield (rows of the pages in a component, expected content), each [token, head, byte]. NHD pools."""
         for worker in self.workers:
             for memory, c in zip(worker.pages, worker.layout.components, strict=True):
                 size = worker.layout.page_size
@@ -173,7 +173,7 @@ class Group:
 
 
 class _Rows:
-    """Some pages of a component, to be compared or overwritten as a whole."""
+    """Some pages of a component, compared or overwritten as a whole."""
 
     def __init__(self, memory: NDArray[np.uint8], pages: list[int], shape: tuple[int, int, int]) -> None:
         self._memory, self._pages, self._shape = memory, pages, shape
@@ -187,7 +187,7 @@ class _Rows:
 
 @cache
 def _content(seed: int, name: str, layer: int, total_heads: int, row_bytes: int) -> NDArray[np.uint8]:
-    """The values of a room in one kind of component, [token, head, byte]."""
+    """Return the values of a room in one kind of component, [token, head, byte]."""
     rng = np.random.default_rng([seed, layer, *name.encode()])
     return rng.integers(0, 256, (MAX_TOKENS, total_heads, row_bytes), dtype=np.uint8)
 
@@ -195,8 +195,8 @@ def _content(seed: int, name: str, layer: int, total_heads: int, row_bytes: int)
 class GroupWorld:
     def __init__(
         self,
-        prefill: Shape,
-        decode: Shape,
+        prefill: RankLayouts,
+        decode: RankLayouts,
         *,
         step: bool = False,
         late_fences: bool = False,
@@ -206,30 +206,30 @@ class GroupWorld:
         self.clock = ManualClock(100.0)
         self.network = FakeNetwork(step=step, late_fences=late_fences)
         self.wires = Wires(step=step)
-        self.book = Book()
+        self.book = FakeDirectory()
         self._shapes = prefill, decode
         self._options = prefill_options or {}, decode_options or {}
-        self._graveyard: list[Group] = []
+        self._graveyard: list[WorkerRanks] = []
         self.prefill = self._start(DisaggregationMode.PREFILL, 1000)
         self.decode = self._start(DisaggregationMode.DECODE, 2000)
 
-    def _start(self, role: DisaggregationMode, first_epoch: int) -> Group:
+    def _start(self, role: DisaggregationMode, first_epoch: int) -> WorkerRanks:
         i = 0 if role is DisaggregationMode.PREFILL else 1
-        group = Group(self, role, self._shapes[i], first_epoch=first_epoch, **self._options[i])
+        group = WorkerRanks(self, role, self._shapes[i], first_epoch=first_epoch, **self._options[i])
         if i == 0:
             self.book.entries[BOOTSTRAP] = [worker.manager.prefill_info() for worker in group.workers]
         return group
 
-    def replace_prefill(self, *, epoch: int) -> Group:
-        """The old processes stay as they are, but nobody ticks them any more."""
+    def replace_prefill(self, *, epoch: int) -> WorkerRanks:
+        """Start a new prefill worker. The old processes remain unchanged, but are no longer ticked. Return them."""
         old, self.prefill = self.prefill, self._start(DisaggregationMode.PREFILL, epoch)
         return old
 
     def replace_decode(self, *, epoch: int) -> None:
-        """As if its processes were killed and started again at the same addresses."""
+        """Replace the decode worker, as if its processes were killed and restarted at the same addresses."""
         for worker in self.decode.workers:
             worker.transport.close()
-        # Late bytes may still land in its memory.
+        # Keep the old memory: late bytes may still be written to it.
         self._graveyard.append(self.decode)
         self.decode = self._start(DisaggregationMode.DECODE, epoch)
 
@@ -243,14 +243,14 @@ class GroupWorld:
         return [*self.decode.turns(), *self.prefill.turns()]
 
     def num_rooms(self) -> int:
-        """Ends of rooms that somebody still knows of."""
+        """Return the number of room ends that the workers still track."""
         return self.prefill.num_rooms() + self.decode.num_rooms()
 
     def busy_pipes(self) -> list[Pipe]:
         return self.decode.busy_pipes() + self.prefill.busy_pipes()
 
     def tick(self, times: int = 6) -> None:
-        """Let everything that is due happen."""
+        """Run everything that is due."""
         for _ in range(times):
             for turn in self.turns():
                 turn()
@@ -260,17 +260,17 @@ class GroupWorld:
                 self.wires.deliver(pairs[0])
 
     def land(self) -> None:
-        """Let all bytes under way arrive."""
+        """Complete all writes in flight."""
         while busy := self.network.busy_sessions():
             self.network.run_one(busy[0])
 
     def pass_time(self, seconds: float, step: float = 1.0) -> None:
-        """Turn the clock, everybody awake."""
+        """Advance the clock and tick both workers."""
         end = self.clock.now() + seconds
         while self.clock.now() < end:
             self.clock.advance(step)
             self.tick(2)
 
     def set_row(self, room: int, index: int = 0, token: int = 42) -> None:
-        """Fill the prefill driver's metadata row for a room."""
+        """Fill the prefill driver's metadata row of a room."""
         self.prefill.metadata.set_buf(index, MetadataRow(RoomKey(room), token))

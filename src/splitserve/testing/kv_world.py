@@ -1,4 +1,4 @@
-"""A prefill and a decode manager in one process: manual clock, in-memory channel, fake transport, real bytes."""
+"""Prefill and decode manager in one process: manual clock, in-memory channel, fake transport, real bytes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from splitserve.clock import ManualClock
-from splitserve.config import ClusterToken, DisaggregationConfig
+from splitserve.core.clock import ManualClock
+from splitserve.core.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.disaggregation.arrival import Arrivals
-from splitserve.disaggregation.checksum import Checksums
-from splitserve.disaggregation.manager import KVManager
-from splitserve.disaggregation.metadata import MetadataBuffers, MetadataRow
-from splitserve.disaggregation.peers import BootstrapAddress
-from splitserve.disaggregation.ports import ReceiverPort, SenderPort
-from splitserve.disaggregation.room import Limits
-from splitserve.disaggregation.staging import Staging
-from splitserve.disaggregation.state import KVPoll
-from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
-from splitserve.disaggregation.wire import KVArgs
-from splitserve.testing.control import Book, Channel, Wires
+from splitserve.testing.control import Channel, FakeDirectory, Wires
+from splitserve.transfer.arrival import Arrivals
+from splitserve.transfer.checksum import Checksums
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
+from splitserve.transfer.peers import BootstrapAddress
+from splitserve.transfer.ports import ReceiverPort, SenderPort
+from splitserve.transfer.room import RoomLimits
+from splitserve.transfer.staging import StagingArea
+from splitserve.transfer.state import KVPoll
+from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
+from splitserve.transfer.wire import KVArgs
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -35,37 +35,36 @@ CONFIG = DisaggregationConfig(bootstrap_timeout=60.0, transfer_timeout=60.0, hea
 def layout(
     num_pages: int = NUM_PAGES, *, page_size: int = PAGE_SIZE, layers: int = 2, dtype: str = "float32", heads: int = 1
 ) -> KVLayout:
-    """A small pool's layout."""
+    """Return the layout of a small pool."""
     components = tuple(KVComponent(n, layer, dtype, heads, 0, heads, 2) for layer in range(layers) for n in "kv")
     return KVLayout(page_size, num_pages, components)
 
 
-class Between(Protocol):
-    """What lies between the workers of a world."""
+class KVWorldLinks(Protocol):
+    """Clock, networks and directory between the workers of a world."""
 
     clock: ManualClock
     network: FakeNetwork
     wires: Wires
-    book: Book
+    book: FakeDirectory
 
 
-class Worker:
-    """One process: memory, transport and manager."""
+class KVWorker:
+    """Worker process with memory, transport and manager."""
 
     def __init__(
         self,
-        world: Between,
+        world: KVWorldLinks,
         role: DisaggregationMode,
         address: str,
         *,
         epoch: int,
         pool: KVLayout | None = None,
-        limits: Limits | None = None,
+        limits: RoomLimits | None = None,
         staging_slot_bytes: int | None = None,
-        transfer_dtype: str | None = None,
         token: bytes = b"",
         group_args: Sequence[KVArgs] = (),
-        directory: Book | None = None,
+        directory: FakeDirectory | None = None,
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -76,60 +75,54 @@ class Worker:
         self.metadata = MetadataBuffers(NUM_ROWS)
         self.transport = FakeTransport(world.network)
         pool_regions = [Region(p.ctypes.data, p.nbytes) for p in self.pages]
-        self.staging: Staging | None = None
+        self.staging: StagingArea | None = None
         if staging_slot_bytes is not None:
-            self.staging = Staging(pool_regions, len(pool_regions) + 1, num_slots=8, slot_bytes=staging_slot_bytes)
+            self.staging = StagingArea(pool_regions, len(pool_regions) + 1, num_slots=8, slot_bytes=staging_slot_bytes)
         extra = [self.staging.region()] if self.staging else []
         self.transport.register([*pool_regions, self.metadata.region(), *extra])
         self.channel = Channel(world.wires, address)
+        kv_args = KVArgs(
+            **{
+                "backend": "fake",
+                "can_checksum": True,
+                "model": "tiny",
+                "layout": self.layout,
+                "metadata_row_bytes": self.metadata.row_bytes,
+                "num_metadata_rows": NUM_ROWS,
+                "can_convert": self.staging is not None,
+                **args,
+            }
+        )
+        narrow = kv_args.transfer_dtype
+        arrivals = Arrivals(self.layout, pool_regions, narrow) if narrow else None
         self.manager = KVManager(
             role,
-            clock=world.clock,
-            channel=self.channel,
-            transport=self.transport,
-            args=KVArgs(
-                **{
-                    "backend": "fake",
-                    "can_checksum": True,
-                    "model": "tiny",
-                    "layout": self.layout,
-                    "metadata_row_bytes": self.metadata.row_bytes,
-                    "num_metadata_rows": NUM_ROWS,
-                    "can_convert": self.staging is not None,
-                    "transfer_dtype": transfer_dtype,
-                    **args,
-                }
-            ),
-            metadata=self.metadata,
-            config=msgspec.structs.replace(CONFIG, cluster_token=ClusterToken(token)),
-            directory=(directory or world.book) if role is DisaggregationMode.DECODE else None,
-            staging=self.staging,
-            arrivals=Arrivals(self.layout, pool_regions, transfer_dtype) if transfer_dtype else None,
-            checksums=Checksums(self.layout, pool_regions),
-            group_args=group_args,
-            limits=limits,
-            epoch=epoch,
+            KVManagerPorts(world.clock, self.channel, self.transport, directory or world.book),
+            KVManagerMemory(self.metadata, self.staging, arrivals, Checksums(self.layout, pool_regions)),
+            KVManagerIdentity(kv_args, group_args, epoch=epoch),
+            msgspec.structs.replace(CONFIG, cluster_token=ClusterToken(token)),
+            limits,
         )
 
     def fill(self, pages: Sequence[int], seed: int) -> None:
-        """Put random bytes into whole pages."""
+        """Write random bytes into whole pages."""
         rng = np.random.default_rng(seed)
         for component in self.pages:
             component[list(pages)] = rng.integers(0, 256, (len(pages), component.shape[1]), dtype=np.uint8)
 
     def holds(self, pages: Sequence[int], seed: int) -> bool:
-        """Whether the pages, in this order, hold what `fill` put into as many pages elsewhere."""
+        """Return whether the pages, in this order, hold what `fill` wrote into as many pages elsewhere."""
         rng = np.random.default_rng(seed)
         return all(
             (c[list(pages)] == rng.integers(0, 256, (len(pages), c.shape[1]), dtype=np.uint8)).all() for c in self.pages
         )
 
     def read(self, page: int) -> bytes:
-        """Everything in it."""
+        """Return all bytes of a page."""
         return b"".join(component[page].tobytes() for component in self.pages)
 
 
-class World:
+class KVWorld:
     def __init__(
         self,
         *,
@@ -141,25 +134,25 @@ class World:
         self.clock = ManualClock(100.0)
         self.network = FakeNetwork(step=step, late_fences=late_fences)
         self.wires = Wires(step=step)
-        self.book = Book()
-        self._graveyard: list[Worker] = []
-        self.prefill = Worker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
-        self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=22, **(decode or {}))
+        self.book = FakeDirectory()
+        self._graveyard: list[KVWorker] = []
+        self.prefill = KVWorker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
+        self.decode = KVWorker(self, DisaggregationMode.DECODE, "decode", epoch=22, **(decode or {}))
         self.book.entries[BOOTSTRAP] = [self.prefill.manager.prefill_info()]
 
-    def replace_prefill(self, *, epoch: int, address: str = "prefill", **args: Any) -> Worker:
-        """The old process stays as it is, but nobody ticks it any more; the new one may have its address."""
+    def replace_prefill(self, *, epoch: int, address: str = "prefill", **args: Any) -> KVWorker:
+        """Start a new prefill worker, at the old address by default. Return the old one, which is no longer ticked."""
         old = self.prefill
-        self.prefill = Worker(self, DisaggregationMode.PREFILL, address, epoch=epoch, **args)
+        self.prefill = KVWorker(self, DisaggregationMode.PREFILL, address, epoch=epoch, **args)
         self.book.entries[BOOTSTRAP] = [self.prefill.manager.prefill_info()]
         return old
 
     def replace_decode(self, *, epoch: int) -> None:
-        """As if the decode process was killed and started again at the same address."""
+        """Replace the decode worker, as if its process was killed and restarted at the same address."""
         self.decode.transport.close()
-        # Late bytes may still land in its memory.
+        # Keep the old memory: late bytes may still be written to it.
         self._graveyard.append(self.decode)
-        self.decode = Worker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
+        self.decode = KVWorker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
 
     def sender(self, room: int = 1, sample: int = 0) -> SenderPort:
         return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
@@ -168,7 +161,7 @@ class World:
         return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
 
     def tick(self, times: int = 4) -> None:
-        """Let everything that is due happen."""
+        """Run everything that is due."""
         for _ in range(times):
             self.decode.manager.tick()
             self.prefill.manager.tick()
@@ -176,20 +169,20 @@ class World:
                 self.wires.deliver(self.wires.busy()[0])
 
     def turns(self) -> list[Callable[[], object]]:
-        """All that somebody has to call again and again for anything to happen."""
+        """Return the functions that must be called repeatedly for progress."""
         return [self.prefill.manager.tick, self.decode.manager.tick]
 
     def num_rooms(self) -> int:
-        """Ends of rooms that somebody still knows of."""
+        """Return the number of room ends that the managers still track."""
         return self.prefill.manager.num_rooms + self.decode.manager.num_rooms
 
     def land(self) -> None:
-        """Let all bytes under way arrive."""
+        """Complete all writes in flight."""
         while busy := self.network.busy_sessions():
             self.network.run_one(busy[0])
 
     def pass_time(self, seconds: float, step: float = 1.0) -> None:
-        """Turn the clock, both sides awake."""
+        """Advance the clock and tick both managers."""
         end = self.clock.now() + seconds
         while self.clock.now() < end:
             self.clock.advance(step)
@@ -202,7 +195,7 @@ class World:
         num_tokens: int | None = None,
         num_held_tokens: int = 0,
     ) -> tuple[SenderPort, ReceiverPort]:
-        """Both ends of a room, announced; `num_tokens` None: as many as the target pages hold."""
+        """Return both ends of a room after its handshake. `num_tokens` None: as many as the target pages hold."""
         sender, receiver = self.sender(room), self.receiver(room)
         self.tick()
         held = self.decode.layout.page_size * len(target)
@@ -218,5 +211,5 @@ class World:
         return sender, receiver
 
     def set_row(self, room: int, index: int = 0, token: int = 42) -> None:
-        """Fill prefill's metadata row for a room."""
+        """Fill prefill's metadata row of a room."""
         self.prefill.metadata.set_buf(index, MetadataRow(RoomKey(room), token))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from splitserve.core.errors import SplitserveError
 from splitserve.core.grammar import GrammarSpec, refused_output
 from splitserve.engine.grammar import XGrammar, XGrammarCompiler, XGrammarMatcher
-from splitserve.errors import SplitserveError
 
 
 class LocalCompiler:
-    """GrammarCompiler."""
+    """GrammarCompiler that compiles in the calling thread."""
 
     def __init__(self, compiler: XGrammarCompiler) -> None:
         self._compiler = compiler
@@ -20,7 +20,7 @@ class LocalCompiler:
 
 
 class LocalGrammar:
-    """CompiledGrammar."""
+    """CompiledGrammar with matchers in this process."""
 
     is_usable = True
 
@@ -33,7 +33,7 @@ class LocalGrammar:
 
 
 class LocalMatcher:
-    """GrammarMatcher."""
+    """GrammarMatcher that computes masks on request."""
 
     def __init__(self, matcher: XGrammarMatcher, output_ids: Sequence[int]) -> None:
         self.failure: SplitserveError | None = None

@@ -1,7 +1,7 @@
-"""Null workers that compute their steps together, in one thread, under the seed's control; the network is lists.
+"""Null workers that compute their steps together in one thread, in an order chosen by a seed. The network is lists.
 
-Each has the overlapped loop. Its engine notes for each step who brought what, so that a test can see that all ranks
-were in the same steps.
+Each has the overlapped loop. Its engine records the tokens of each rank in each step, so that tests can check that all
+ranks took part in the same steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.scheduler.lockstep import Hub, Joined, JointStep, LockstepEngine, Member, Order, Orders
-from splitserve.scheduler.loops import OverlappedLoop, StepUnderWay
+from splitserve.scheduler.loops import OverlappedLoop, StepInFlight
 from splitserve.testing.fake_engine import FakeEngine
 from splitserve.testing.fake_grammar import run
 from splitserve.testing.sim import ColocatedWorld
 
 
 class _Share:
-    """SharedEngine: the fake one, and what it was told."""
+    """SharedEngine over the fake engine that records the arguments of its steps."""
 
     def __init__(self, engine: MeetingEngine) -> None:
         self._engine = engine
@@ -42,7 +42,7 @@ class MeetingEngine(FakeEngine):
     def __init__(self, *args: Any, member: Member) -> None:
         super().__init__(*args)
         self.rank = member.rank
-        # Of every step: tokens of each rank.
+        # Tokens of each rank, for every step.
         self.meetings: list[tuple[int, ...]] = []
         self._lockstep = LockstepEngine(_Share(self), member)
 
@@ -51,7 +51,7 @@ class MeetingEngine(FakeEngine):
 
 
 class MeetingThread(Executor):
-    """An engine's thread by hand: a step joins the others', and runs when they are all there."""
+    """Engine thread under manual control: a step joins those of the other ranks and runs when all have joined."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -80,7 +80,7 @@ class LockstepWorker(ColocatedWorld):
         self.member = member
         self.thread = MeetingThread(member)
         self._overlapped = OverlappedLoop(self.scheduler, self.engine, self.thread, wake=lambda: None)
-        self.under_way: StepUnderWay | None = None
+        self.under_way: StepInFlight | None = None
 
     @property
     def meetings(self) -> list[tuple[int, ...]]:
@@ -96,19 +96,19 @@ class LockstepWorker(ColocatedWorld):
 
 
 class LockstepWorld:
-    """`num_ranks` workers and the hub between them."""
+    """Lockstep group of `num_ranks` workers, with the hub between them."""
 
     def __init__(self, seed: int, num_ranks: int, **settings: Any) -> None:
         self.rng = random.Random(seed)
         self.hub = Hub(num_ranks)
-        # Messages under way: to the hub in any order of ranks, to each rank in order.
+        # Messages in flight: to the hub in any order of ranks, to each rank in order.
         self._to_hub: deque[Callable[[], Orders]] = deque()
         self._to_rank: list[deque[Order]] = [deque() for _ in range(num_ranks)]
         self.num_messages = 0
         self.workers = [LockstepWorker(self._member(rank), **settings) for rank in range(num_ranks)]
 
     def happen(self) -> None:
-        """Let one thing happen."""
+        """Run one random event."""
         worker = self.rng.choice(self.workers)
         match self.rng.randrange(4):
             case 0:

@@ -1,7 +1,7 @@
-"""A prefill and a decode worker in one thread: real schedulers, queues and managers; the network is a list.
+"""Prefill and decode worker in one thread with real schedulers, queues and managers. The network is a list.
 
-`PairWorld.happen` lets one thing happen, chosen by the seed: a worker's turn, a manager's tick, one control message
-delivered, one copy of one write landing, time passing. Whatever the order, the outcome must be the same.
+`PairWorld.happen` runs one event chosen by the seed: a turn of a worker, a tick of a manager, the delivery of a control
+message, one copy of a write, or an advance of the clock. The outcome must not depend on the order.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import random
 from typing import Any
 
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.clock import ManualClock
-from splitserve.config import DisaggregationConfig
+from splitserve.core.clock import ManualClock
+from splitserve.core.config import DisaggregationConfig
+from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.kit import HandOverKit
-from splitserve.disaggregation.manager import KVManager
-from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.disaggregation.peers import BootstrapAddress, Directory
-from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
-from splitserve.disaggregation.wire import KVArgs
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.testing.control import Book, Channel, Wires
-from splitserve.testing.sim import SimWorker
+from splitserve.testing.control import Channel, FakeDirectory, Wires
+from splitserve.testing.sim import SimSettings, SimWorker
+from splitserve.transfer.kit import HandOverKit
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.transfer.peers import BootstrapAddress, Directory
+from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
+from splitserve.transfer.wire import KVArgs
 
 
 class DisaggregatedWorker(SimWorker):
-    """A worker with a KV manager, over the fake transport."""
+    """Worker with a KV manager over the fake transport."""
 
     def __init__(
         self,
@@ -60,14 +60,10 @@ class DisaggregatedWorker(SimWorker):
             )
             self.manager = KVManager(
                 mode,
-                clock=clock,
-                channel=channel,
-                transport=transport,
-                args=args,
-                metadata=metadata,
-                config=config,
-                directory=directory,
-                shared=shared,
+                KVManagerPorts(clock, channel, transport, directory),
+                KVManagerMemory(metadata, shared=shared),
+                KVManagerIdentity(args),
+                config,
             )
             role = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
             return role(running, worker.cache, outbox, clock, HandOverKit(self.manager, metadata, slots))
@@ -79,13 +75,12 @@ class DisaggregatedWorker(SimWorker):
             clock,
             make_role,
             lambda r: r.num_prefill_tokens if is_prefill else r.num_tokens_at_most,
-            shared=shared,
-            **({"prefix": shared is None} | settings),
+            SimSettings(**{"prefix": shared is None, "shared": shared} | settings),
         )
 
 
-class Between:
-    """What lies between the workers of a world: control messages, writes under way, and time."""
+class PairLinks:
+    """Shared environment of the workers of a world: control messages, writes in flight and the clock."""
 
     rng: random.Random
     clock: ManualClock
@@ -93,7 +88,7 @@ class Between:
     data: FakeNetwork
 
     def happen_between(self, which: int) -> None:
-        """Let one thing happen; `which`, from 4 to 7, says of what kind."""
+        """Run one event of kind `which`: 4 or 5 a control message, 6 a write, 7 an advance of the clock."""
         match which:
             case 4 | 5:
                 if pairs := self.control.busy():
@@ -105,7 +100,7 @@ class Between:
                 self.clock.advance(self.rng.choice([0.0, 0.0, 0.001, 0.01]))
 
 
-class PairWorld(Between):
+class PairWorld(PairLinks):
     """One prefill and one decode worker. `prefill_settings` and `decode_settings` go to the SimWorkers."""
 
     ADDRESS = BootstrapAddress("sim", 1)
@@ -125,7 +120,7 @@ class PairWorld(Between):
         self.control = Wires(step=True)
         self.data = FakeNetwork(step=True, late_fences=late_fences)
         config = config or DisaggregationConfig()
-        directory = Book()
+        directory = FakeDirectory()
         self.prefill = DisaggregatedWorker(
             DisaggregationMode.PREFILL,
             self.clock,
@@ -148,15 +143,15 @@ class PairWorld(Between):
             **(decode_settings or {}),
         )
 
-    def submit(self, rid: str, prompt: list[int], params: SamplingParams, *, room: int, **more: Any) -> None:
-        """What the router does: the same request to both, at the same time."""
+    def submit(self, rid: str, prompt: list[int], params: ResolvedSampling, *, room: int, **more: Any) -> None:
+        """Send the same request to both workers at the same time, as a router does."""
         bootstrap = BootstrapInfo(*self.ADDRESS[:2], RoomKey(room))
         message = GenerateRequest(rid=rid, prompt_ids=prompt, params=params, bootstrap=bootstrap, **more)
         self.prefill.submit(message)
         self.decode.submit(message)
 
-    def submit_local(self, rid: str, prompt: list[int], params: SamplingParams, **more: Any) -> None:
-        """A request that decode is to serve alone."""
+    def submit_local(self, rid: str, prompt: list[int], params: ResolvedSampling, **more: Any) -> None:
+        """Submit a request that decode serves alone."""
         self.decode.submit(GenerateRequest(rid=rid, prompt_ids=prompt, params=params, **more))
 
     def abort(self, rid: str, *workers: SimWorker) -> None:
@@ -164,7 +159,7 @@ class PairWorld(Between):
             worker.submit(AbortRequest(rid=rid))
 
     def happen(self) -> None:
-        """Let one thing happen."""
+        """Run one random event."""
         match self.rng.randrange(8):
             case 0:
                 self.prefill.turn()

@@ -1,6 +1,6 @@
-"""Real processes for tests: a worker, a router or a whole cluster, gone when the `with` block is left.
+"""Real processes for tests: a worker, a router or a whole cluster, ended at the end of the `with` block.
 
-Readiness is a ready file, logs go to the test's own folder, and what is stopped is stopped by its pid.
+Readiness is a ready file, logs go to the test's own folder, and processes are stopped by pid.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from splitserve.launch.child import PROGRAM, ChildProcess
-from splitserve.launch.ready_file import ReadyInfo
+from splitserve.process.child import PROGRAM, ChildProcess
+from splitserve.process.ready_file import ReadyInfo
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def running(
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> Iterator[ChildProcess]:
-    """`splitserve ARGS` (`serve ...` or `router ...`), not yet ready. Its log is `folder`/`name`.log."""
+    """Run `splitserve ARGS` (`serve ...` or `router ...`), not yet ready. Its log is `folder`/`name`.log."""
     child = ChildProcess(name, args, folder, env=env, program=program)
     try:
         yield child
@@ -31,5 +31,5 @@ def running(
 
 
 def wait_ready(child: ChildProcess, timeout: float = 120.0) -> ReadyInfo:
-    """Raises ClusterError with the end of its log."""
+    """Wait until the process is ready. Raises ClusterError with the end of its log."""
     return child.wait_ready(timeout)

@@ -1,7 +1,7 @@
-"""Ranks of a model in processes of their own, and a loop by hand that drives them: engines without schedulers.
+"""Ranks of a model in processes of their own, driven by a manual loop: engines without schedulers.
 
-The processes are started once and then build one engine after the other, each cut in its own way, since to start one
-takes seconds. All talk goes over pipes; nothing is pickled.
+The processes start once, because a start takes seconds, and then build one engine after the other, each sharded in its
+own way. All messages go over pipes. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import msgspec
 import numpy as np
 import torch
 
-from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, SampleSpec, StepPlan, StepResult
+from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.errors import SplitserveError
 from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
 from splitserve.engine.parallel.shared import SharedRunner
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import SplitserveError
 
 PAGE_SIZE = 8
 _NUM_TOKENS = 1024
@@ -35,32 +35,32 @@ _TIMEOUT = 60.0
 _END = b""
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts and how to compute them. Greedy."""
+class RankWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts, and how to compute them. Greedy."""
 
     prompts: tuple[tuple[int, ...], ...]
     num_new: int = 12
-    # Tokens of a prompt in one step.
+    # Prompt tokens in one step.
     chunk: int = 16
-    # Steps under way at one time, of different prompts.
+    # Steps in flight at one time, of different prompts.
     num_micro_batches: int = 1
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A model over so many ranks."""
+class RankCase(msgspec.Struct, frozen=True, kw_only=True):
+    """Model and work for a number of ranks."""
 
     folder: str
-    # Of this case alone.
+    # Set for each case by `RankProcesses.run`.
     init_method: str = ""
     tp_size: int = 1
     pp_size: int = 1
     pp_layers: tuple[int, ...] = ()
     dtype: str = "float32"
     expert_parallel: bool = False
-    work: Work
-    # Data parallel attention: each rank's own work, in place of `work`.
-    own_work: tuple[Work, ...] = ()
-    # A rank that ends, like one that is killed, in the middle of the work, after so many orders; -1: none does.
+    work: RankWork
+    # Data parallel attention: work of each rank, in place of `work`.
+    own_work: tuple[RankWork, ...] = ()
+    # Rank that exits during the work, as if killed, after `num_orders_before_death` orders. -1: none.
     dying_rank: int = -1
     num_orders_before_death: int = 3
 
@@ -74,26 +74,26 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Outcome(msgspec.Struct, kw_only=True):
-    """What one rank has to show; tokens and logprobs only the driver's."""
+class RankOutcome(msgspec.Struct, kw_only=True):
+    """Result of one rank. Only the driver has tokens and logprobs."""
 
     error: str = ""
     tokens: list[list[int]] = []
-    # Of each output token, and of each prompt token but the first.
+    # Logprobs of each output token, and of each prompt token but the first.
     logprobs: list[list[float]] = []
     input_logprobs: list[list[float]] = []
     layout: KVLayout | None = None
     # Float32, by component of the layout: [pages in use, page_size, heads, head_dim].
     kv: list[bytes] = []
     bytes_read: int = 0
-    # Of its share.
+    # Parameters of the rank's shard.
     num_parameters: int = 0
 
 
 class HandLoop:
-    """Drives a runner: rows and pages are dealt out once, prompts go in chunks, tokens follow."""
+    """Manual driver of a runner: allocates rows and pages once, then computes prompts in chunks and output tokens."""
 
-    def __init__(self, engine: BuiltEngine, work: Work, tell: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, engine: BuiltEngine, work: RankWork, tell: Callable[[bytes], None] | None = None) -> None:
         self._work = work
         num_pages = engine.layout.num_pages
         self.table = np.zeros((len(work.prompts), num_pages), np.int32)
@@ -103,14 +103,14 @@ class HandLoop:
             row[:needed] = [free.pop() for _ in range(needed)]
         self.runner: ModelRunner | _Met = engine.runner(self.table, tell=tell)
         self._computed = [0] * len(work.prompts)
-        self.outcome = Outcome(
+        self.outcome = RankOutcome(
             tokens=[[] for _ in work.prompts],
             logprobs=[[] for _ in work.prompts],
             input_logprobs=[[] for _ in work.prompts],
         )
 
-    def run(self) -> Outcome:
-        """Every micro-batch is begun again when its step has ended, in turn."""
+    def run(self) -> RankOutcome:
+        """Run all micro-batches in turn: each begins its next step when its last one has ended."""
         under_way: deque[tuple[list[int], StepPlan, Callable[[], StepResult]]] = deque()
         for first in range(self._work.num_micro_batches):
             under_way.append(self._begin(list(range(first, len(self.table), self._work.num_micro_batches))))
@@ -133,7 +133,7 @@ class HandLoop:
         token_ids = (LAST_DRAWN,) if output else prompt[start:end]
         sample = scored = None
         if end >= len(prompt):
-            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            params = ResolvedSampling(temperature=0.0, ignore_eos=True)
             sample = SampleSpec(params, end, prompt, tuple(output), return_logprob=True)
         if not output and prompt[start + 1 : end + 1]:
             scored = InputLogprobSpec(0, prompt[start + 1 : end + 1])
@@ -148,8 +148,8 @@ class HandLoop:
                 self.outcome.logprobs[row].append(outcome.logprob.logprob)
 
 
-def on_one_rank(folder: Path, work: Work, dtype: str = "float32") -> Outcome:
-    """The same work by an engine of this process."""
+def on_one_rank(folder: Path, work: RankWork, dtype: str = "float32") -> RankOutcome:
+    """Compute the work on an engine in this process."""
     engine = build_engine(_model(str(folder), dtype), _CACHE)
     with contextlib.closing(engine):
         return _described(HandLoop(engine, work).run(), engine)
@@ -169,7 +169,7 @@ def _model(folder: str, dtype: str, *, expert_parallel: bool = False, dp_attenti
     )
 
 
-def _described(outcome: Outcome, engine: BuiltEngine) -> Outcome:
+def _described(outcome: RankOutcome, engine: BuiltEngine) -> RankOutcome:
     outcome.layout = engine.layout
     for component in engine.layout.components:
         side = {"k": engine.pool.keys, "v": engine.pool.values, "latent": engine.pool.latents}[component.name]
@@ -180,15 +180,15 @@ def _described(outcome: Outcome, engine: BuiltEngine) -> Outcome:
 
 
 class RankProcesses:
-    """`num_ranks` processes; `close` ends them."""
+    """Group of `num_ranks` processes. `close` ends them."""
 
     def __init__(self, num_ranks: int) -> None:
-        # One process imports torch and transformers, and each rank begins as a copy of it.
+        # One process imports torch and transformers. Each rank starts as a fork of it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._commands: list[Connection] = []
         self._processes = []
-        # Into each rank's inbox, from every other rank.
+        # Pipes into the inbox of each rank, written by every other rank.
         orders = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         for index in range(num_ranks):
             ours, theirs = context.Pipe()
@@ -202,8 +202,8 @@ class RankProcesses:
             self._commands.append(ours)
             self._processes.append(process)
 
-    def run(self, case: Case, init_file: Path) -> list[Outcome]:
-        """What each rank of the case has to show, by its index; nothing of one that has died.
+    def run(self, case: RankCase, init_file: Path) -> list[RankOutcome]:
+        """Return the outcomes of the case's ranks in order; of a rank that died, one with the error "dead".
 
         `init_file`: a path that does not exist.
         """
@@ -215,9 +215,9 @@ class RankProcesses:
             if not connection.poll(_TIMEOUT):
                 raise TimeoutError(f"rank {index} does not answer")
             try:
-                outcomes.append(msgspec.msgpack.decode(connection.recv_bytes(), type=Outcome))
+                outcomes.append(msgspec.msgpack.decode(connection.recv_bytes(), type=RankOutcome))
             except EOFError:
-                outcomes.append(Outcome(error="dead"))
+                outcomes.append(RankOutcome(error="dead"))
         return outcomes
 
     def close(self) -> None:
@@ -239,15 +239,15 @@ class RankProcesses:
 def _rank_main(index: int, commands: Connection, inbox: Connection, outboxes: Sequence[Connection]) -> None:
     torch.set_num_threads(1)
     for data in _messages(commands):
-        case = msgspec.msgpack.decode(data, type=Case)
+        case = msgspec.msgpack.decode(data, type=RankCase)
         try:
             outcome = _run_case(case, index, inbox, outboxes)
         except SplitserveError as error:
-            outcome = Outcome(error=f"{type(error).__name__}: {error.message}")
+            outcome = RankOutcome(error=f"{type(error).__name__}: {error.message}")
         commands.send_bytes(msgspec.msgpack.encode(outcome))
 
 
-def _run_case(case: Case, index: int, inbox: Connection, outboxes: Sequence[Connection]) -> Outcome:
+def _run_case(case: RankCase, index: int, inbox: Connection, outboxes: Sequence[Connection]) -> RankOutcome:
     rank = case.rank(index)
     with contextlib.ExitStack() as closing:
         ranks = closing.enter_context(open_ranks(rank, case.init_method, "cpu", timeout=_TIMEOUT))
@@ -267,14 +267,14 @@ def _run_case(case: Case, index: int, inbox: Connection, outboxes: Sequence[Conn
                     os._exit(1)
                 follower.run(order)
                 num_orders += 1
-            outcome = Outcome()
+            outcome = RankOutcome()
         outcome = _described(outcome, engine)
-        # Nobody leaves while another still waits for it.
+        # A barrier: no rank closes its connections while another rank still waits for it.
         ranks.least(0)
         return outcome
 
 
-def _drive(case: Case, engine: BuiltEngine, followers: Sequence[Connection]) -> Outcome:
+def _drive(case: RankCase, engine: BuiltEngine, followers: Sequence[Connection]) -> RankOutcome:
     def tell(order: bytes) -> None:
         for follower in followers:
             follower.send_bytes(order)
@@ -282,13 +282,13 @@ def _drive(case: Case, engine: BuiltEngine, followers: Sequence[Connection]) -> 
     try:
         return HandLoop(engine, case.work, tell).run()
     finally:
-        # Of one that has died nobody reads.
+        # A follower that died does not read.
         with contextlib.suppress(OSError):
             tell(_END)
 
 
-def _drive_own(work: Work, engine: BuiltEngine, ranks: Ranks) -> Outcome:
-    """This rank's requests, and then its part in those of the others."""
+def _drive_own(work: RankWork, engine: BuiltEngine, ranks: Ranks) -> RankOutcome:
+    """Run this rank's requests, and then take part in the steps of the other ranks."""
     loop = HandLoop(engine, work)
     shared = _Met(engine.shared_runner(engine.runner(loop.table)), ranks)
     loop.runner = shared
@@ -299,7 +299,7 @@ def _drive_own(work: Work, engine: BuiltEngine, ranks: Ranks) -> Outcome:
 
 
 class _Met:
-    """A shared runner; before each step the ranks tell each other how many tokens they bring."""
+    """Shared runner. Before each step the ranks exchange the numbers of tokens that they bring."""
 
     def __init__(self, runner: SharedRunner, ranks: Ranks) -> None:
         self._runner = runner
@@ -312,7 +312,7 @@ class _Met:
     begin = prepare
 
     def take_part(self) -> bool:
-        """In a step without requests of our own; False where nobody has any."""
+        """Take part in a step without requests of this rank. Return False if no rank has any."""
         num_tokens = self._tell(0)
         if any(num_tokens):
             self._runner.prepare(StepPlan(()))(num_tokens)
@@ -323,7 +323,7 @@ class _Met:
 
 
 def _messages(connection: Connection) -> Iterator[bytes]:
-    """Until the other side closes it."""
+    """Yield messages until the other side closes the connection."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             yield connection.recv_bytes()

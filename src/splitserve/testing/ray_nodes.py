@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, each a tree of processes that can be killed as a machine dies."""
+"""Ray cluster of several nodes on this machine. A node is a process tree that tests can kill as a machine fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 # Seconds until a node must have joined.
 _START_SECONDS = 60.0
 _POLL_INTERVAL = 0.1
-# That a dead node is noticed in seconds.
+# Settings for the detection of a dead node within seconds.
 _ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_initial_delay_ms": "0",
@@ -30,15 +30,15 @@ _ENV = {
 
 
 def missing() -> str | None:
-    """Why there can be no Ray here; None: there can."""
+    """Return why Ray cannot run here. None: it can."""
     return None if importlib.util.find_spec("ray") else "the Python package 'ray' is missing"
 
 
 class RayNode:
-    """`ray start --block`. Constructed when it has written `sign` into its log."""
+    """Process of `ray start --block`. The constructor returns when the log has a match of the pattern `sign`."""
 
     def __init__(self, *options: str, log: Path, sign: str) -> None:
-        # Ray's own script, by the interpreter of these tests.
+        # Ray's own script, run by the interpreter of these tests.
         script = "from ray.scripts.scripts import main; main()"
         command = [sys.executable, "-c", script, "start", *options, "--block", "--disable-usage-stats"]
         with log.open("wb") as output:
@@ -54,11 +54,11 @@ class RayNode:
         self.sign = found
 
     def has(self, pid: int) -> bool:
-        """Whether that process runs on this node."""
+        """Return whether the process runs on this node."""
         return any(process.pid == pid for process in self._family())
 
     def kill(self) -> None:
-        """All at once, as if its power were gone. Idempotent."""
+        """Kill all processes at once, as a power failure does. Idempotent."""
         family = [*self._family(), psutil.Process(self._process.pid)] if self._process.poll() is None else []
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -79,7 +79,7 @@ class RayNodes:
         self.address = ""
 
     def start(self, num_cpus: int) -> RayNode:
-        """One more; the first is the head."""
+        """Start a node. The first one is the head."""
         options, sign = ["--num-cpus", str(num_cpus), "--object-store-memory", str(80 << 20)], "Ray runtime started"
         if self.address:
             options += ["--address", self.address]
@@ -95,8 +95,8 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes() -> Iterator[RayNodes]:
-    """All are gone when it is left."""
-    # Ray makes Unix sockets deep in it, whose paths may not be long.
+    """Yield an empty cluster. All its nodes are killed at the end."""
+    # Ray creates Unix sockets deep inside this folder, and their paths have a short limit.
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     try:
         with ExitStack() as closing:

@@ -1,4 +1,4 @@
-"""A real model behind the simulated workers: same schedulers and queues, real attention, real KV bytes."""
+"""Real model behind the simulated workers: same schedulers and queues, real attention, real KV bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitserve.testing.sim import EngineMaker, EngineWithMemory
 
 
 class RealEngine:
-    """A runner with a pool of its own over weights that others may share; with a draft model also a Proposer."""
+    """Runner with its own pool over weights that may be shared. With a draft model it is a Proposer, too."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RealEngine:
 
     @window_table.setter
     def window_table(self, table: npt.NDArray[np.int32] | None) -> None:
-        """Before the first step."""
+        """Set the window table, before the first step."""
         self._pool.window_table = table
         attention, page_size = TorchSdpaBackend(self._pool), self.layout.page_size
         self._runner = ModelRunner(self._loaded, attention, page_size, self._page_table, window_table=table)
@@ -83,7 +83,7 @@ class RealEngine:
 
 
 def real_engine(loaded: LoadedModel, draft: LoadedModel | None = None, num_window_pages: int = 0) -> EngineMaker:
-    """For SimWorker's `make_engine`."""
+    """Return an engine maker for SimWorker's `make_engine`."""
 
     def make(page_table: npt.NDArray[np.int32], num_pages: int, page_size: int) -> EngineWithMemory:
         return RealEngine(loaded, page_table, num_pages, page_size, draft, num_window_pages)

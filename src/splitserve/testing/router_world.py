@@ -1,4 +1,4 @@
-"""A world for the router: scripted workers on real sockets, and a real router in front of them."""
+"""Environment for the router: scripted workers on real sockets, and a real router in front of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from splitserve.launch.http_server import HttpServer, bind, port_of
+from splitserve.api.http_server import HttpServer, bind, port_of
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs, PrefillConfig
 
@@ -21,7 +21,7 @@ Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
 class Rooms(defaultdict[str, asyncio.Event]):
-    """By `bootstrap_room`, as JSON: a prefill worker was asked for it."""
+    """Events by `bootstrap_room`, as JSON. Set when a prefill worker has received a request for the room."""
 
     def __init__(self) -> None:
         super().__init__(asyncio.Event)
@@ -29,10 +29,11 @@ class Rooms(defaultdict[str, asyncio.Event]):
 
 @dataclass
 class FakeWorker:
-    """Answers every route with `handler`, remembers bodies, and sees clients leave.
+    """Scripted worker. Answers every route with `handler`, records bodies, and detects closed connections.
 
-    A decode worker says nothing of a room before some prefill worker of its `rooms` was asked for it: without that
-    the answer of a scripted decode may overtake the question to its prefill, which no real one can.
+    A decode worker answers for a room only after a prefill worker with the same `rooms` has received its request.
+    Without this wait, the answer of a scripted decode may arrive before the request reaches its prefill, which is
+    impossible with real workers.
     """
 
     handler: Handler
@@ -42,13 +43,13 @@ class FakeWorker:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    # The router closed the connection of a request that was under way.
+    # Set when the router has closed the connection of a request in flight.
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     health_status: int = 200
     load_status: int = 200
-    # It answers no question any more, like a process that was stopped.
+    # Answers no probe, like a process that was stopped.
     is_stopped: bool = False
-    # Questions how it is, and when there have been many.
+    # Number of probes, and an event that is set after more than 60 of them.
     num_questions: int = 0
     asked_often: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -96,7 +97,7 @@ async def start_worker(handler: Handler, **fields: Any) -> AsyncIterator[FakeWor
 
 @asynccontextmanager
 async def start_router(on_port: int = 0, on_host: str = "127.0.0.1", **options: Any) -> AsyncIterator[str]:
-    """URL of a router with these LBArgs; it probes no workers unless that is said. `on_port`: 0: any free one."""
+    """Yield the URL of a router with these LBArgs. It probes no workers by default. `on_port` 0: any free port."""
     options.setdefault("probe", False)
     sock = bind(on_host, on_port)
     args = LBArgs(**options)
@@ -110,7 +111,7 @@ async def start_router(on_port: int = 0, on_host: str = "127.0.0.1", **options: 
 
 
 @dataclass
-class Pair:
+class FakeWorkerPair:
     prefill: FakeWorker
     decode: FakeWorker
     router: str
@@ -123,8 +124,8 @@ class Pair:
 
 
 @asynccontextmanager
-async def serve_pair(prefill: Handler, decode: Handler, **options: Any) -> AsyncIterator[Pair]:
-    """Two scripted workers, a router with these LBArgs, and a client."""
+async def serve_pair(prefill: Handler, decode: Handler, **options: Any) -> AsyncIterator[FakeWorkerPair]:
+    """Run two scripted workers, a router with these LBArgs, and a client."""
     rooms = Rooms()
     async with (
         start_worker(prefill, rooms=rooms) as p,
@@ -132,7 +133,7 @@ async def serve_pair(prefill: Handler, decode: Handler, **options: Any) -> Async
         start_router(prefill=(PrefillConfig(p.url, 8998),), decode=(d.url,), **options) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as client,
     ):
-        yield Pair(p, d, url, client)
+        yield FakeWorkerPair(p, d, url, client)
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Pools:
 
 @asynccontextmanager
 async def serve_pools(prefill: Sequence[Handler], decode: Sequence[Handler], **options: Any) -> AsyncIterator[Pools]:
-    """As `serve_pair`, with several of each. A first request goes to the first of each, and so on in turn."""
+    """Do as `serve_pair`, with several workers of each role. Requests go to the workers of each role in turn."""
     rooms = Rooms()
     async with AsyncExitStack() as stack:
         p = [await stack.enter_async_context(start_worker(handler, rooms=rooms)) for handler in prefill]
@@ -162,7 +163,7 @@ async def serve_pools(prefill: Sequence[Handler], decode: Sequence[Handler], **o
 
 
 def delta(i: int) -> bytes:
-    """What a worker with a journal sends of its token number `i`."""
+    """Return what a worker with a journal sends for its token number `i`."""
     return b'data: {"i": %d}\n\n: {"index":0,"token_ids":[%d]}\n\n' % (i, i)
 
 
@@ -175,7 +176,7 @@ def journals(
     die: bool = True,
     go_on: asyncio.Event | None = None,
 ) -> Handler:
-    """A stream of `count` deltas with a journal, less those that the request says were told.
+    """Return a handler that streams `count` deltas with a journal, except those that the request lists as already sent.
 
     `until`: before this delta it sends `then`, and breaks off (`die`), hangs, or waits for `go_on`.
     """
@@ -220,7 +221,7 @@ def never() -> Handler:
 
 
 def streams(*chunks: bytes, after: asyncio.Event | None = None, hang: bool = False, die: bool = False) -> Handler:
-    """An event stream of these chunks, one write each; waits for `after` before all but the first."""
+    """Return a handler that streams these chunks, one write each. It waits for `after` before all but the first."""
 
     async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -240,7 +241,7 @@ def streams(*chunks: bytes, after: asyncio.Event | None = None, hang: bool = Fal
 
 
 def dies() -> Handler:
-    """Closes the connection without an answer."""
+    """Return a handler that closes the connection without an answer."""
 
     async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         assert request.transport is not None

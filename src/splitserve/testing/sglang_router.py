@@ -15,13 +15,13 @@ from typing import Literal
 
 import httpx
 
-from splitserve.launch.child import POLL_INTERVAL
+from splitserve.process.child import POLL_INTERVAL
 
 SglangRouter = Literal["router", "mini_lb"]
-# Seconds until it serves, and that it gets to stop before it is killed.
+# Seconds until it must serve, and seconds from SIGTERM until it is killed.
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 10.0
-# It takes no socket and no port 0, so somebody may be faster than it to a port that was free.
+# It accepts neither a socket nor port 0, so another process may take the free port first.
 _NUM_TRIES = 5
 
 
@@ -29,9 +29,9 @@ _NUM_TRIES = 5
 def sglang_router(
     kind: SglangRouter, prefill: str, bootstrap_port: int, decode: str, folder: Path, args: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The URL of one, ready, between these two worker URLs. Its log is `folder`/`kind`.log, its end that of the block.
+    """Run a router in front of two workers during the block, and yield its URL. Its log is `folder`/`kind`.log.
 
-    Raises AssertionError with the end of its log where it does not come up.
+    Raises AssertionError with the end of its log if it does not get ready.
     """
     log = folder / f"{kind}.log"
     process, url = _started(kind, ["--prefill", prefill, str(bootstrap_port), "--decode", decode, *args], log)
@@ -55,7 +55,7 @@ def _started(kind: SglangRouter, args: Sequence[str], log: Path) -> tuple[subpro
                 [sys.executable, "-m", "sglang_router.launch_router", *options], stdout=file, stderr=subprocess.STDOUT
             )
         url = f"http://127.0.0.1:{port}"
-        # `readiness` says that it has taken its workers in, too.
+        # `readiness` also waits until the router has added its workers.
         try:
             is_ready = _wait_ready(process, f"{url}/{'health' if kind == 'mini_lb' else 'readiness'}")
         except BaseException:
@@ -68,7 +68,7 @@ def _started(kind: SglangRouter, args: Sequence[str], log: Path) -> tuple[subpro
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Whether it serves within the deadline; False as soon as it has ended."""
+    """Return whether the process serves within the timeout. False at once if it has ended."""
     deadline = time.monotonic() + _START_TIMEOUT
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while process.poll() is None and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
-"""Workers of chosen shapes as real processes, and pairs among them: asked directly, as a router would ask them.
+"""Real worker processes of chosen shapes, and pairs of them. Tests send requests to them directly, as a router does.
 
-One worker of each shape serves in as many pairs as there are shapes on the other side.
+One worker of each shape serves in a pair with every shape of the other role.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import httpx
 import torch
 import transformers
 
-from splitserve.chaos.leaks import held
 from splitserve.core.request import DisaggregationMode
-from splitserve.launch.child import PROGRAM, ChildProcess
-from splitserve.launch.cluster_token import write_token_file
-from splitserve.launch.ready_file import ReadyInfo
-from splitserve.launch.shape import WorkerShape
+from splitserve.core.shape import WorkerShape
+from splitserve.observe.leaks import held
+from splitserve.process.child import PROGRAM, ChildProcess
+from splitserve.process.cluster_token import write_token_file
+from splitserve.process.ready_file import ReadyInfo
 from splitserve.testing.processes import running, wait_ready
 from splitserve.testing.tiny_models import make_tiny_model
 
@@ -33,7 +33,7 @@ _INIT_PORT = 20000
 
 
 def make_divisible_model(folder: Path) -> Path:
-    """A tiny random Llama for 1, 2 or 4 tensor parallel ranks, of which 4 share 2 KV heads, and of 3 layers."""
+    """Save a tiny random Llama of 3 layers for 1, 2 or 4 tensor parallel ranks. With 4, ranks share 2 KV heads."""
     config = transformers.AutoConfig.from_pretrained(make_tiny_model("llama", folder))
     config.num_attention_heads, config.num_key_value_heads = 8, 2
     with torch.random.fork_rng(devices=[]):
@@ -44,7 +44,7 @@ def make_divisible_model(folder: Path) -> Path:
 
 
 class Shapes:
-    """Workers of one model (float32). Use as a context manager; `folder` takes their logs."""
+    """Workers of one model (float32). Use as a context manager. `folder` receives their logs."""
 
     def __init__(self, model: str, folder: Path, *, backend: str = "tcp", args: Sequence[str] = ()) -> None:
         self._model = model
@@ -52,7 +52,7 @@ class Shapes:
         self._args = ["--dtype", "float32", "--threads", "1", "--transfer-backend", backend, *args]
         self._closing = ExitStack()
         self._num_started = 0
-        # Each request has a connection of its own: threads share the client.
+        # Threads share the client, so each request has a connection of its own.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = self._closing.enter_context(httpx.Client(timeout=_ANSWER_SECONDS, limits=limits, trust_env=False))
         self._pool = self._closing.enter_context(ThreadPoolExecutor(32))
@@ -66,7 +66,7 @@ class Shapes:
     def start(
         self, mode: DisaggregationMode, shape: WorkerShape, *args: str, program: Sequence[str] = PROGRAM
     ) -> ChildProcess:
-        """One worker, not yet ready."""
+        """Start one worker, not yet ready."""
         self._num_started += 1
         command = ["serve", self._model, "--port", "0", "--disaggregation-mode", mode, *shape.args, *self._args, *args]
         if mode is DisaggregationMode.PREFILL:
@@ -77,12 +77,12 @@ class Shapes:
     def start_nodes(
         self, mode: DisaggregationMode, shape: WorkerShape, num_nodes: int, *args: str
     ) -> list[ChildProcess]:
-        """One worker over so many nodes, node 0 first. Each is at a loopback address of its own."""
+        """Start one worker over `num_nodes` nodes, node 0 first. Each has a loopback address of its own."""
         hosts = [f"{_own_network()}.{8 * self._num_started + node + 1}" for node in range(num_nodes)]
         token = self._folder / "token"
         if not token.exists():
             write_token_file(token)
-        # Nobody else is at these addresses, so any port of theirs is free.
+        # No other process uses these addresses, so every port is free.
         common = [*args, "--nnodes", str(num_nodes), "--dist-init-addr", f"{hosts[0]}:{_INIT_PORT}"]
         common += ["--cluster-token-file", str(token)]
         own: list[list[str]] = [["--node-rank", "0"]]
@@ -90,7 +90,7 @@ class Shapes:
         return [self.start(mode, shape, *common, *each) for each in own]
 
     def generate(self, worker: ReadyInfo, prompt: Sequence[int], **more: Any) -> httpx.Response:
-        """`/generate`, greedy."""
+        """Send a `/generate` request, greedy by default."""
         params = {"temperature": 0.0, **more.pop("sampling_params", {})}
         body = {"input_ids": list(prompt), "sampling_params": params, **more}
         return self._http.post(f"{worker.url}/generate", json=body)
@@ -98,7 +98,7 @@ class Shapes:
     def generate_apart(
         self, prefill: ReadyInfo, decode: ReadyInfo, prompt: Sequence[int], host: str = "127.0.0.1", **more: Any
     ) -> httpx.Response:
-        """Decode's answer, of a pair of workers. `host`: of prefill's bootstrap server."""
+        """Send a request to a pair of workers and return decode's answer. `host`: of prefill's bootstrap server."""
         room = {
             "bootstrap_host": host,
             "bootstrap_port": prefill.bootstrap_port,
@@ -118,13 +118,13 @@ class Shapes:
         return state
 
     def wait_running(self, worker: ReadyInfo, num_requests: int, within: float = 60.0) -> None:
-        """Until so many are running there."""
+        """Wait until `num_requests` requests run on the worker."""
         deadline = time.monotonic() + within
         while (found := self.state(worker)["num_running_reqs"]) != num_requests:
             assert time.monotonic() < deadline, f"{found} of {num_requests} requests run at {worker.url}"
 
     def check_nothing_is_held(self, *children: ChildProcess, within: float = 30.0) -> None:
-        """Soon after the last request every page, row and slot is back."""
+        """Assert that all pages, rows and slots are freed soon after the last request."""
         deadline = time.monotonic() + within
         for child in children:
             while problem := held(self.state(wait_ready(child))):
@@ -132,6 +132,6 @@ class Shapes:
 
 
 def _own_network() -> str:
-    """Of the loopback addresses those that no other process of this machine uses, but for the last number."""
+    """Return the first three numbers of loopback addresses that no other process of this machine uses."""
     pid = os.getpid()
     return f"127.{pid % 250 + 1}.{pid // 250 % 250 + 1}"

@@ -1,8 +1,8 @@
-"""Schedulers on fakes under a manual clock: whole workers in one thread, turned by hand, no sockets and no waiting.
+"""Schedulers on fakes under a manual clock: whole workers in one thread, without sockets or waits.
 
-`SimWorker` is one worker: the real scheduler, role, cache and queues over the fake engine, with lists for pipes. Its
-loop is the normal one, or the overlapped or pipelined one with an engine whose steps end some turns later.
-`ColocatedWorld` is one null worker.
+`SimWorker` is one worker: the real scheduler, role, cache and queues over the fake engine, with lists as pipes. The
+test runs each turn of its loop: the normal loop, or the overlapped or pipelined one with an engine that ends steps some
+turns later. `ColocatedWorld` is one null worker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,30 +27,30 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.cache.window_pages import WindowPages
-from splitserve.clock import ManualClock
-from splitserve.config import SchedulePolicy
-from splitserve.core.batch import Engine, PipelinedEngine, TokenLogprob
+from splitserve.core.batch import ModelEngine, PipelinedEngine, TokenLogprob
+from splitserve.core.clock import ManualClock
+from splitserve.core.config import SchedulePolicy
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
+from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.core.request import FinishReason, Request
-from splitserve.events.index import BlockIndex
-from splitserve.events.publisher import EventPublisher, NullEventPublisher
-from splitserve.events.schema import CPU_PINNED, GPU, KVEvent
-from splitserve.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
-from splitserve.scheduler.admission import Admission
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
+from splitserve.observe.events.schema import CPU_PINNED, GPU, KVEvent
+from splitserve.scheduler.admission import PoolAdmission
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.kv_events import KVEventFeed
 from splitserve.scheduler.lockstep import Member
-from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepUnderWay
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.pipeline import PipelinedLoop
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
-from splitserve.scheduler.role_switch import RoleSwitch
+from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.scheduler import Limits, Scheduler
+from splitserve.scheduler.scheduler import RequestLimits, Scheduler, SchedulerPorts
 from splitserve.scheduler.speculation import Proposer, Speculation
 from splitserve.testing.fake_engine import FakeEngine
 from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, InlinePool
@@ -57,11 +58,11 @@ from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, InlinePool
 RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
 
 
-class EngineWithMemory(Engine, HostCopies, Protocol):
-    """An engine and the pool it computes into."""
+class EngineWithMemory(ModelEngine, HostCopies, Protocol):
+    """Engine together with the pool that it computes into."""
 
     layout: KVLayout
-    # Set where the layout has window pages.
+    # Set if the layout has window pages.
     window_table: npt.NDArray[np.int32] | None
 
     def regions(self) -> tuple[Region, ...]: ...
@@ -72,7 +73,7 @@ EngineMaker = Callable[[npt.NDArray[np.int32], int, int], EngineWithMemory]
 
 
 class ListInbox:
-    """Messages in a list. Waiting is a no-op: the test decides what happens next."""
+    """Inbox in a list. Waiting is a no-op: the test decides what happens next."""
 
     def __init__(self) -> None:
         self.messages: list[ToScheduler] = []
@@ -86,21 +87,21 @@ class ListInbox:
 
 
 class LateSteps:
-    """The overlapped loop in one thread. A step is run, from its first read to its last write, when it ends."""
+    """Overlapped loop in one thread. All work of a step, from first read to last write, is done at its end."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, rng: random.Random) -> None:
+    def __init__(self, scheduler: Scheduler, engine: ModelEngine, rng: random.Random) -> None:
         self._engine_thread = HeldPool()
         self._loop = OverlappedLoop(scheduler, engine, self._engine_thread, wake=lambda: None)
         self._rng = rng
         self._ends = rng.choice([0.2, 0.6, 1.0])
-        self.under_way: StepUnderWay | None = None
+        self.under_way: StepInFlight | None = None
 
     @property
     def is_computing(self) -> bool:
         return self.under_way is not None
 
     def run_once(self) -> bool:
-        """One turn, before which the step under way may have ended; False if there was nothing to compute."""
+        """Run one turn, after ending the step in flight at random. Return False if there was nothing to compute."""
         if self._rng.random() < self._ends:
             self._engine_thread.finish_all()
         before, self.under_way = self.under_way, self._loop.turn(self.under_way)
@@ -108,7 +109,7 @@ class LateSteps:
 
 
 class LatePipeline:
-    """The pipelined loop in one thread. A step is run, from its first read to its last write, when it ends."""
+    """Pipelined loop in one thread. All work of a step, from first read to last write, is done at its end."""
 
     def __init__(self, scheduler: Scheduler, engine: PipelinedEngine, rng: random.Random, pp_size: int) -> None:
         self._engine_thread = HeldPool()
@@ -121,7 +122,7 @@ class LatePipeline:
         return bool(self._loop.under_way)
 
     def run_once(self) -> bool:
-        """One turn, before which some of the steps under way may have ended; False if there was nothing to compute."""
+        """Run one turn, after ending some steps in flight at random. Return False if there was nothing to compute."""
         while self._rng.random() < self._ends and not self._are_all_done():
             self._engine_thread.finish_next()
         before = self.is_computing
@@ -133,7 +134,7 @@ class LatePipeline:
 
 
 class IndexingPublisher(NullEventPublisher):
-    """Tells one index, at once."""
+    """Publisher into one index, at once."""
 
     def __init__(self) -> None:
         self.index = BlockIndex()
@@ -143,125 +144,132 @@ class IndexingPublisher(NullEventPublisher):
             self.index.apply(event)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimSettings:
+    """Settings of one worker."""
+
+    # Memory.
+    num_pages: int = 64
+    page_size: int = 16
+    prefix: bool = True
+    shared: SharedPages | None = None
+    # Bytes for copies of retracted requests, and for evicted pages of the prefix cache.
+    host_memory: int = 1 << 30
+    prefix_host_memory: int = 0
+    # None: the worker has no rows beyond those of running requests.
+    pre_alloc_size: int | None = None
+    # Admission.
+    token_budget: int = 2048
+    prompt_budget: int | None = None
+    max_running: int = 64
+    max_queued: int = 1000
+    num_reserved_decode_tokens: int = 512
+    policy: SchedulePolicy = SchedulePolicy.FCFS
+    has_priorities: bool = False
+    default_timeout: float | None = None
+    # Model.
+    make_engine: EngineMaker = FakeEngine
+    eos_token_ids: frozenset[int] = frozenset()
+    grammar_compiler: GrammarCompiler | None = None
+    grammar_pool: Executor | None = None
+    proposer: Proposer | None = None
+    num_draft_tokens: int = 4
+    # Random end of steps in the overlapped loop. None: the normal loop.
+    late_steps: random.Random | None = None
+    # Stages of the pipelined loop, which replaces the overlapped one. None: no pipeline.
+    pp_size: int | None = None
+    # Member of a group of workers that compute their steps together. None: no group.
+    group: Member | None = None
+    inbox: ListInbox | None = None
+    # Whether KV events are recorded.
+    tells: bool = True
+    # Publisher of KV events. None: an index that is compared with the caches at the end.
+    publisher: EventPublisher | None = None
+
+
 class SimWorker:
-    """One worker. What it tells its front end is collected by request, and checked as it comes."""
+    """Worker under a manual clock. Its messages to the front end are collected by request and checked on arrival."""
 
     def __init__(
         self,
         clock: ManualClock,
         make_role: RoleMaker,
         tokens_at_most: Callable[[Request], int],
-        *,
-        num_pages: int = 64,
-        page_size: int = 16,
-        token_budget: int = 2048,
-        prompt_budget: int | None = None,
-        max_running: int = 64,
-        max_queued: int = 1000,
-        prefix: bool = True,
-        eos_token_ids: frozenset[int] = frozenset(),
-        make_engine: EngineMaker = FakeEngine,
-        shared: SharedPages | None = None,
-        grammar_compiler: GrammarCompiler | None = None,
-        grammar_pool: Executor | None = None,
-        num_reserved_decode_tokens: int = 512,
-        host_memory: int = 1 << 30,
-        prefix_host_memory: int = 0,
-        policy: SchedulePolicy = SchedulePolicy.FCFS,
-        has_priorities: bool = False,
-        default_timeout: float | None = None,
-        pre_alloc_size: int | None = None,
-        proposer: Proposer | None = None,
-        num_draft_tokens: int = 4,
-        # How late steps end, in the overlapped loop; None: the normal loop.
-        late_steps: random.Random | None = None,
-        # Stages of the pipelined loop, which takes the place of the overlapped one; None: no pipeline.
-        pp_size: int | None = None,
-        inbox: ListInbox | None = None,
-        # Other workers that compute their steps with it.
-        group: Member | None = None,
-        # Whether it records KV events, and their publisher; None: one that is compared with what is held at the end.
-        tells: bool = True,
-        publisher: EventPublisher | None = None,
+        settings: SimSettings,
     ) -> None:
         self.clock = clock
-        self.longest = num_pages * page_size
-        rows = (
-            ReqToTokenPool(max_running, self.longest, page_size)
-            if pre_alloc_size is None
-            else DecodeReqToTokenPool(max_running, self.longest, page_size, pre_alloc_size)
-        )
-        self.engine = make_engine(rows.table, shared.num_pages if shared else num_pages, page_size)
-        self._record = BlockRecord(page_size) if tells else None
-        cache_of_prefixes: PrefixCache = RadixCache(page_size) if prefix else NoPrefixCache()
-        if self._record is not None:
-            cache_of_prefixes = ToldPrefixCache(cache_of_prefixes, self._record)
-        pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(num_pages)
-        host = None
-        if prefix_host_memory:
-            host = HostTier(HostMemory(self.engine, prefix_host_memory), page_size, self._record)
-        windows = self._window_pages(token_budget)
-        window = self.engine.layout.window
-        self.cache = PagedKVCache(pages, rows, cache_of_prefixes, page_size, shared, host, window, windows)
-        self.inbox = inbox or ListInbox()
+        self.longest = settings.num_pages * settings.page_size
+        self._record = BlockRecord(settings.page_size) if settings.tells else None
+        self.engine, self.cache = self._engine_and_cache(settings)
+        self.inbox = settings.inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
         outbox = Outbox(self._collect, clock)
-        admission = Admission(
-            self.cache, num_reserved_decode_tokens=num_reserved_decode_tokens, tokens_at_most=tokens_at_most
-        )
-        retraction = Retraction(self.cache, self.engine, host_memory)
-        order = WaitingOrder(policy, self.cache, has_priorities=has_priorities)
-        self.running = RunningSet(
-            self.cache,
-            admission,
-            retraction,
-            order,
-            token_budget=token_budget,
-            max_running=max_running,
-            speculation=Speculation(proposer, self.cache, num_draft_tokens) if proposer else None,
-            prompt_budget=prompt_budget,
-            pp_size=pp_size or 1,
-        )
-        limits = Limits(self.longest, max_queued, eos_token_ids, has_priorities, default_timeout)
-        # Set by `make_role` where the role can change.
-        self.role_switch: RoleSwitch | None = None
+        self.running = self._running_set(settings, tokens_at_most)
+        # Set by `make_role` if the role can change.
+        self.role_switch: SchedulerRoleSwitch | None = None
         role = make_role(self, self.running, outbox)
-        compiler = grammar_compiler or FakeCompiler(eos_token_ids)
-        bounds = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=1 << 30)
-        grammars = GrammarQueue(compiler, grammar_pool or InlinePool(), clock, lambda: None, bounds)
-        self._told = publisher or IndexingPublisher()
+        self._told = settings.publisher or IndexingPublisher()
         self._feed = KVEventFeed(self._record, self._told)
         self.scheduler = Scheduler(
             role,
             self.running,
             self.cache,
-            self.inbox,
-            outbox,
-            clock,
-            limits,
-            grammars,
-            self._feed,
+            SchedulerPorts(self.inbox, outbox, self._feed, clock),
+            RequestLimits(
+                self.longest,
+                settings.max_queued,
+                settings.eos_token_ids,
+                settings.has_priorities,
+                settings.default_timeout,
+            ),
+            self._grammars(settings),
             self.role_switch,
-            group,
+            settings.group,
         )
         self._late: LateSteps | LatePipeline | None = None
-        if late_steps and pp_size:
-            self._late = LatePipeline(self.scheduler, self.fake_engine, late_steps, pp_size)
-        elif late_steps:
-            self._late = LateSteps(self.scheduler, self.engine, late_steps)
+        if settings.late_steps and settings.pp_size:
+            self._late = LatePipeline(self.scheduler, self.fake_engine, settings.late_steps, settings.pp_size)
+        elif settings.late_steps:
+            self._late = LateSteps(self.scheduler, self.engine, settings.late_steps)
         self._loop = self._late or NormalLoop(self.scheduler, self.engine)
 
-    def _window_pages(self, token_budget: int) -> WindowPages | None:
-        layout = self.engine.layout
-        if not layout.num_window_pages:
-            return None
-        window = max(component.window or 0 for component in layout.components)
-        windows = WindowPages(
-            layout.num_pages, layout.num_window_pages, layout.page_size, window, step_tokens=token_budget
+    def _engine_and_cache(self, settings: SimSettings) -> tuple[EngineWithMemory, PagedKVCache]:
+        page_size, shared = settings.page_size, settings.shared
+        rows = (
+            ReqToTokenPool(settings.max_running, self.longest, page_size)
+            if settings.pre_alloc_size is None
+            else DecodeReqToTokenPool(settings.max_running, self.longest, page_size, settings.pre_alloc_size)
         )
-        self.engine.window_table = windows.table
-        return windows
+        engine = settings.make_engine(rows.table, shared.num_pages if shared else settings.num_pages, page_size)
+        prefixes: PrefixCache = RadixCache(page_size) if settings.prefix else NoPrefixCache()
+        if self._record is not None:
+            prefixes = ToldPrefixCache(prefixes, self._record)
+        pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(settings.num_pages)
+        host = None
+        if settings.prefix_host_memory:
+            host = HostTier(HostMemory(engine, settings.prefix_host_memory), page_size, self._record)
+        windows = _window_pages(engine, settings.token_budget)
+        return engine, PagedKVCache(pages, rows, prefixes, page_size, shared, host, engine.layout.window, windows)
+
+    def _running_set(self, settings: SimSettings, tokens_at_most: Callable[[Request], int]) -> RunningSet:
+        reserved, proposer = settings.num_reserved_decode_tokens, settings.proposer
+        return RunningSet(
+            self.cache,
+            PoolAdmission(self.cache, num_reserved_decode_tokens=reserved, tokens_at_most=tokens_at_most),
+            Retraction(self.cache, self.engine, settings.host_memory),
+            WaitingOrder(settings.policy, self.cache, has_priorities=settings.has_priorities),
+            token_budget=settings.token_budget,
+            max_running=settings.max_running,
+            speculation=Speculation(proposer, self.cache, settings.num_draft_tokens) if proposer else None,
+            prompt_budget=settings.prompt_budget,
+            pp_size=settings.pp_size or 1,
+        )
+
+    def _grammars(self, settings: SimSettings) -> GrammarQueue:
+        compiler = settings.grammar_compiler or FakeCompiler(settings.eos_token_ids)
+        bounds = GrammarLimits(timeout=60.0, max_waiting=settings.max_queued, cache_bytes=1 << 30)
+        return GrammarQueue(compiler, settings.grammar_pool or InlinePool(), self.clock, lambda: None, bounds)
 
     @property
     def role(self) -> Role:
@@ -269,7 +277,7 @@ class SimWorker:
 
     @property
     def fake_engine(self) -> FakeEngine:
-        """The engine, where it is the fake one."""
+        """Return the engine, which must be the fake one."""
         assert isinstance(self.engine, FakeEngine)
         return self.engine
 
@@ -277,7 +285,7 @@ class SimWorker:
         self.inbox.messages.append(message)
 
     def turn(self) -> bool:
-        """One turn of the loop; False if there was nothing to compute."""
+        """Run one turn of the loop. Return False if there was nothing to compute."""
         return self._loop.run_once()
 
     def is_idle(self) -> bool:
@@ -301,7 +309,7 @@ class SimWorker:
         self.scheduler.check_invariants()
 
     def check_what_was_told(self) -> None:
-        """The KV events were those of the caches."""
+        """Assert that the published KV events match the caches."""
         if self._record is None:
             return
         held = self._record.blocks()
@@ -334,14 +342,24 @@ class SimWorker:
             earlier.append(output)
 
 
+def _window_pages(engine: EngineWithMemory, token_budget: int) -> WindowPages | None:
+    layout = engine.layout
+    if not layout.num_window_pages:
+        return None
+    window = max(component.window or 0 for component in layout.components)
+    windows = WindowPages(layout.num_pages, layout.num_window_pages, layout.page_size, window, step_tokens=token_budget)
+    engine.window_table = windows.table
+    return windows
+
+
 class ColocatedWorld(SimWorker):
-    """One null worker and its clock."""
+    """One null worker with its clock."""
 
     def __init__(self, **settings: Any) -> None:
         def make_role(worker: SimWorker, running: RunningSet, outbox: Outbox) -> Role:
             return ColocatedRole(running, worker.cache, outbox, worker.clock)
 
-        super().__init__(ManualClock(), make_role, lambda r: r.num_tokens_at_most, **settings)
+        super().__init__(ManualClock(), make_role, lambda r: r.num_tokens_at_most, SimSettings(**settings))
 
     def run_until_idle(self, max_turns: int = 20_000) -> None:
         for _ in range(max_turns):

@@ -1,7 +1,7 @@
-"""A pipeline of fake stages under a manual clock: when each stage works at which step, and how long it stands idle.
+"""Pipeline of fake stages under a manual clock, which measures the busy and idle time of each stage.
 
-A step passes the stages one after the other, each as soon as it has got it and is done with the step before. The tokens
-are the fake engine's.
+A step passes the stages in order. A stage begins it when the stage before has finished it and its own last step is
+done. The fake engine computes the tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from splitserve.clock import ManualClock
 from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.clock import ManualClock
 from splitserve.scheduler.pipeline import PipelinedLoop
 from splitserve.testing.fake_engine import FakeEngine
 from splitserve.testing.fake_grammar import HeldPool
@@ -19,16 +19,16 @@ from splitserve.testing.sim import ColocatedWorld
 
 
 class StagedEngine(FakeEngine):
-    """`seconds`: how long a step takes in each stage."""
+    """Fake engine with stages. `seconds`: for each stage, the duration of a step."""
 
     def __init__(self, *args: Any, clock: ManualClock, seconds: list[Callable[[StepPlan], float]]) -> None:
         super().__init__(*args)
         self._clock = clock
         self._seconds = seconds
-        # When each stage is done with what it was given, and how long it has worked.
+        # Time when each stage finishes its last step, and its total busy time.
         self._done_at = [0.0] * len(seconds)
         self.busy = [0.0] * len(seconds)
-        # Of the steps under way.
+        # End times of the steps in flight.
         self.ends: deque[float] = deque()
         self.plans: list[StepPlan] = []
 
@@ -44,7 +44,7 @@ class StagedEngine(FakeEngine):
 
 
 class PipelineWorld(ColocatedWorld):
-    """One null worker of some stages: time passes from one step's end to the next one's."""
+    """Null worker of several stages. Time advances from the end of one step to the end of the next."""
 
     def __init__(self, seconds: list[Callable[[StepPlan], float]], **settings: Any) -> None:
         def make_engine(*args: Any) -> StagedEngine:
@@ -60,12 +60,12 @@ class PipelineWorld(ColocatedWorld):
         return self.engine
 
     def end_step(self) -> None:
-        """Let the first of the steps under way end; it is now when it does."""
+        """Advance the clock to the end of the first step in flight, and end it."""
         self.clock.advance(max(0.0, self.stages.ends.popleft() - self.clock.now()))
         self._engine_thread.finish_next()
 
     def run_to_the_end(self) -> float:
-        """Seconds until nothing is left."""
+        """Run until nothing is left. Return the seconds that it took."""
         began = self.clock.now()
         for _ in range(100_000):
             self.pipeline.turn()

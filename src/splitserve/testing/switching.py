@@ -1,7 +1,7 @@
-"""Workers in one thread that change their roles while requests run, and what a router does about it.
+"""Workers in one thread that change their roles while requests run, driven as a router drives them.
 
-`SwitchWorld.happen` lets one thing happen, chosen by the seed, as `PairWorld.happen` does. Which worker has which role
-the world knows by the answers to its orders: it sends requests to pairs or colocated workers of that moment.
+`SwitchWorld.happen` runs one event chosen by the seed, as `PairWorld.happen` does. It learns each worker's role from
+the replies to its role requests, and sends requests to the pairs or colocated workers of that moment.
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from splitserve.clock import ManualClock
-from splitserve.config import DisaggregationConfig
+from splitserve.core.clock import ManualClock
+from splitserve.core.config import DisaggregationConfig
+from splitserve.core.errors import WorkerUnavailableError
+from splitserve.core.messages import GenerateRequest, RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.kit import HandOverKit
-from splitserve.disaggregation.manager import KVManager
-from splitserve.disaggregation.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.disaggregation.peers import BootstrapAddress, LookupFailure
-from splitserve.disaggregation.transports.fake import FakeNetwork, FakeTransport
-from splitserve.disaggregation.wire import KVArgs, PrefillInfo
-from splitserve.errors import WorkerUnavailableError
-from splitserve.messages import GenerateRequest, RoleReply, RoleRequest, RoleStep
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.role_switch import RoleSwitch
+from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.testing.control import Book, Channel, Wires
+from splitserve.testing.control import Channel, FakeDirectory, Wires
 from splitserve.testing.fake_grammar import InlinePool
-from splitserve.testing.pair import Between
-from splitserve.testing.sim import SimWorker
+from splitserve.testing.pair import PairLinks
+from splitserve.testing.sim import SimSettings, SimWorker
+from splitserve.transfer.kit import HandOverKit
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.transfer.peers import BootstrapAddress, LookupFailure
+from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
+from splitserve.transfer.wire import KVArgs, PrefillInfo
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 
 
 class SimRole:
-    """A PreparedRole over the fake transport; for prefill it is in the book while it is open."""
+    """PreparedRole over the fake transport. A prefill role is in the directory while it is open."""
 
     def __init__(
         self, world: SwitchWorld, worker: SwitchingWorker, mode: DisaggregationMode, running: RunningSet, outbox: Outbox
@@ -58,18 +58,15 @@ class SimRole:
             metadata_row_bytes=self._metadata.row_bytes,
             num_metadata_rows=8,
         )
-        # Each asks for itself.
-        directory = Book()
+        # Each role has a directory client of its own.
+        directory = FakeDirectory()
         directory.entries = world.entries
         self.manager = KVManager(
             mode,
-            clock=world.clock,
-            channel=Channel(world.control, self.address.host),
-            transport=self._transport,
-            args=args,
-            metadata=self._metadata,
-            config=DisaggregationConfig(),
-            directory=directory if mode is DECODE else None,
+            KVManagerPorts(world.clock, Channel(world.control, self.address.host), self._transport, directory),
+            KVManagerMemory(self._metadata),
+            KVManagerIdentity(args),
+            DisaggregationConfig(),
         )
         if mode is PREFILL:
             world.entries[self.address] = [self.manager.prefill_info()]
@@ -97,7 +94,7 @@ class SimRole:
 
 
 class SimRoles:
-    """A RoleBuilder. `fails`: the next role cannot be prepared."""
+    """RoleBuilder. `fails`: the next role cannot be prepared."""
 
     def __init__(self, world: SwitchWorld, worker: SwitchingWorker, running: RunningSet, outbox: Outbox) -> None:
         self._parts = world, worker, running, outbox
@@ -115,26 +112,27 @@ class SimRoles:
 
 
 class SwitchingWorker(SimWorker):
-    def __init__(self, world: SwitchWorld, name: str, mode: DisaggregationMode, **settings: Any) -> None:
+    def __init__(self, world: SwitchWorld, name: str, mode: DisaggregationMode, **options: Any) -> None:
         self.name = name
-        # What the router knows.
+        # The router's view of the worker.
         self.mode, self.takes_requests = mode, True
         self.num_switches = self.num_given_up = 0
-        # The switch under way: the answers it waits for, in order.
+        # Role that a switch in progress leads to. None: no switch.
         self.goal: DisaggregationMode | None = None
 
         def make_role(_: SimWorker, running: RunningSet, outbox: Outbox) -> Role:
             self.builder = SimRoles(world, self, running, outbox)
             self.installed = self.builder.prepare(mode, None)
-            self.role_switch = RoleSwitch(self.builder, self.installed, InlinePool(), lambda: None)
+            self.role_switch = SchedulerRoleSwitch(self.builder, self.installed, InlinePool(), lambda: None)
             return self.installed.install()
 
-        super().__init__(world.clock, make_role, lambda r: r.num_tokens_at_most, pre_alloc_size=16, **settings)
+        settings = SimSettings(pre_alloc_size=16, **options)
+        super().__init__(world.clock, make_role, lambda r: r.num_tokens_at_most, settings)
 
     def turn(self) -> bool:
         has_computed = super().turn()
         if not has_computed and self._late is None:
-            # As the loop would: nothing is under way.
+            # Nothing is in flight: rest, as the worker's loop does.
             self.scheduler.rest(0.0)
         return has_computed
 
@@ -142,15 +140,15 @@ class SwitchingWorker(SimWorker):
         self.submit(RoleRequest(call_id=list(RoleStep).index(step), step=step, **more))
 
 
-class SwitchWorld(Between):
-    """`modes`: the workers' at the start."""
+class SwitchWorld(PairLinks):
+    """Workers in the given initial `modes`, with the network between them."""
 
     def __init__(self, seed: int, modes: list[DisaggregationMode], *, late: bool = False, **settings: Any) -> None:
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.control = Wires(step=True)
         self.data = FakeNetwork(step=True)
-        # Who is behind a bootstrap address.
+        # Prefill workers by bootstrap address.
         self.entries: dict[BootstrapAddress, list[PrefillInfo] | LookupFailure] = {}
         self.managers: list[KVManager] = []
         self._number = 0
@@ -158,7 +156,7 @@ class SwitchWorld(Between):
         for i, mode in enumerate(modes):
             late_steps = random.Random(self.rng.random()) if late else None
             self.workers.append(SwitchingWorker(self, f"w{i}", mode, late_steps=late_steps, **settings))
-        # rid -> the workers that serve it, the last one answers.
+        # rid -> workers that serve it. The last one answers.
         self.served: dict[str, list[SwitchingWorker]] = {}
 
     def new_number(self) -> int:
@@ -168,8 +166,8 @@ class SwitchWorld(Between):
     def pool(self, mode: DisaggregationMode) -> list[SwitchingWorker]:
         return [w for w in self.workers if w.mode is mode and w.takes_requests]
 
-    def submit(self, rid: str, prompt: list[int], params: SamplingParams) -> bool:
-        """What a router does; False where nobody is there."""
+    def submit(self, rid: str, prompt: list[int], params: ResolvedSampling) -> bool:
+        """Send a request to workers, as a router does. Return False if there is no worker for it."""
         room = self.rng.getrandbits(62)
         pairs = bool(self.pool(PREFILL) and self.pool(DECODE))
         if self.pool(NULL) and (not pairs or self.rng.random() < 0.3):
@@ -189,7 +187,7 @@ class SwitchWorld(Between):
         worker.order(RoleStep.PREPARE, mode=goal)
 
     def happen(self) -> None:
-        """Let one thing happen."""
+        """Run one random event."""
         match self.rng.randrange(8):
             case 0 | 1:
                 worker = self.rng.choice(self.workers)
@@ -217,14 +215,14 @@ class SwitchWorld(Between):
         assert all(m.num_rooms == 0 for m in self.managers)
 
     def _go_on(self, worker: SwitchingWorker) -> None:
-        """What a front end does with the answers to its orders: the next one, or a step back."""
+        """Act on the replies to role requests, as a front end does: request the next step, or cancel."""
         replies, worker.replies = worker.replies, []
         for reply in replies:
             assert isinstance(reply, RoleReply)
             assert worker.goal is not None
             step = list(RoleStep)[reply.call_id]
             if reply.error or (step is not RoleStep.CANCEL and self.rng.random() < 0.1):
-                # It failed, or somebody thought better of it.
+                # The step failed, or the switch is cancelled at random.
                 if step is not RoleStep.COMMIT:
                     worker.order(RoleStep.CANCEL)
                     continue

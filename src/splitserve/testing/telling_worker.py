@@ -1,4 +1,4 @@
-"""A scripted worker that tells real KV events of a cache which its test fills."""
+"""Scripted worker that publishes real KV events of a cache. The test fills the cache."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from aiohttp import web
 
 from splitserve.cache.page_names import block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.events.index import BlockIndex
-from splitserve.events.publisher import ZmqEventPublisher
-from splitserve.events.schema import BlockStored, IndexSnapshot
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.publisher import ZmqEventPublisher
+from splitserve.observe.events.schema import BlockStored, IndexSnapshot
 from splitserve.testing.router_world import FakeWorker
 
-# Tokens a block.
+# Tokens per block.
 SIZE = 4
 _ANY = "tcp://127.0.0.1:0"
 
 
-class TellingWorker:
-    """Serves anything at once, and tells of what `tell` puts into its cache. `folder`: of its model, if it says so."""
+class PublishingWorker:
+    """Worker that answers every request at once, and publishes what `tell` puts into its cache.
+
+    `folder`: tokenizer path that it reports. Empty: none.
+    """
 
     def __init__(self, folder: str = "", *, tells: bool = True) -> None:
         self.folder = folder
@@ -50,7 +53,7 @@ class TellingWorker:
         self.tell(BlockStored(names, None, tokens[: len(names) * SIZE], SIZE))
 
     def restart(self) -> None:
-        """With an empty cache, and at other ports."""
+        """Restart with an empty cache and other ports."""
         assert self.publisher is not None
         self.publisher.shutdown()
         self.publisher, self.index = ZmqEventPublisher(0, _ANY, _ANY), BlockIndex()

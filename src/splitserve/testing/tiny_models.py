@@ -1,7 +1,7 @@
 """Tiny random models with the features of real ones, complete enough to serve: weights, tokenizer, chat template.
 
-Weights are drawn wider than a training run would: then the best token leads by far more than float noise, and greedy
-output can be compared exactly.
+Weights are sampled with a larger variance than training gives. So the best token leads by far more than float noise,
+and greedy output can be compared exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TinyKind = Literal["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
 TINY_KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
-# With multi-head latent attention.
+# Kinds with multi-head latent attention.
 MLA_KINDS: tuple[TinyKind, ...] = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>")
@@ -41,10 +41,10 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": _EOS_ID,
     "tie_word_embeddings": False,
 }
-# Gemma-3: full attention only in the third of four layers, and a window that tests outgrow.
+# Gemma-3: full attention only in the third of four layers, and a window that is shorter than the tests' prompts.
 _GEMMA_LAYERS = ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention")
 _GEMMA_WINDOW = 32
-# A dense layer, then mixtures of eight experts in four groups, and one that all tokens go to.
+# One dense layer, then mixtures of eight experts in four groups, plus a shared expert for all tokens.
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -60,7 +60,7 @@ _DEEPSEEK: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
-# Positions stretched, and scores scaled for it.
+# RoPE with stretched positions and attention scores scaled to match.
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -74,14 +74,15 @@ _YARN = {
 
 
 def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
-    """Save a random model of this kind (float32) into `folder`, which is made, and return it. Same seed, same weights.
+    """Create `folder`, save a random model of this kind (float32) into it, and return it.
 
-    llama: grouped-query attention. qwen3: norms on queries and keys. gemma3: sliding windows on most layers.
-    mixtral: two of four experts a token. qwen3_moe: the same with norms. deepseek_v2, deepseek_v3: latent attention,
-    experts chosen by groups; deepseek_v2_lite: queries that are not compressed, experts chosen from all.
+    The same seed gives the same weights.
+    llama: grouped-query attention. qwen3: norms on queries and keys. gemma3: sliding windows on most layers. mixtral:
+    two of four experts per token. qwen3_moe: the same with norms. deepseek_v2, deepseek_v3: latent attention, experts
+    chosen by groups. deepseek_v2_lite: queries without compression, experts chosen from all.
     """
     config = _config(kind)
-    # Initialisation draws from torch's global generator: lend it a seed, and give it back as it was.
+    # Initialisation uses torch's global generator: seed it here, and restore its state afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -96,7 +97,7 @@ def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
 
 
 def _draw_biases(model: Any) -> None:
-    """What a training run moves away from zero, and initialisation leaves there: DeepSeek-V3's choice of experts."""
+    """Sample the biases that initialisation leaves at zero: those of DeepSeek-V3's expert choice."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.5, 0.5)
@@ -130,7 +131,7 @@ def _deepseek(kind: TinyKind) -> Any:
 
 
 def _tokenizer() -> Any:
-    """One token a byte, and the special ones after them. Decodes every id, and any text comes back as it was."""
+    """Return a tokenizer of one token per byte, and special tokens after them. Encoding and decoding lose nothing."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,8 @@
-"""The other end of a transport as a process of its own, for tests and benchmarks: it can be stopped and killed.
+"""Second end of a transport in a process of its own, for tests and benchmarks that stop or kill it.
 
-`PeerProcess` starts `python -m splitserve.testing.transfer_peer SPEC`, which opens a transport over memory of its own
-and obeys one JSON line after another: `open`, `drain`, `is_fenced`, `fill`, `digest`, `cpu_seconds`, `write` (waits for
-its end), `begin` (does not). Each is answered by one JSON line.
+`PeerProcess` starts `python -m splitserve.testing.transfer_peer SPEC`. It opens a transport over its own memory and
+runs one JSON command per line: `open`, `drain`, `is_fenced`, `fill`, `set`, `digest`, `cpu_seconds`, `write` (waits for
+its end), `begin` (does not wait), `write_for_ever`. It answers each with one JSON line.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from numpy.typing import NDArray
 
 from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
-from splitserve.disaggregation.copies import copy_table
-from splitserve.disaggregation.transports import create_transport, needs_shareable_memory
-from splitserve.disaggregation.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
 from splitserve.testing.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import create_transport, needs_shareable_memory
+from splitserve.transfer.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
 
-# Seconds a test waits for an answer.
+# Seconds to wait for an answer.
 ANSWER_TIMEOUT = 60.0
 
 
-# Mooncake between pools on a fake GPU, with slots on the host and on that GPU: what `End` calls it.
+# Names, for `End`, of Mooncake between pools on a fake GPU -> where its staging slots are.
 FAKE_MOONCAKES = {"mooncake of a fake GPU": "host", "mooncake on a fake GPU": "gpu"}
-# Their memory lies on a GPU.
+# Backends that need memory on a GPU.
 _ON_GPU = frozenset({"cuda_ipc", "nccl"})
 
 
@@ -43,7 +43,7 @@ def _arena(num_bytes: int, backend: str) -> Arena:
 
 
 def _bytes_on_gpu(num_bytes: int, device: str) -> Any:
-    # Only now: most peers do without torch.
+    # Imported late: most peers do not need torch.
     import torch
 
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -52,7 +52,7 @@ def _bytes_on_gpu(num_bytes: int, device: str) -> Any:
 
 
 class TensorBytes:
-    """A tensor of bytes, as tests use an array: what is read is a copy, what is assigned is written."""
+    """Tensor of bytes with the interface of an array. Reads return a copy, and assignments write to the tensor."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -68,7 +68,7 @@ class TensorBytes:
     def __setitem__(self, key: Any, value: Any) -> None:
         array = np.array(self)
         array[key] = value
-        # When it returns, it is there.
+        # The copy is complete when this returns.
         self._tensor.copy_(_tensor_of(array))
 
     def __eq__(self, other: object) -> Any:
@@ -87,10 +87,10 @@ def _tensor_of(array: NDArray[np.uint8]) -> Any:
 
 
 class End:
-    """A transport over memory of its own, one region for each of `lengths`."""
+    """Transport over its own memory, with one region of each of `lengths` bytes."""
 
     def __init__(self, backend: str, lengths: Sequence[int], *, device: str = "cuda", **options: Any) -> None:
-        """`device`: where memory lies that must be on a GPU."""
+        """Open the transport. `device`: where memory is allocated that must be on a GPU."""
         self.backend = backend
         self.progress = threading.Event()
         if backend in FAKE_MOONCAKES:
@@ -98,7 +98,7 @@ class End:
             return
         is_fake_gpu, is_on_gpu = backend == FAKE_CUDA_IPC, backend in _ON_GPU
         self.arenas = [] if is_on_gpu else [_arena(n, backend) for n in lengths]
-        # Instead of arenas on a GPU: tensors of bytes.
+        # Tensors of bytes, in place of arenas, for memory on a GPU.
         self.tensors = [_bytes_on_gpu(n, device) for n in lengths] if is_on_gpu else []
         self.memory: list[Any] = [np.frombuffer(a.buffer, dtype=np.uint8) for a in self.arenas]
         self.memory += [TensorBytes(tensor) for tensor in self.tensors]
@@ -108,7 +108,7 @@ class End:
         self.transport.register(regions)
 
     def _begin_on_fake_gpu(self, lengths: Sequence[int], staging: str, **options: Any) -> None:
-        # Only now: it needs torch, and most peers do without.
+        # Imported late: it needs torch, and most peers do not.
         from splitserve.testing.fake_device import FakeDevice, fake_mooncake_transport
 
         device = FakeDevice(lengths)
@@ -118,7 +118,7 @@ class End:
         self.transport.register(device.regions)
 
     def outcome(self, ticket: Ticket, timeout: float = ANSWER_TIMEOUT) -> WriteStatus:
-        """The ticket's final status. Raises AssertionError where it has none in time."""
+        """Return the ticket's final status. Raises AssertionError if the write does not end in time."""
         end = time.monotonic() + timeout
         while not (status := self.transport.poll(ticket)).is_final:
             if not self.progress.wait(end - time.monotonic()):
@@ -131,7 +131,7 @@ class End:
 
 
 class PeerProcess:
-    """An `End` in a process of its own. Use as a context manager."""
+    """`End` in a process of its own. Use as a context manager."""
 
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
         spec = json.dumps({"backend": backend, "lengths": list(lengths), "options": options})
@@ -150,7 +150,7 @@ class PeerProcess:
         self.kill()
 
     def ask(self, what: str, **more: Any) -> Any:
-        """One command, and its answer. Raises AssertionError where the process is gone."""
+        """Send one command and return its answer. Raises AssertionError if the process has ended."""
         self.tell(what, **more)
         return self.answer()
 
@@ -162,7 +162,7 @@ class PeerProcess:
     def answer(self) -> Any:
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
-            # Libraries write to standard output too.
+            # Libraries write to standard output, too.
             if line.startswith(_ANSWER):
                 return json.loads(line[len(_ANSWER) :])
         raise AssertionError(f"the peer process ended with code {self._process.wait(10)}")
@@ -171,7 +171,7 @@ class PeerProcess:
         return PeerAddress(*self.ask("open"))
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until the last of its threads stands."""
+        """Send SIGSTOP, and wait until all threads have stopped."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
@@ -179,7 +179,7 @@ class PeerProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone. Idempotent."""
+        """Send SIGKILL, and wait until the process has ended. Idempotent."""
         self._process.kill()
         self._process.wait(30)
         for pipe in (self._process.stdin, self._process.stdout):

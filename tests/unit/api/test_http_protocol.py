@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from splitserve.api.http_server import HttpServer, bind, port_of
 from splitserve.api.intake import Intake
 from splitserve.api.request_memory import RequestMemory
-from splitserve.config import LimitsConfig
-from splitserve.launch.http_server import HttpServer, bind, port_of
+from splitserve.core.config import LimitsConfig
 
 Talk = Callable[[int], Awaitable[None]]
 # Seconds in which everything here happens, but for hangs.
@@ -109,6 +110,18 @@ def test_large_headers_are_rejected_before_they_are_complete() -> None:
         assert (await send(port, request(b"a", b"X: " + b"x" * 1_000, CLOSE))).startswith(b"HTTP/1.1 200")
 
     serve(talk, max_header_bytes=2_000)
+
+
+def test_a_request_that_is_not_http_gets_the_json_error_of_all_others() -> None:
+    async def talk(port: int) -> None:
+        length = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n"
+        for data in (length, b"\0\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"):
+            head, _, body = (await send(port, data)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400"), data
+            assert b"content-type: application/json" in head
+            assert json.loads(body)["error"]["code"] == "invalid_request"
+
+    serve(talk)
 
 
 def test_a_client_that_still_sends_can_read_why_its_body_was_rejected() -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from splitserve.api.error_text import shortened
 from splitserve.api.field_limits import check_fields
 from splitserve.api.json_body import parse_object
+from splitserve.api.prompt_batch import is_batch
 from splitserve.api.unknown_fields import unknown_fields
-from splitserve.config import LimitsConfig
-from splitserve.errors import InvalidRequestError
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
 
 LIMITS = LimitsConfig()
 
@@ -24,8 +25,12 @@ LIMITS = LimitsConfig()
     [
         (b"", "JSON"),
         (b'{"text": ', "JSON"),
-        (b"[1]", "JSON list"),
-        (b'"text"', "JSON str"),
+        (b"[1]", "JSON array"),
+        (b'"text"', "JSON string"),
+        (b"null", "JSON null"),
+        (b"1", "JSON number"),
+        (b"1.5", "JSON number"),
+        (b"true", "JSON boolean"),
         (b'{"a": "\xff"}', "UTF-8|JSON"),
         (b'{"a": "\\ud800"}', "JSON"),
         (b'{"a":' + b"[" * 100_000, "deep|JSON"),
@@ -73,6 +78,16 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
     assert caught.value.param == param
     assert "at most" in caught.value.message
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("prompt", [["a"], ["a", "b"], [[1], [2]], [[]]])
+def test_a_list_of_prompts_is_a_batch(prompt: object) -> None:
+    assert is_batch(prompt)
+
+
+@pytest.mark.parametrize("prompt", [None, "a", [], [1, 2], 5, {"a": 1}])
+def test_a_text_a_list_of_ids_and_no_prompt_are_no_batch(prompt: object) -> None:
+    assert not is_batch(prompt)
 
 
 JSON = st.recursive(

@@ -15,9 +15,9 @@ from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp
 
 from splitserve.api.openapi import DOCS_PATHS
-from splitserve.config import ServerConfig, WorkerConfig
-from splitserve.errors import WorkerUnavailableError
-from splitserve.messages import SchedulerState
+from splitserve.core.config import ServerConfig, WorkerConfig
+from splitserve.core.errors import WorkerUnavailableError
+from splitserve.core.messages import SchedulerState
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs
 from splitserve.server.app import build_app

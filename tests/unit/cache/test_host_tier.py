@@ -12,7 +12,7 @@ from splitserve.cache.prefix import Evicted, split_pages
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.core.request import Request
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 
 PAGE, PAGE_BYTES = 2, 10
 
@@ -56,7 +56,7 @@ class World:
         self.cache = PagedKVCache(PageAllocator(num_pages), rows, RadixCache(PAGE), PAGE, host=self.tier)
 
     def admit(self, prompt) -> Request | None:
-        request = Request(str(prompt), list(prompt), SamplingParams(max_new_tokens=1))
+        request = Request(str(prompt), list(prompt), ResolvedSampling(max_new_tokens=1))
         n = len(prompt)
         if self.cache.holds(request) or not self.cache.try_admit(request, num_tokens=n, max_prefix=n - 1):
             return None

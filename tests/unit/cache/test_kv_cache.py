@@ -10,7 +10,7 @@ from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.core.request import Request
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 
 
 def make_cache(num_pages=12, page_size=4, rows=3, prefix=True, window=None) -> PagedKVCache:
@@ -24,7 +24,7 @@ def make_cache(num_pages=12, page_size=4, rows=3, prefix=True, window=None) -> P
 
 
 def make_request(rid="r", prompt=(1, 2, 3, 4, 5), max_new_tokens=4) -> Request:
-    return Request(rid, list(prompt), SamplingParams(max_new_tokens=max_new_tokens))
+    return Request(rid, list(prompt), ResolvedSampling(max_new_tokens=max_new_tokens))
 
 
 def admit(cache: PagedKVCache, request: Request) -> bool:

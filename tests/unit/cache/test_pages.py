@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.cache.blocks import kv_to_page_indices, kv_to_page_num
+from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.pages import PageAllocator
 from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
 
@@ -73,11 +73,3 @@ def test_decode_rows_exceed_the_running_set_by_the_preallocated_ones():
 def test_page_count_is_the_smallest_that_holds_the_tokens(tokens, page_size):
     pages = kv_to_page_num(tokens, page_size)
     assert pages * page_size >= tokens > (pages - 1) * page_size or tokens == pages == 0
-
-
-@given(st.lists(st.integers(0, 500), unique=True, max_size=20), st.integers(1, 32), st.data())
-def test_slots_turn_back_into_the_pages_they_lie_in(pages, page_size, data):
-    cut = data.draw(st.integers(0, page_size - 1)) if pages else 0
-    slots = [page * page_size + i for page in pages for i in range(page_size)]
-    slots = slots[: len(slots) - cut]
-    assert kv_to_page_indices(slots, page_size) == pages

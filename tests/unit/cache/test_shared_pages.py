@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.cache.shared_pages import MAX_WORKERS, SharedPages
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 
 PAGES = 12
 TAG = 77

@@ -12,8 +12,8 @@ from splitserve.cache.page_names import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.told_prefix import ToldPrefixCache
-from splitserve.events.index import BlockIndex
-from splitserve.events.schema import CPU_PINNED, GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.schema import CPU_PINNED, GPU, AllBlocksCleared, BlockRemoved, BlockStored
 
 PAGE = 2
 

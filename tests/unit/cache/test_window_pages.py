@@ -15,7 +15,7 @@ from splitserve.cache.slots import ReqToTokenPool
 from splitserve.cache.window_pages import WindowPages, least_window_pages
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 
 STEP = 6
 
@@ -44,7 +44,7 @@ class World:
         self.reads: list[list[tuple[tuple[int, int], tuple[int, ...]]]] = []
 
     def admit(self, prompt: list[int], max_new_tokens: int = 30, *, arrives: bool = False) -> Request | None:
-        request = Request(f"r{len(prompt)}", list(prompt), SamplingParams(max_new_tokens=max_new_tokens))
+        request = Request(f"r{len(prompt)}", list(prompt), ResolvedSampling(max_new_tokens=max_new_tokens))
         request.rid = f"r{id(request)}"
         limit = len(prompt) if arrives else len(prompt) - 1
         if not self.cache.try_admit(request, num_tokens=len(prompt), max_prefix=limit, num_foreseen=len(prompt) + 3):
@@ -283,7 +283,7 @@ def test_copies_of_one_prompt_keep_the_better_filled_window_page():
     assert arrived is not None
     assert computed is not None
     world.release(computed, False)
-    whole = Request("whole", list(range(14)), SamplingParams(max_new_tokens=3))
+    whole = Request("whole", list(range(14)), ResolvedSampling(max_new_tokens=3))
     assert world.cache.try_admit(whole, num_tokens=14, max_prefix=0)
     world.held.append(whole)
     while whole.num_computed_tokens < 14:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.core import owned_folder
-from splitserve.core.owned_folder import (
+from splitserve.process import owned_folder
+from splitserve.process.owned_folder import (
     LOCK_NAME,
     PREFIX,
     RUN_FOLDER_VARIABLE,
@@ -26,7 +26,7 @@ from splitserve.core.owned_folder import (
 OWNER = """
 import sys
 from pathlib import Path
-from splitserve.core.owned_folder import OwnedFolder
+from splitserve.process.owned_folder import OwnedFolder
 folder = OwnedFolder(Path(sys.argv[1]) if sys.argv[1:] else None)
 (folder.path / "inner").mkdir()
 (folder.path / "inner" / "file").write_text("content")

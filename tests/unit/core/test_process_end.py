@@ -14,7 +14,7 @@ import pytest
 DEADLINE = 60.0
 HEAD = """
 import signal, sys, threading
-from splitserve.core import process_end
+from splitserve.process import process_end
 def reached(name):
     print(name, flush=True)
 def wait():

@@ -2,14 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.core.messages import GenerateRequest, decode_to_scheduler, encode
 from splitserve.core.request import FinishType, Request, RoomKey, Timeline
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest, decode_to_scheduler, encode
+from splitserve.core.sampling import ResolvedSampling
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.lists(st.integers(0, 9), max_size=8), st.data())
 def test_tokens_are_those_of_prompt_and_output_in_a_row(prompt, output, data):
-    request = Request("r", prompt, SamplingParams(), output_ids=output)
+    request = Request("r", prompt, ResolvedSampling(), output_ids=output)
     start = data.draw(st.integers(0, request.num_tokens))
     end = data.draw(st.integers(start, request.num_tokens))
     assert request.tokens(start, end) == (prompt + output)[start:end]
@@ -18,12 +18,12 @@ def test_tokens_are_those_of_prompt_and_output_in_a_row(prompt, output, data):
 @pytest.mark.parametrize(
     ("params", "tokens", "kind", "matched"),
     [
-        (SamplingParams(max_new_tokens=3), [5, 6, 7], FinishType.LENGTH, None),
-        (SamplingParams(max_new_tokens=9), [5, 2], FinishType.STOP, 2),
-        (SamplingParams(max_new_tokens=2, ignore_eos=True), [2, 2], FinishType.LENGTH, None),
-        (SamplingParams(max_new_tokens=9, stop_token_ids=(7,)), [5, 7], FinishType.STOP, 7),
-        (SamplingParams(max_new_tokens=9, min_new_tokens=3), [2, 2, 2], FinishType.STOP, 2),
-        (SamplingParams(max_new_tokens=2), [5, 2], FinishType.STOP, 2),
+        (ResolvedSampling(max_new_tokens=3), [5, 6, 7], FinishType.LENGTH, None),
+        (ResolvedSampling(max_new_tokens=9), [5, 2], FinishType.STOP, 2),
+        (ResolvedSampling(max_new_tokens=2, ignore_eos=True), [2, 2], FinishType.LENGTH, None),
+        (ResolvedSampling(max_new_tokens=9, stop_token_ids=(7,)), [5, 7], FinishType.STOP, 7),
+        (ResolvedSampling(max_new_tokens=9, min_new_tokens=3), [2, 2, 2], FinishType.STOP, 2),
+        (ResolvedSampling(max_new_tokens=2), [5, 2], FinishType.STOP, 2),
     ],
 )
 def test_a_request_ends_at_the_token_its_parameters_say(params, tokens, kind, matched):
@@ -50,7 +50,7 @@ def test_a_timeline_keeps_the_first_entry_of_a_stage():
 )
 def test_a_request_survives_the_wire(prompt, seed, bias):
     message = GenerateRequest(
-        rid="r", prompt_ids=prompt, params=SamplingParams(seed=seed, logit_bias=bias, stop=("a", "b"))
+        rid="r", prompt_ids=prompt, params=ResolvedSampling(seed=seed, logit_bias=bias, stop=("a", "b"))
     )
     assert decode_to_scheduler(encode(message)) == message
 

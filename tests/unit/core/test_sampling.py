@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.core.sampling import SamplingParams, mix64, sample_seed, uniform_at
-from splitserve.errors import InvalidRequestError
+from splitserve.core.errors import InvalidRequestError
+from splitserve.core.sampling import ResolvedSampling, mix64, sample_seed, uniform_at
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -65,7 +65,7 @@ def test_mixing_stays_within_64_bits(a, b):
     ],
 )
 def test_a_parameter_out_of_range_is_named_with_its_rule(name, value):
-    params = SamplingParams(**{name: value})
+    params = ResolvedSampling(**{name: value})
     with pytest.raises(InvalidRequestError, match=name) as caught:
         params.validate(vocab_size=100)
     assert caught.value.param == name
@@ -73,4 +73,4 @@ def test_a_parameter_out_of_range_is_named_with_its_rule(name, value):
 
 
 def test_the_defaults_are_valid():
-    SamplingParams().validate(vocab_size=100)
+    ResolvedSampling().validate(vocab_size=100)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.testing.tiny_models import TinyKind, make_tiny_model
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.errors import ConfigError
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.errors import ConfigError
 from splitserve.testing.tiny_models import TinyKind
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -43,7 +43,9 @@ def changed(tiny_folder: Callable[[TinyKind], Path], tmp_path: Path) -> Callable
     return make
 
 
-def step(tokens: list[int], start: int, params: SamplingParams, output: list[int], proposals: list[int]) -> RequestStep:
+def step(
+    tokens: list[int], start: int, params: ResolvedSampling, output: list[int], proposals: list[int]
+) -> RequestStep:
     spec = SampleSpec(params, start + len(tokens), PROMPT, output, proposals=proposals)
     return RequestStep("r", 0, [*tokens, *proposals], start, spec)
 
@@ -72,7 +74,7 @@ def test_the_layers_of_both_are_components_of_the_same_pages(
 def test_the_same_model_as_its_own_draft_guesses_all_that_is_drawn(
     temperature: float, build: Callable[[str], BuiltEngine], tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
-    params = SamplingParams(temperature=temperature, seed=3, repetition_penalty=1.3, min_new_tokens=20)
+    params = ResolvedSampling(temperature=temperature, seed=3, repetition_penalty=1.3, min_new_tokens=20)
     runner = build(str(tiny_folder("llama"))).drafting_runner(np.arange(8, dtype=np.int32).reshape(1, 8))
     first = runner.execute(StepPlan((step(PROMPT, 0, params, [], []),))).requests[0]
     output = [first.token_id]
@@ -94,7 +96,7 @@ def test_the_same_model_as_its_own_draft_guesses_all_that_is_drawn(
 def test_guesses_count_up_to_the_first_that_is_wrong(
     build: Callable[[str], BuiltEngine], tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
-    params = SamplingParams(temperature=0.0, min_new_tokens=20)
+    params = ResolvedSampling(temperature=0.0, min_new_tokens=20)
     runner = build(str(tiny_folder("llama"))).drafting_runner(np.arange(8, dtype=np.int32).reshape(1, 8))
     first = runner.execute(StepPlan((step(PROMPT, 0, params, [], []),))).requests[0].token_id
     [guesses] = runner.propose([step([first], 5, params, [first], [])], [4])

@@ -12,16 +12,16 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoTokenizer
 
-from splitserve.config import CacheConfig, ModelConfig
 from splitserve.core.batch import InputLogprobSpec, RequestStep, SampleSpec, StepPlan, StepResult
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.errors import ConfigError, EngineError
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine import runner as runner_module
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.errors import ConfigError, EngineError
 from splitserve.testing.fake_grammar import FakeMatcher
 from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 
 
 @pytest.fixture

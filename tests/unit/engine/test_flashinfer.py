@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import choose
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
 from splitserve.engine.attention.flashinfer import FlashInferBackend, problem_with
@@ -19,7 +20,6 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.errors import ConfigError
 from splitserve.testing import fake_flashinfer
 
 CPU = torch.device("cpu")

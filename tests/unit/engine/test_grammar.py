@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from splitserve.core.batch import SampleSpec
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarMatcher, GrammarSpec
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.bitmask import MaskCollector, forbid
 from splitserve.engine.grammar_host import GrammarHost
 from splitserve.engine.sampler import draw
-from splitserve.errors import InvalidRequestError
 from splitserve.testing.tiny_models import make_tiny_model
 
 # The tiny models' tokens: 0-255 are in the order of the byte alphabet, then five special ones. Their logits are padded.
@@ -68,7 +68,7 @@ def accepts(grammar: GrammarMatcher, tokens: list[int]) -> bool:
 
 
 def spec_of(grammar: GrammarMatcher | None, output=(), **params) -> SampleSpec:
-    return SampleSpec(SamplingParams(**{"temperature": 0.0} | params), 5, [1, 2], list(output), grammar=grammar)
+    return SampleSpec(ResolvedSampling(**{"temperature": 0.0} | params), 5, [1, 2], list(output), grammar=grammar)
 
 
 def test_only_what_continues_the_grammar_may_come_and_at_its_end_only_the_end(compiler, encode):

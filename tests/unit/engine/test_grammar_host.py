@@ -6,9 +6,9 @@ import numpy as np
 import psutil
 import pytest
 
+from splitserve.core.errors import EngineError, GrammarBudgetError
 from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
 from splitserve.engine.grammar_host import GrammarHost
-from splitserve.errors import EngineError, GrammarBudgetError
 from splitserve.testing.tiny_models import make_tiny_model
 
 EOS, VOCAB_SIZE = 258, 300

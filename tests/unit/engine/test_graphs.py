@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.graphs import DecodeGraphs, bucket_for, bucket_sizes, padded
@@ -21,7 +21,7 @@ from splitserve.engine.runner import ModelRunner
 from splitserve.testing import fake_flashinfer
 from splitserve.testing.tiny_models import TinyKind
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 PAGE_SIZE = 4
 NUM_PAGES = 32
 

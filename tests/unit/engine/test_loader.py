@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
+from splitserve.core.errors import ConfigError, ModelLoadError
 from splitserve.engine import loader
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.errors import ConfigError, ModelLoadError
 from splitserve.testing.tiny_models import TinyKind
 
 SMALL: dict[str, Any] = {

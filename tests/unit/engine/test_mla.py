@@ -11,15 +11,14 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
-from splitserve.core.layout import is_mla_backend
+from splitserve.core.config import ModelConfig
+from splitserve.core.errors import ModelLoadError
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.mla import UpProjection, use_latents
 from splitserve.engine.pool import KVPool, layout_for
-from splitserve.errors import ModelLoadError
 from splitserve.testing import fake_flashinfer
 from splitserve.testing.tiny_models import MLA_KINDS, TinyKind
 
@@ -193,15 +192,14 @@ def test_the_pool_holds_one_row_a_token_and_layer(
     assert layout.bytes_per_token == 3 * ROW * 4
     pool = KVPool(layout, torch.device("cpu"))
     assert (pool.keys, pool.values) == ({}, {})
-    assert is_mla_backend(pool)
-    assert is_mla_backend(layout)
 
 
 def test_a_model_with_heads_of_its_own_has_no_latents(tiny_model: Callable[[TinyKind], LoadedModel]) -> None:
     layers = tiny_model("llama").layers
-    assert not is_mla_backend(layout_for(layers, "float32", page_size=16, num_pages=4))
+    own = layout_for(layers, "float32", page_size=16, num_pages=4)
+    assert {c.name for c in own.components} == {"k", "v"}
     both = layout_for(layers, "float32", page_size=16, num_pages=4, draft=tiny_model("deepseek_v3").layers)
-    assert is_mla_backend(both)
+    assert {c.name for c in both.components} == {"k", "v", "draft_latent"}
 
 
 def test_saved_latents_come_back_into_other_pages(tiny_model: Callable[[TinyKind], LoadedModel]) -> None:

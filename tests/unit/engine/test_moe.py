@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel, load_model

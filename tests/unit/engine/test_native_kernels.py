@@ -13,7 +13,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import splitserve._native
-from splitserve.engine.native.library import Library, NormArgs, RotateArgs, StoreArgs, find_library
+from splitserve.engine.native.library import KernelLibrary, NormArgs, RotateArgs, StoreArgs, find_library
 from splitserve.engine.native.weights import Kind, PackedGateUp, PackedLinear, Scratch, quantize
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
@@ -28,7 +28,7 @@ BUILDS = ("any", "this", "wide") if OWN is None or OWN.lanes < 16 else ("any", "
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     if request.param == "this":
         assert OWN is not None
         return OWN
@@ -36,7 +36,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         spec = importlib.util.find_spec("splitserve._native.kernels_any")
         assert spec is not None
         assert spec.origin is not None
-        return Library(Path(spec.origin))
+        return KernelLibrary(Path(spec.origin))
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc")
@@ -46,7 +46,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for source, made in zip(SOURCES, objects, strict=True):
         subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
     subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(target), "-lm"], check=True)
-    return Library(target)
+    return KernelLibrary(target)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_builds_differ_in_their_vectors() -> None:
     spec = importlib.util.find_spec("splitserve._native.kernels_any")
     assert spec is not None
     assert spec.origin is not None
-    narrow = Library(Path(spec.origin))
+    narrow = KernelLibrary(Path(spec.origin))
     assert found is not None
     assert narrow.lanes == 4
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
@@ -88,7 +88,7 @@ def test_builds_differ_in_their_vectors() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 7, 12, 13, 50, 485])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (3, 17), (64, 48), (40, 129), (96, 64)])
 def test_a_packed_linear_is_a_linear(
-    library: Library, kind: Kind, rows: int, num_inputs: int, num_outputs: int
+    library: KernelLibrary, kind: Kind, rows: int, num_inputs: int, num_outputs: int
 ) -> None:
     weight, bias, x = random(num_outputs, num_inputs), random(num_outputs, seed=1), random(rows, num_inputs, seed=2)
     found = PackedLinear(library, Scratch(), weight, bias, kind)(x)
@@ -98,7 +98,7 @@ def test_a_packed_linear_is_a_linear(
     assert_close(found, expected)
 
 
-def test_rows_of_a_larger_tensor_and_more_dimensions(library: Library) -> None:
+def test_rows_of_a_larger_tensor_and_more_dimensions(library: KernelLibrary) -> None:
     weight, x = random(48, 32), random(2, 5, 64)
     linear = PackedLinear(library, Scratch(), weight)
     assert_close(linear(x[..., 16:48]), x[..., 16:48].float() @ weight.float().T)
@@ -106,7 +106,7 @@ def test_rows_of_a_larger_tensor_and_more_dimensions(library: Library) -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_what_a_row_gives_does_not_depend_on_its_company(library: Library, kind: Kind, threads: int) -> None:
+def test_what_a_row_gives_does_not_depend_on_its_company(library: KernelLibrary, kind: Kind, threads: int) -> None:
     linear = PackedLinear(library, Scratch(), random(200, 96), None, kind)
     x = random(40, 96)
     torch.set_num_threads(threads)
@@ -119,7 +119,7 @@ def test_what_a_row_gives_does_not_depend_on_its_company(library: Library, kind:
         torch.set_num_threads(1)
 
 
-def test_numbers_that_are_none_stay_so_and_stay_in_their_row(library: Library) -> None:
+def test_numbers_that_are_none_stay_so_and_stay_in_their_row(library: KernelLibrary) -> None:
     x = random(4, 32)
     x[1, 5], x[2, 6] = torch.nan, torch.inf
     found = PackedLinear(library, Scratch(), random(40, 32).abs() + 0.5)(x)
@@ -131,7 +131,7 @@ def test_numbers_that_are_none_stay_so_and_stay_in_their_row(library: Library) -
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("size", [1, 20, 48, 130])
 @pytest.mark.parametrize("rows", [1, 9, 30])
-def test_gate_and_up_in_one(library: Library, kind: Kind, size: int, rows: int) -> None:
+def test_gate_and_up_in_one(library: KernelLibrary, kind: Kind, size: int, rows: int) -> None:
     gate, up, x = random(size, 24), random(size, 24, seed=1), random(rows, 24, seed=2) * 10
     found = PackedGateUp(library, Scratch(), gate, up, kind)(x)
     a, b = (product(kind, w, x) for w in (gate, up))
@@ -146,21 +146,23 @@ def test_gate_and_up_in_one(library: Library, kind: Kind, size: int, rows: int) 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 30, 485])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (6, 17), (64, 48), (255, 130), (1536, 40)])
-def test_w8a8_multiplies_whole_numbers_exactly(library: Library, rows: int, num_inputs: int, num_outputs: int) -> None:
+def test_w8a8_multiplies_whole_numbers_exactly(
+    library: KernelLibrary, rows: int, num_inputs: int, num_outputs: int
+) -> None:
     weight, x = random(num_outputs, num_inputs), random(rows, num_inputs, seed=1)
     x[0] *= 1000.0
     found = PackedLinear(library, Scratch(), weight, None, Kind.W8A8)(x)
     assert torch.equal(found, product(Kind.W8A8, weight, x).bfloat16())
 
 
-def test_w8a8_of_the_largest_numbers_in_every_place_does_not_overflow(library: Library) -> None:
+def test_w8a8_of_the_largest_numbers_in_every_place_does_not_overflow(library: KernelLibrary) -> None:
     weight, x = torch.full((40, 4096), -3.0).bfloat16(), torch.full((2, 4096), 5.0).bfloat16()
     x[1] = -5.0
     found = PackedLinear(library, Scratch(), weight, None, Kind.W8A8)(x)
     assert_close(found / 4096, x[:, :1].float() * -3.0 * torch.ones(2, 40))
 
 
-def test_w8a8_rows_of_nothing_and_of_numbers_that_are_none_stay_so(library: Library) -> None:
+def test_w8a8_rows_of_nothing_and_of_numbers_that_are_none_stay_so(library: KernelLibrary) -> None:
     x = random(4, 32)
     x[0], x[1, 5], x[2, 6] = 0.0, torch.nan, torch.inf
     found = PackedLinear(library, Scratch(), random(40, 32), None, Kind.W8A8)(x)
@@ -171,7 +173,7 @@ def test_w8a8_rows_of_nothing_and_of_numbers_that_are_none_stay_so(library: Libr
 
 @pytest.mark.parametrize("size", [1, 16, 30, 576])
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_rms_norm(library: Library, size: int, with_residual: bool) -> None:
+def test_rms_norm(library: KernelLibrary, size: int, with_residual: bool) -> None:
     x, before, weight = random(7, size), random(7, size, seed=1), random(size, seed=2).float()
     residual, out = before.clone(), torch.empty_like(x)
     args = NormArgs(
@@ -192,7 +194,7 @@ def test_rms_norm(library: Library, size: int, with_residual: bool) -> None:
 
 
 @pytest.mark.parametrize("with_norms", [True, False])
-def test_rotary_positions_on_queries_and_keys_alone(library: Library, with_norms: bool) -> None:
+def test_rotary_positions_on_queries_and_keys_alone(library: KernelLibrary, with_norms: bool) -> None:
     tokens, heads, kv_heads, size = 9, 4, 2, 32
     states = random(tokens, heads + 2 * kv_heads, size)
     cos, sin = random(tokens, size, seed=1), random(tokens, size, seed=2)
@@ -223,7 +225,7 @@ def test_rotary_positions_on_queries_and_keys_alone(library: Library, with_norms
     assert torch.equal(found[:, heads + kv_heads :], states[:, heads + kv_heads :])
 
 
-def test_stored_tokens_lie_in_their_slots_and_the_rest_is_cleared_or_untouched(library: Library) -> None:
+def test_stored_tokens_lie_in_their_slots_and_the_rest_is_cleared_or_untouched(library: KernelLibrary) -> None:
     states, pool = random(3, 24), torch.full((10, 8), 5.0).bfloat16()
     slots, zeroed = torch.tensor([7, 0, 3]), torch.tensor([8, 9])
     args = StoreArgs(

@@ -10,18 +10,18 @@ import pytest
 import torch
 import transformers
 
-from splitserve.config import ModelConfig
+from splitserve.core.config import ModelConfig
 from splitserve.core.cpus import parse_cpus
+from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.loader import load_model
 from splitserve.engine.native.fused import FusedLayer
 from splitserve.engine.native.layers import use_kernels
-from splitserve.engine.native.library import Library, find_library
+from splitserve.engine.native.library import KernelLibrary, find_library
 from splitserve.engine.native.stack import DecoderStack
 from splitserve.engine.native.weights import Kind, PackedLinear
 from splitserve.engine.probe import probe
-from splitserve.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
@@ -61,7 +61,7 @@ class LocalAttention:
         return out.transpose(0, 1).to(query.dtype).contiguous()
 
 
-def library() -> Library:
+def library() -> KernelLibrary:
     found = find_library()
     assert found is not None
     return found
@@ -135,7 +135,7 @@ def test_layers_of_a_size_or_activation_that_is_not_known_keep_their_own_code() 
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    class Wrong(Library):
+    class Wrong(KernelLibrary):
         def __init__(self) -> None:
             self.__dict__.update(library().__dict__)
             self.rms_norm = lambda args: None
@@ -149,7 +149,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(caplog: pytest.LogCap
 
 
 def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Matrices(Library):
+    class Matrices(KernelLibrary):
         def __init__(self) -> None:
             self.__dict__.update(library().__dict__)
             self.max_bfloat16_rows = 12

@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 
-from splitserve.config import CacheConfig
 from splitserve.core.arena import Arena
+from splitserve.core.config import CacheConfig
+from splitserve.core.errors import ConfigError
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for
 from splitserve.engine.probe import LayerShape
-from splitserve.errors import ConfigError
 
 CPU = torch.device("cpu")
 SHAPES = (LayerShape(0, 2, 8, 4, None), LayerShape(1, 2, 8, 4, 32))

@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from splitserve.config import ModelConfig
 from splitserve.core.batch import InputLogprobSpec, RequestStep, SampleSpec, StepPlan, TokenLogprob
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.config import ModelConfig
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import KVPool, layout_for
@@ -27,7 +27,7 @@ NUM_NEW = 32
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 64, 65, 150, 300)
 
 LoadTiny = Callable[[TinyKind], LoadedModel]
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+GREEDY = ResolvedSampling(temperature=0.0, ignore_eos=True)
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Sample:
     """One request of the loop."""
 
     prompt_ids: list[int]
-    params: SamplingParams = GREEDY
+    params: ResolvedSampling = GREEDY
     num_top_logprobs: int = 0
     # First prompt position to score; None: none.
     logprob_start: int | None = None
@@ -202,7 +202,7 @@ def test_input_logprobs_begin_where_asked(tiny_model: LoadTiny) -> None:
 
 def test_seeded_sampling_does_not_depend_on_the_batch_or_the_chunks(tiny_model: LoadTiny) -> None:
     loaded = tiny_model("qwen3")
-    params = [SamplingParams(temperature=0.8, seed=i, ignore_eos=True) for i in range(6)]
+    params = [ResolvedSampling(temperature=0.8, seed=i, ignore_eos=True) for i in range(6)]
     requests = list(zip(prompts(loaded.vocab_size, (3, 20, 33, 64, 100, 1)), params, strict=True))
     together = [Sample(p, q) for p, q in requests]
     HandLoop(loaded, page_size=16).generate(together, 16, chunk=2048)

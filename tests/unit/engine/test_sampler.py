@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.core.batch import SampleSpec
-from splitserve.core.sampling import SamplingParams, uniform_at
+from splitserve.core.errors import EngineError
+from splitserve.core.sampling import ResolvedSampling, uniform_at
 from splitserve.engine import sampler
 from splitserve.engine.logprobs import score
 from splitserve.engine.sampler import NO_TOKEN, draw
 from splitserve.engine.tree import WIDTH, descend, variates_of
-from splitserve.errors import EngineError
 
 VOCAB = 40
 EOS = frozenset({3, 7})
 TOKENS = st.integers(0, VOCAB - 1)
 
 PARAMS = st.builds(
-    SamplingParams,
+    ResolvedSampling,
     min_new_tokens=st.integers(0, 4),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([-1, 0, 1, 2, 5, VOCAB, VOCAB + 5]),
@@ -58,7 +58,7 @@ def processed_by_hand(logits: np.ndarray, spec: SampleSpec) -> np.ndarray:
     return row.astype(np.float64)
 
 
-def kept_by_hand(row: np.ndarray, p: SamplingParams) -> np.ndarray:
+def kept_by_hand(row: np.ndarray, p: ResolvedSampling) -> np.ndarray:
     """Probabilities after temperature, with the tokens that a filter drops at 0."""
     probs = np.exp((row - row.max()) / p.temperature)
     probs /= probs.sum()
@@ -121,7 +121,7 @@ def test_a_row_draws_the_same_alone_and_in_company(specs: list[SampleSpec], seed
 
 def spec_of(position: int | None = None, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
     position = 1 + len(output) if position is None else position
-    return SampleSpec(params=SamplingParams(**params), position=position, prompt_ids=[1], output_ids=output)  # type: ignore[arg-type]
+    return SampleSpec(params=ResolvedSampling(**params), position=position, prompt_ids=[1], output_ids=output)  # type: ignore[arg-type]
 
 
 def test_raw_logits_are_left_alone() -> None:
@@ -173,8 +173,8 @@ def test_eos_and_stop_ids_wait_for_the_least_number_of_tokens() -> None:
     assert greedy((1,), min_new_tokens=2, ignore_eos=True) == 3
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)])
-def test_a_row_that_is_not_numbers_has_no_token_whichever_way_it_is_drawn(params: SamplingParams) -> None:
+@pytest.mark.parametrize("params", [ResolvedSampling(temperature=0.0), ResolvedSampling(temperature=1.0, top_p=0.9)])
+def test_a_row_that_is_not_numbers_has_no_token_whichever_way_it_is_drawn(params: ResolvedSampling) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 5] = torch.nan
     specs = [SampleSpec(params, 1, [1], ())] * 3

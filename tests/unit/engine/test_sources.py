@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -12,9 +13,9 @@ import gguf
 import numpy as np
 import pytest
 
+from splitserve.core.errors import ModelLoadError
 from splitserve.engine import sources
 from splitserve.engine.sources import resolve_model
-from splitserve.errors import ModelLoadError
 from splitserve.testing.tiny_models import TinyKind
 
 
@@ -160,7 +161,7 @@ def test_a_hub_name_that_cannot_be_fetched_names_the_ways_out(tmp_path: Path) ->
     # In a process of its own: the hub's library reads its environment once, at import.
     program = (
         "from splitserve.engine.sources import resolve_model\n"
-        "from splitserve.errors import ModelLoadError\n"
+        "from splitserve.core.errors import ModelLoadError\n"
         "try: resolve_model('nobody/nothing')\n"
         "except ModelLoadError as error: print(error.message)\n"
     )
@@ -174,6 +175,61 @@ def test_a_hub_name_that_cannot_be_fetched_names_the_ways_out(tmp_path: Path) ->
     )
     assert "nobody/nothing is not in the hub's local cache" in done.stdout
     assert "smollm2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "exit_code"),
+    [
+        ("nosuchmodel", {}, 2),
+        ("nobody/nothing", {}, 1),
+        ("nobody/nothing", {"HF_HUB_OFFLINE": "1"}, 2),
+    ],
+)
+def test_only_a_hub_name_is_worth_a_retry_while_the_hub_is_unreachable(
+    name: str, env: dict[str, str], exit_code: int, tmp_path: Path
+) -> None:
+    with socket.socket() as unreachable:
+        # Bound and not listening: connections are refused.
+        unreachable.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unreachable.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "splitserve", "up", name],
+            env={"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "PATH": "/usr/bin", **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert f"error: Model {name} is not in the hub's local cache" in done.stderr
+    assert done.returncode == exit_code
+
+
+COMPILE_CACHE = """
+from splitserve.engine.sources import set_compile_cache
+set_compile_cache()
+import torch._dynamo
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "is_cache_a_file", "expected"),
+    [
+        ({}, False, ["cache", "cache/torchinductor", "tmp"]),
+        ({"TORCHINDUCTOR_CACHE_DIR": "own"}, False, ["own", "tmp"]),
+        # torch's own default, rather than no start.
+        ({}, True, ["cache", "tmp", "tmp/torchinductor_root"]),
+    ],
+)
+def test_the_compile_cache_of_torch_is_in_our_cache(
+    env: dict[str, str], is_cache_a_file: bool, expected: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    if is_cache_a_file:
+        (tmp_path / "cache").touch()
+    base = {"SPLITSERVE_CACHE": "cache", "TMPDIR": str(tmp_path / "tmp"), "PATH": "/usr/bin", "USER": "root"}
+    program = [sys.executable, "-c", COMPILE_CACHE]
+    subprocess.run(program, env={**base, **env}, cwd=tmp_path, timeout=60, check=True)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == expected
 
 
 def test_importing_sources_loads_neither_torch_nor_transformers() -> None:

@@ -19,9 +19,9 @@ import tokenizers
 
 import splitserve
 from splitserve import BatchError, Engine
-from splitserve.errors import ModelLoadError, WorkerUnavailableError
-from splitserve.launch import scheduler_link
+from splitserve.core.errors import ModelLoadError, WorkerUnavailableError
 from splitserve.testing.fake_scheduler import CRASH, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
+from splitserve.worker import scheduler_link
 
 pytestmark = pytest.mark.process
 
@@ -214,7 +214,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(model, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, splitserve\n"
-        "from splitserve.launch import scheduler_link\n"
+        "from splitserve.worker import scheduler_link\n"
         "scheduler_link.SCHEDULER_COMMAND = (sys.executable, '-m', 'splitserve.testing.fake_scheduler', 'ready')\n"
         f"engine = splitserve.Engine({model!r})\n"
         "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pids[0])\n"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from splitserve.errors import ConfigError, InvalidRequestError
-from splitserve.launch.checks import check_worker
+from splitserve.api.schemas import GenerateBody
+from splitserve.api.validation import parse
+from splitserve.core.errors import ConfigError, InvalidRequestError
 from splitserve.offline.options import EngineOptions, worker_args, worker_config
 from splitserve.offline.requests import SamplingParams, is_single, requests_for
-from splitserve.server.schemas import GenerateBody
-from splitserve.server.validation import parse
+from splitserve.worker.checks import check_worker
 
 CHAT = [{"role": "user", "content": "hi"}]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.errors import InvalidRequestError
+from splitserve.core.errors import InvalidRequestError
 from splitserve.offline.outputs import Output
 from splitserve.offline.progress import progress_bar
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from splitserve.errors import InvalidRequestError, PromptTooLongError, SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError, WorkerUnavailableError
 from splitserve.offline.backends import RouterBackend
 
 ANSWERS = [{"text": "a", "output_ids": [1]}, {"text": "ab", "output_ids": [1, 2]}]

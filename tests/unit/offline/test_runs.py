@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from splitserve.errors import DeadlineExceededError, InvalidRequestError, WorkerUnavailableError
+from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, WorkerUnavailableError
 from splitserve.offline.outputs import BatchError
 from splitserve.offline.requests import requests_for
-from splitserve.offline.runs import Run
+from splitserve.offline.runs import OfflineRun
 
 HANG, FAIL, BREAK_OFF, CRASH = 1, 2, 3, 4
 
@@ -65,8 +65,8 @@ async def backend() -> FakeBackend:
     return FakeBackend()
 
 
-def make_run(backend: FakeBackend, prompts: list[list[int]], *, places: int = 8, **more: Any) -> Run:
-    return Run(requests_for(prompts, None, None), backend, asyncio.Semaphore(places), num_runners=places, **more)
+def make_run(backend: FakeBackend, prompts: list[list[int]], *, places: int = 8, **more: Any) -> OfflineRun:
+    return OfflineRun(requests_for(prompts, None, None), backend, asyncio.Semaphore(places), num_runners=places, **more)
 
 
 async def test_answers_come_in_the_order_of_the_prompts_whoever_ends_first(backend):
@@ -139,7 +139,8 @@ async def test_the_wait_for_a_place_counts_against_the_deadline(backend):
 async def test_no_more_are_under_way_than_there_are_places_over_all_runs(backend):
     places = asyncio.Semaphore(3)
     runs = [
-        Run(requests_for([[10, 11]] * 20, None, None), backend, places, stream=True, num_runners=8) for _ in range(2)
+        OfflineRun(requests_for([[10, 11]] * 20, None, None), backend, places, stream=True, num_runners=8)
+        for _ in range(2)
     ]
     await asyncio.gather(*(run.finish() for run in runs))
     assert backend.most_open == 3

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from splitserve.config import WorkerConfig
-from splitserve.launch import scheduler_link
+from splitserve.core.config import WorkerConfig
 from splitserve.offline.backends import SchedulerBackend
+from splitserve.worker import scheduler_link
 
 
 class SlowStart:

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from splitserve.cache.page_names import block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError
-from splitserve.events.index import BlockIndex
-from splitserve.events.schema import AllBlocksCleared, BlockRemoved, BlockStored
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.schema import AllBlocksCleared, BlockRemoved, BlockStored
 from splitserve.router import prefixes
 from splitserve.router.args import LBArgs
 from splitserve.router.pairing import with_rooms
-from splitserve.router.policies import Balance, CacheAware, Wish
+from splitserve.router.policies import Balance, CacheAware, RoutingQuery
 from splitserve.router.prefixes import EXPECTED_SECONDS, CachedPrefixes
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.worker import Pair, Worker
+from splitserve.router.worker import Worker, WorkerPair
 
 SIZE = 2
 BALANCE = Balance(abs_threshold=2, rel_threshold=1.5)
@@ -32,8 +32,8 @@ def chain(tokens: list[int]) -> list[int]:
     return [block_hash(name) for name in page_names(split_pages(tokens, SIZE))]
 
 
-def wish(tokens: list[int]) -> Wish:
-    return Wish(hashes={SIZE: chain(tokens)})
+def wish(tokens: list[int]) -> RoutingQuery:
+    return RoutingQuery(hashes={SIZE: chain(tokens)})
 
 
 def stored(tokens: list[int]) -> BlockStored:
@@ -177,10 +177,10 @@ def test_the_rank_that_has_the_prefix_gets_it_until_it_is_overloaded() -> None:
 
 def test_a_prompt_without_known_blocks_leaves_the_rank_to_the_worker() -> None:
     world = World(0, dp_size=3)
-    assert world.policy.place(world.workers[0], Wish()) is None
-    assert world.policy.place(world.workers[0], Wish(hashes={SIZE: []})) is None
+    assert world.policy.place(world.workers[0], RoutingQuery()) is None
+    assert world.policy.place(world.workers[0], RoutingQuery(hashes={SIZE: []})) is None
     # A worker with blocks of another size knows nothing of these.
-    assert world.policy.place(world.workers[0], Wish(hashes={SIZE + 1: [5]})) is None
+    assert world.policy.place(world.workers[0], RoutingQuery(hashes={SIZE + 1: [5]})) is None
     assert world.workers[0].num_cached_tokens({SIZE + 1: [5]}) == 0
 
 
@@ -212,7 +212,7 @@ def test_each_pool_looks_at_its_own_caches_and_the_pair_says_the_rank_of_prefill
     assert found.block_sizes == {SIZE}
     for _ in range(3):
         pair = found.select(wish(PROMPT))
-        assert isinstance(pair, Pair)
+        assert isinstance(pair, WorkerPair)
         assert (pair.prefill.url, pair.decode.url, pair.prefill_rank) == ("http://p1:1", "http://d2:1", 1)
 
 

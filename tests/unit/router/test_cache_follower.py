@@ -16,10 +16,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from splitserve.events.schema import BlockRemoved
+from splitserve.observe.events.schema import BlockRemoved
 from splitserve.router.prompts import PromptReader
 from splitserve.testing.router_world import start_router, start_worker
-from splitserve.testing.telling_worker import SIZE, TellingWorker, chain
+from splitserve.testing.telling_worker import SIZE, PublishingWorker, chain
 
 DEADLINE = 60.0
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -52,23 +52,23 @@ class Client:
         async with self._session.post(f"{self._router}/generate", json=body) as response:
             assert response.status == 200, await response.text()
 
-    async def remove(self, worker: TellingWorker) -> None:
+    async def remove(self, worker: PublishingWorker) -> None:
         async with self._session.delete(f"{self._router}/workers", params={"url": worker.url}) as response:
             assert response.status == 200
 
-    async def add(self, worker: TellingWorker) -> None:
+    async def add(self, worker: PublishingWorker) -> None:
         body = {"mode": "null", "registry_url": worker.url}
         async with self._session.post(f"{self._router}/workers", json=body) as response:
             assert response.status == 200
 
-    async def until_known(self, worker: TellingWorker, num_blocks: int | None) -> None:
+    async def until_known(self, worker: PublishingWorker, num_blocks: int | None) -> None:
         """Wait until the router knows so many blocks of the worker; None: nothing of it."""
         limit = time.monotonic() + DEADLINE
         while (known := await self._num_cached_blocks(worker)) != num_blocks:
             assert time.monotonic() < limit, f"{known} blocks are known instead of {num_blocks}"
             await asyncio.sleep(0.02)
 
-    async def _num_cached_blocks(self, worker: TellingWorker) -> int | None:
+    async def _num_cached_blocks(self, worker: PublishingWorker) -> int | None:
         async with self._session.get(f"{self._router}/workers") as response:
             known = {w["url"]: w["num_cached_blocks"] for w in (await response.json())["workers"]}
         found: int | None = known[worker.url]
@@ -76,7 +76,7 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def routed(*workers: TellingWorker, **options: Any) -> AsyncIterator[Client]:
+async def routed(*workers: PublishingWorker, **options: Any) -> AsyncIterator[Client]:
     """Colocated workers behind a cache-aware router."""
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
@@ -90,7 +90,7 @@ async def routed(*workers: TellingWorker, **options: Any) -> AsyncIterator[Clien
 
 
 async def test_a_prompt_goes_where_events_say_that_it_is_cached(folder) -> None:
-    workers = [TellingWorker(folder) for _ in range(3)]
+    workers = [PublishingWorker(folder) for _ in range(3)]
     workers[1].hold(PROMPT)
     async with routed(*workers) as client:
         await client.until_known(workers[1], len(PROMPT) // SIZE)
@@ -104,7 +104,7 @@ async def test_a_prompt_goes_where_events_say_that_it_is_cached(folder) -> None:
 
 
 async def test_an_evicted_prefix_no_longer_draws_its_prompts() -> None:
-    workers = [TellingWorker(), TellingWorker()]
+    workers = [PublishingWorker(), PublishingWorker()]
     workers[0].hold(PROMPT)
     workers[1].hold(PROMPT[: 2 * SIZE])
     async with routed(*workers) as client:
@@ -118,7 +118,7 @@ async def test_an_evicted_prefix_no_longer_draws_its_prompts() -> None:
 
 
 async def test_a_worker_whose_events_come_from_elsewhere_is_followed_there() -> None:
-    workers = [TellingWorker(), TellingWorker()]
+    workers = [PublishingWorker(), PublishingWorker()]
     workers[0].hold(PROMPT)
     async with routed(*workers) as client:
         await client.until_known(workers[0], len(PROMPT) // SIZE)
@@ -133,7 +133,7 @@ def num_subscriptions() -> int:
 
 
 async def test_a_worker_that_leaves_is_forgotten_and_followed_again_when_it_comes_back() -> None:
-    worker = TellingWorker()
+    worker = PublishingWorker()
     worker.hold(PROMPT)
     async with routed(worker) as client:
         await client.until_known(worker, len(PROMPT) // SIZE)
@@ -148,7 +148,7 @@ async def test_a_worker_that_leaves_is_forgotten_and_followed_again_when_it_come
 
 
 async def test_workers_that_tell_nothing_serve_by_load_and_that_is_said_once(caplog) -> None:
-    worker = TellingWorker(tells=False)
+    worker = PublishingWorker(tells=False)
     with caplog.at_level(logging.WARNING, "splitserve.router.cache_follower"):
         async with routed(worker) as client:
             limit = time.monotonic() + DEADLINE
@@ -165,7 +165,7 @@ async def test_workers_that_tell_nothing_serve_by_load_and_that_is_said_once(cap
 
 @pytest.mark.parametrize("folder", ["", "/nowhere/at/all"])
 async def test_text_goes_by_load_where_no_tokenizer_can_be_had_and_that_is_said_once(folder, caplog) -> None:
-    worker = TellingWorker(folder)
+    worker = PublishingWorker(folder)
     with caplog.at_level(logging.WARNING, "splitserve.router.prompts"):
         async with routed(worker) as client:
             await client.until_known(worker, 0)
@@ -176,7 +176,7 @@ async def test_text_goes_by_load_where_no_tokenizer_can_be_had_and_that_is_said_
 
 
 async def test_the_routers_own_model_reads_prompts_where_workers_name_none(folder) -> None:
-    workers = [TellingWorker(), TellingWorker()]
+    workers = [PublishingWorker(), PublishingWorker()]
     workers[1].hold(PROMPT)
     async with routed(*workers, model=folder) as client:
         await client.until_known(workers[1], len(PROMPT) // SIZE)
@@ -187,7 +187,7 @@ async def test_the_routers_own_model_reads_prompts_where_workers_name_none(folde
 
 async def test_nothing_is_followed_and_no_prompt_is_read_for_other_policies(folder, monkeypatch) -> None:
     monkeypatch.setattr("splitserve.router.prompts.hash_prompt", None)
-    worker = TellingWorker(folder)
+    worker = PublishingWorker(folder)
     async with routed(worker, policy="least_load") as client:
         await client.generate(text=TEXT)
         assert worker.fake is not None

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.router.http_answer import Answer, BrokenConnectionError, ConnectError
+from splitserve.router.http_answer import BrokenConnectionError, ConnectError, UpstreamResponse
 from splitserve.router.http_client import HttpClient
 from splitserve.router.http_connection import HttpConnection
 
@@ -68,11 +68,13 @@ async def opened() -> AsyncIterator[HttpClient]:
         await client.close()
 
 
-def post(client: HttpClient, url: str, body: bytes = b"{}", *, seconds: float = 10.0, idle: float = 10.0) -> Answer:
+def post(
+    client: HttpClient, url: str, body: bytes = b"{}", *, seconds: float = 10.0, idle: float = 10.0
+) -> UpstreamResponse:
     return client.send("POST", url, "/generate", body, {"x-a": "b"}, seconds=seconds, idle_timeout=idle)
 
 
-async def read(answer: Answer) -> tuple[int, bytes]:
+async def read(answer: UpstreamResponse) -> tuple[int, bytes]:
     try:
         await answer.head()
         return answer.status, await answer.read()
@@ -274,7 +276,7 @@ class ManualLoop:
 @pytest.mark.parametrize(("pause", "num_signs"), [(6.0, 16), (9.0, 11)])
 async def test_signs_of_life_move_the_limit_of_silence_and_not_that_of_the_whole(pause: float, num_signs: int) -> None:
     loop: Any = ManualLoop()
-    answer, connection = Answer(loop, 100.0, 10.0), HttpConnection(loop, set(), deque())
+    answer, connection = UpstreamResponse(loop, 100.0, 10.0), HttpConnection(loop, set(), deque())
     connection.connection_made(MagicMock())
     connection.send(b"", answer)
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")

@@ -15,11 +15,11 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError
-from splitserve.events.index import BlockIndex
-from splitserve.events.schema import BlockStored
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.schema import BlockStored
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.local_prefill import PromptBlocks, num_uncached_tokens
 from splitserve.router.prefixes import CachedPrefixes
@@ -36,7 +36,7 @@ from splitserve.testing.router_world import (
     start_worker,
     streams,
 )
-from splitserve.testing.telling_worker import SIZE, TellingWorker, chain
+from splitserve.testing.telling_worker import SIZE, PublishingWorker, chain
 
 OK = {"text": "ok"}
 SHORT, LONG = list(range(10)), list(range(100, 150))
@@ -190,7 +190,7 @@ async def test_a_stream_that_moves_counts_what_was_generated_with_its_prompt(lim
 
 async def test_a_stream_of_a_pair_may_go_on_at_a_decode_worker_alone() -> None:
     """The second one knows most of the prompt."""
-    knows = TellingWorker()
+    knows = PublishingWorker()
     async with told_pool(knows, journals(5), journals(5, until=2), disaggregate_above=12) as world:
         knows.hold(LONG)
         await world.until_known(knows, len(LONG) // SIZE)
@@ -205,7 +205,7 @@ class ToldPool:
     knows: FakeWorker
     other: FakeWorker
 
-    async def until_known(self, worker: TellingWorker, num_blocks: int) -> None:
+    async def until_known(self, worker: PublishingWorker, num_blocks: int) -> None:
         async with asyncio.timeout(60):
             while True:
                 async with self.client.get(f"{self.router}/workers") as response:
@@ -224,7 +224,9 @@ class ToldPool:
 
 
 @contextlib.asynccontextmanager
-async def told_pool(knows: TellingWorker, handler: Handler, other: Handler, **options: Any) -> AsyncIterator[ToldPool]:
+async def told_pool(
+    knows: PublishingWorker, handler: Handler, other: Handler, **options: Any
+) -> AsyncIterator[ToldPool]:
     """A prefill worker and two decode workers, of which the first to be asked tells nothing."""
 
     async def handle(request: Any, body: dict[str, Any]) -> Any:

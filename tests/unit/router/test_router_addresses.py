@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitserve.cluster.drain import drain_worker
+from splitserve.api.http_server import port_of
+from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import DeadlineExceededError, WorkerUnavailableError
-from splitserve.launch.http_server import port_of
-from splitserve.launch.registration import RouterRegistration
+from splitserve.deploy.drain import drain_worker
 from splitserve.router.addresses import look_up
 from splitserve.testing.router_world import start_router
+from splitserve.worker.registration import RouterRegistration
 
 DEADLINE = 60.0
 WORKER = "http://h:1"
@@ -63,7 +63,7 @@ def registration(port: int, names: NameServer) -> RouterRegistration:
 
 
 async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_that_come_later(port, monkeypatch):
-    monkeypatch.setattr("splitserve.launch.registration.REFRESH_INTERVAL", 0.05)
+    monkeypatch.setattr("splitserve.worker.registration.REFRESH_INTERVAL", 0.05)
     names = NameServer(HERE, NOBODY)
     announced = registration(port, names)
     announced.start()
@@ -105,7 +105,7 @@ async def test_a_drain_has_a_deadline_over_all_routers(port, monkeypatch):
     async def busy(*_: Any) -> int:
         return 1
 
-    monkeypatch.setattr("splitserve.cluster.router_client.RouterClient.num_running", busy)
+    monkeypatch.setattr("splitserve.deploy.router_client.RouterClient.num_running", busy)
     async with start_router(port) as one:
         announced = registration(port, NameServer(HERE, NOBODY))
         announced.start()

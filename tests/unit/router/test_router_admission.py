@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from splitserve.errors import CapacityError, DeadlineExceededError
-from splitserve.router.admission import Admission
+from splitserve.core.errors import CapacityError, DeadlineExceededError
+from splitserve.router.admission import RequestAdmission
 from splitserve.testing.router_world import Handler, after, answers, serve_pair, start_router, start_worker
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
@@ -26,7 +26,7 @@ async def settle() -> None:
 
 
 async def test_those_who_wait_come_in_the_order_of_arrival() -> None:
-    admission, came = Admission(2, 10), list[int]()
+    admission, came = RequestAdmission(2, 10), list[int]()
 
     async def visit(number: int) -> None:
         async with admission.place(number, 10):
@@ -42,7 +42,7 @@ async def test_those_who_wait_come_in_the_order_of_arrival() -> None:
 
 
 async def test_nobody_overtakes_those_who_wait() -> None:
-    admission, came = Admission(1, 10), list[str]()
+    admission, came = RequestAdmission(1, 10), list[str]()
 
     async def visit(name: str) -> None:
         async with admission.place(name, 10):
@@ -58,7 +58,7 @@ async def test_nobody_overtakes_those_who_wait() -> None:
 
 
 async def test_a_full_line_sends_away_at_once() -> None:
-    admission = Admission(1, 0)
+    admission = RequestAdmission(1, 0)
     async with admission.place("a", 10):
         with pytest.raises(CapacityError, match=r"request b .*1 requests are under way and 0 wait"):
             await admission.place("b", 10).__aenter__()
@@ -68,7 +68,7 @@ async def test_a_full_line_sends_away_at_once() -> None:
 
 @pytest.mark.parametrize("seconds", [0.001, 0, -1])
 async def test_whoever_has_no_time_left_leaves_the_line(seconds: float) -> None:
-    admission = Admission(1, 1)
+    admission = RequestAdmission(1, 1)
     async with admission.place("a", 10):
         for _ in range(3):
             with pytest.raises(DeadlineExceededError, match=r"request b \(stage: waiting"):
@@ -80,7 +80,7 @@ async def test_whoever_has_no_time_left_leaves_the_line(seconds: float) -> None:
 
 @pytest.mark.parametrize("just_called", [False, True])
 async def test_whoever_leaves_the_line_leaves_a_place_for_the_next(just_called: bool) -> None:
-    admission = Admission(1, 1)
+    admission = RequestAdmission(1, 1)
     holds = admission.place("a", 10)
     await holds.__aenter__()
     leaves = asyncio.create_task(admission.place("b", 10).__aenter__())
@@ -97,7 +97,7 @@ async def test_whoever_leaves_the_line_leaves_a_place_for_the_next(just_called: 
 
 
 async def test_without_a_bound_everybody_comes_in() -> None:
-    admission = Admission(None, 0)
+    admission = RequestAdmission(None, 0)
     async with AsyncExitStack() as places:
         for _ in range(100):
             assert await places.enter_async_context(admission.place("a", 0)) == 0.0

@@ -12,16 +12,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from splitserve.config import ServerConfig
+from splitserve.api.api_keys import ApiKeys, read_keys
+from splitserve.core.config import ServerConfig
+from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError, WorkerUnavailableError
-from splitserve.launch.checks import router_key
-from splitserve.launch.registration import RouterRegistration
-from splitserve.router.api_keys import ApiKeys, read_keys
-from splitserve.router.app import CLIENT_PATHS, OPEN_PATHS, build_router_app
+from splitserve.router.app import CLIENT_PATHS, CLIENT_PREFIX, OPEN_PATHS, build_router_app
 from splitserve.router.args import LBArgs
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
 from splitserve.testing.router_world import start_router, start_worker, streams
+from splitserve.worker.checks import router_key
+from splitserve.worker.registration import RouterRegistration
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
 OPERATOR_CALLS = [
@@ -143,7 +143,7 @@ async def test_operators_keys_open_everything_and_clients_keys_only_what_is_thei
             status, body, _ = await call(url, *one, ALICE)
             assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")
             assert (await call(url, *one, ROOT))[0] not in (401, 403)
-        for path in CLIENT_PATHS:
+        for path in (*CLIENT_PATHS, f"{CLIENT_PREFIX}org/model"):
             assert (await call(url, "POST", path))[0] == 401
             for key in (ALICE, BOB, ROOT):
                 assert (await call(url, "POST", path, key))[0] not in (401, 403)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import IncompatiblePeerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.disaggregation.peers import BootstrapAddress, PrefillPeer
-from splitserve.errors import IncompatiblePeerError, WorkerUnavailableError
 from splitserve.router.args import LBArgs
 from splitserve.router.misfit import misfit_in
 from splitserve.router.registry import MISFIT_SECONDS, WorkerRegistry
-from splitserve.router.worker import Pair
+from splitserve.router.worker import WorkerPair
 from splitserve.testing.router_world import Pools, answers, never, serve_pools
+from splitserve.transfer.peers import BootstrapAddress, PrefillPeer
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 DEADLINE = 20.0
@@ -51,12 +51,12 @@ def registry(clock: ManualClock) -> WorkerRegistry:
 
 def part(registry: WorkerRegistry, *pairs: tuple[str, str]) -> None:
     for prefill, decode in pairs:
-        registry.add_misfit(Pair(registry.get(prefill), registry.get(decode)), DIFFERENCE)
+        registry.add_misfit(WorkerPair(registry.get(prefill), registry.get(decode)), DIFFERENCE)
 
 
 def chosen(registry: WorkerRegistry) -> set[tuple[str, str]]:
     pairs = [registry.select() for _ in range(12)]
-    return {(pair.prefill.url, pair.decode.url) for pair in pairs if isinstance(pair, Pair)}
+    return {(pair.prefill.url, pair.decode.url) for pair in pairs if isinstance(pair, WorkerPair)}
 
 
 def test_the_difference_is_read_without_addresses() -> None:
@@ -115,7 +115,7 @@ def test_a_misfit_is_forgotten_with_time_and_when_a_worker_comes_back(
 
 
 def test_who_was_replaced_meanwhile_is_not_blamed(registry: WorkerRegistry) -> None:
-    pair = Pair(registry.get("p1"), registry.get("d1"))
+    pair = WorkerPair(registry.get("p1"), registry.get("d1"))
     registry.remove("d1")
     registry.add("d1", DECODE)
     registry.add_misfit(pair, DIFFERENCE)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.errors import InvalidRequestError
-from splitserve.router.pairing import MAX_SAMPLES, draw_room, pair_body
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
+from splitserve.router.pairing import check_num_samples, draw_room, pair_body
 
 
 def paired(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -76,9 +77,20 @@ def test_a_room_from_the_client_is_replaced() -> None:
     assert paired("/generate", {"text": "a", "bootstrap_room": 1})["bootstrap_room"] == 7
 
 
-def test_too_many_samples_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="samples in one request"):
-        paired("/v1/completions", {"prompt": "a", "n": MAX_SAMPLES + 1})
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": ["a"] * 2500, "sampling_params": {"n": 2}}),
+        ("/generate", {"input_ids": [[1]] * 2, "sampling_params": [{"n": 4999}, {}]}),
+        ("/v1/completions", {"prompt": [[1], [2]], "n": 2500}),
+        ("/v1/chat/completions", {"messages": [], "n": 5000}),
+    ],
+)
+def test_the_option_alone_limits_the_samples(path: str, body: dict[str, Any]) -> None:
+    check_num_samples(path, body, LimitsConfig(max_samples=5000))
+    assert len(paired(path, body)["bootstrap_room"]) == 5000
+    with pytest.raises(InvalidRequestError, match="5000 samples, and at most 4999"):
+        check_num_samples(path, body, LimitsConfig(max_samples=4999))
 
 
 def test_rooms_are_63_bit() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError
 from splitserve.router.args import LBArgs
-from splitserve.router.policies import ANY, POLICIES, LeastLoad, SessionAffinity, Wish, create_policy, wish_of
+from splitserve.router.policies import ANY, POLICIES, LeastLoad, RoutingQuery, SessionAffinity, create_policy, wish_of
 from splitserve.router.registry import WorkerRegistry
 
 
@@ -38,7 +38,7 @@ loads = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 @given(st.sampled_from(POLICIES), loads, st.none() | st.text())
 def test_every_policy_chooses_one_of_those_there_are(name, loads, session):
     pool = workers(*loads)
-    assert create_policy(name).choose(pool, Wish(session)) in pool
+    assert create_policy(name).choose(pool, RoutingQuery(session)) in pool
 
 
 def test_an_unknown_policy_is_named_with_those_there_are():
@@ -65,15 +65,15 @@ def test_two_choices_even_out_what_one_would_not():
 
 def test_a_session_stays_where_it_is_and_sessions_spread():
     pool = workers(*[0] * 8)
-    homes = {f"s{i}": SessionAffinity().choose(pool, Wish(f"s{i}")).url for i in range(400)}
+    homes = {f"s{i}": SessionAffinity().choose(pool, RoutingQuery(f"s{i}")).url for i in range(400)}
     # Another router, which lists the workers in another order, sends them to the same.
-    assert {s: SessionAffinity().choose(pool[::-1], Wish(s)).url for s in homes} == homes
+    assert {s: SessionAffinity().choose(pool[::-1], RoutingQuery(s)).url for s in homes} == homes
     assert min(Counter(homes.values()).values()) > 400 / 8 / 2
 
 
 def test_only_the_sessions_of_a_worker_that_goes_move():
     pool, policy = workers(*[0] * 8), SessionAffinity()
-    sessions = [Wish(f"s{i}") for i in range(200)]
+    sessions = [RoutingQuery(f"s{i}") for i in range(200)]
     before = [policy.choose(pool, wish) for wish in sessions]
     after = [policy.choose(pool[1:], wish) for wish in sessions]
     moved = [(a, b) for a, b in zip(before, after, strict=True) if a is not b]
@@ -85,16 +85,16 @@ def test_only_the_sessions_of_a_worker_that_goes_move():
 def test_no_worker_is_loaded_far_above_the_mean_for_a_session(loads, sessions):
     pool, policy = workers(*loads), SessionAffinity()
     for session in sessions:
-        chosen = policy.choose(pool, Wish(session))
+        chosen = policy.choose(pool, RoutingQuery(session))
         chosen.num_running += 1
         assert chosen.num_running <= 1.25 * sum(w.num_running for w in pool) / len(pool) + 1
 
 
 def test_a_session_whose_worker_is_full_has_a_second_home():
     pool, policy = workers(0, 0, 0), SessionAffinity()
-    first = policy.choose(pool, Wish("s"))
+    first = policy.choose(pool, RoutingQuery("s"))
     first.num_running = 30
-    seconds = {policy.choose(pool, Wish("s")).url for _ in range(10)}
+    seconds = {policy.choose(pool, RoutingQuery("s")).url for _ in range(10)}
     assert len(seconds) == 1
     assert first.url not in seconds
 
@@ -106,7 +106,7 @@ def test_a_request_without_a_session_goes_where_load_is_low():
 
 def test_round_robin_takes_turns_whatever_the_wish():
     pool, policy = workers(5, 0, 0), create_policy("round_robin")
-    turns = [policy.choose(pool, Wish(s)) for s in itertools.islice(itertools.cycle("ab"), 6)]
+    turns = [policy.choose(pool, RoutingQuery(s)) for s in itertools.islice(itertools.cycle("ab"), 6)]
     assert turns == pool * 2
 
 
@@ -128,7 +128,7 @@ def test_each_kind_of_worker_may_have_its_own_policy():
     ],
 )
 def test_a_session_is_what_the_client_says_it_is(body, headers, session):
-    assert wish_of(body, headers) == Wish(session)
+    assert wish_of(body, headers) == RoutingQuery(session)
 
 
 def test_the_pools_of_a_registry_choose_by_their_own_policies():
@@ -136,6 +136,6 @@ def test_the_pools_of_a_registry_choose_by_their_own_policies():
     for i in range(3):
         registry.add(f"http://p{i}:1", DisaggregationMode.PREFILL, 1)
         registry.add(f"http://d{i}:1", DisaggregationMode.DECODE)
-    pairs = [registry.select_pair(Wish("s")) for _ in range(3)]
+    pairs = [registry.select_pair(RoutingQuery("s")) for _ in range(3)]
     assert len({pair.prefill.url for pair in pairs}) == 3
     assert len({pair.decode.url for pair in pairs}) == 1

@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs, PrefillConfig
-from splitserve.router.proof import JOINED, LOST, Proof
+from splitserve.router.proof import JOINED, LOST, WorkerProof
 from splitserve.router.registry import Avoid, WorkerRegistry
-from splitserve.router.worker import Pair
+from splitserve.router.worker import WorkerPair
 from splitserve.testing.router_world import FakeWorker, answers, start_router, start_worker
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
@@ -30,7 +30,7 @@ DEADLINE = 60.0
 
 
 def test_pauses_between_probes_grow_up_to_a_bound_and_start_again_when_it_was_lost() -> None:
-    proof = Proof.wanted(is_held=False)
+    proof = WorkerProof.wanted(is_held=False)
     pauses = []
     for _ in range(8):
         now = proof.next_at
@@ -65,7 +65,7 @@ def registry() -> WorkerRegistry:
 
 def decodes(registry: WorkerRegistry, avoid: Avoid | None = None) -> set[str]:
     pairs = [registry.select(avoid=avoid or Avoid()) for _ in range(6)]
-    return {pair.decode.url for pair in pairs if isinstance(pair, Pair)}
+    return {pair.decode.url for pair in pairs if isinstance(pair, WorkerPair)}
 
 
 def test_who_joins_beside_a_proven_one_is_held_back_until_it_is_proven(registry: WorkerRegistry) -> None:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.clock import ManualClock
-from splitserve.errors import RateLimitError
-from splitserve.router.rate_limit import RateLimit
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import RateLimitError
+from splitserve.router.balancer import RateLimit
 
 RATES = st.floats(0.01, 1000)
 BURSTS = st.integers(1, 20)

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError, WorkerUnavailableError
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
-from splitserve.router.worker import Pair, Worker
+from splitserve.router.worker import Worker, WorkerPair
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 
@@ -22,7 +20,7 @@ def registry(*workers: tuple[str, DisaggregationMode], clock: ManualClock | None
     return result
 
 
-def chosen(target: Pair | Worker) -> tuple[str, ...]:
+def chosen(target: WorkerPair | Worker) -> tuple[str, ...]:
     return (target.url,) if isinstance(target, Worker) else (target.prefill.url, target.decode.url)
 
 
@@ -158,61 +156,6 @@ def test_a_prefill_option_has_an_optional_bootstrap_port(text: str, port: int | 
 def test_a_malformed_prefill_option_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         PrefillConfig.parse(text)
-
-
-def test_options_read_by_argparse_equal_those_of_the_dataclass() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    LBArgs.add_cli_args(parser)
-    argv = [
-        "--prefill",
-        "http://p:1",
-        "8998",
-        "--prefill",
-        "http://q:1",
-        "--decode",
-        "http://d:1",
-        "--policy",
-        "random",
-        "--max-running-requests",
-        "8",
-        "--max-queued-requests",
-        "2",
-        "--rate-limit",
-        "0.5",
-        "--rate-limit-burst",
-        "3",
-        "--disable-access-log",
-        "--cors-origin",
-        "http://a",
-        "--cors-origin",
-        "*",
-        "--ssl-certfile",
-        "cert",
-        "--ssl-keyfile",
-        "key",
-        "--api-key-file",
-        "keys",
-        "--operator-key-file",
-        "others",
-    ]
-    assert LBArgs.from_cli_args(parser.parse_args(argv)) == LBArgs(
-        policy="random",
-        prefill=(PrefillConfig("http://p:1", 8998), PrefillConfig("http://q:1")),
-        decode=("http://d:1",),
-        max_running_requests=8,
-        max_queued_requests=2,
-        rate_limit=0.5,
-        rate_limit_burst=3,
-        access_log=False,
-        cors_origins=("http://a", "*"),
-        ssl_certfile=Path("cert"),
-        ssl_keyfile=Path("key"),
-        api_key_file=Path("keys"),
-        operator_key_file=Path("others"),
-    )
-    assert LBArgs.from_cli_args(parser.parse_args([])) == LBArgs()
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
 from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
@@ -212,7 +212,7 @@ async def test_the_last_one_that_makes_a_path_stays_unless_it_is_forced(
         status, answer = await w.order(number, goal, bootstrap_port=7000 if goal == "prefill" else None)
         assert status == (503 if is_needed else 200)
         if is_needed:
-            assert "nobody would serve" in answer["error"]["message"]
+            assert "no worker would serve" in answer["error"]["message"]
             assert w.workers[number].paths == []
             more = {"bootstrap_port": 7000} if goal == "prefill" else {}
             assert (await w.order(number, goal, force=True, **more))[0] == 200

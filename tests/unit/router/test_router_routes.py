@@ -8,9 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import WorkerUnavailableError
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.args import PrefillConfig
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
@@ -140,6 +142,44 @@ async def test_questions_about_the_model_are_answered_by_a_worker(path: str) -> 
     async with start_worker(answers({"model_path": "m"})) as worker, start_router(decode=(worker.url,)) as router:
         assert await get(router + path) == (200, {"model_path": "m"})
         assert worker.paths == [path]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/v1/models/tiny", "/v1/models/tiny"),
+        ("/v1/models/org/tiny", "/v1/models/org%2Ftiny"),
+        ("/v1/models/org%2Ftiny", "/v1/models/org%2Ftiny"),
+        ("/v1/models/a%20b%3Fc%0D", "/v1/models/a%20b%3Fc%0D"),
+        ("/v1/models/..%2Fworkers", "/v1/models/..%2Fworkers"),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 404])
+async def test_a_model_is_described_by_a_worker_with_its_status(path: str, sent: str, status: int) -> None:
+    raw_paths: list[str] = []
+
+    async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        raw_paths.append(request.raw_path)
+        return web.json_response({"id": "tiny"}, status=status)
+
+    async with (
+        start_worker(handler) as worker,
+        start_router(decode=(worker.url,)) as router,
+        aiohttp.ClientSession() as client,
+        client.get(URL(router + path, encoded=True)) as response,
+    ):
+        assert (response.status, await response.json()) == (status, {"id": "tiny"})
+    assert raw_paths == [sent]
+
+
+async def test_the_options_alone_limit_the_samples_of_a_pair() -> None:
+    body = {"prompt": ["a"] * 50, "n": 100}
+    limits = LimitsConfig(max_samples=5000)
+    async with serve_pools([answers({})], [answers({})], limits=limits) as pools:
+        assert (await pools.post("/v1/completions", body))[0] == 200
+        assert len(pools.decode[0].bodies[0]["bootstrap_room"]) == 5000
+        assert (await pools.post("/v1/completions", body | {"n": 101}))[0] == 400
+        assert len(pools.decode[0].bodies) == 1
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

@@ -218,7 +218,13 @@ async def test_with_nobody_left_a_stream_ends_with_an_error_that_says_so() -> No
         status, body = await pools.post("/generate", STREAM | {"rid": "mine"})
         assert status == 200
         message = last_error(body)["message"]
-        for part in ("request mine", "stage: streaming", "decode worker went away", "no", "start one"):
+        for part in (
+            "request mine",
+            "stage: streaming",
+            "decode worker went away",
+            "no",
+            "retry in a moment; if none is starting",
+        ):
             assert part in message
         assert "http" not in message
         assert body.count(b'{"i"') == 2
@@ -248,6 +254,14 @@ async def test_a_client_reads_no_workers_address_and_the_log_has_it(stream: bool
         assert ".;" not in message
         assert f"worker={pools.decode[0].url}" in caplog.text
         assert "10.1.2.3:99" in caplog.text
+
+
+async def test_the_id_of_a_request_cannot_add_a_line_to_the_log(caplog: Any) -> None:
+    caplog.set_level("WARNING")
+    async with serve_pools([answers({})], [dies(), answers(OK)]) as pools:
+        assert (await pools.post("/generate", {"text": "a", "rid": "a\nrequest moves rid=b"}))[0] == 200
+    assert "request moves rid=" in caplog.text
+    assert "\nrequest moves" not in caplog.text
 
 
 async def test_a_stream_without_a_journal_is_never_begun_again() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import WorkerUnavailableError
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.registry import Avoid, WorkerRegistry
-from splitserve.router.worker import FORGIVENESS, Pair, Worker
+from splitserve.router.worker import FORGIVENESS, Worker, WorkerPair
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 
@@ -34,7 +34,7 @@ def registry(clock: ManualClock) -> WorkerRegistry:
 
 def decodes(registry: WorkerRegistry, count: int = 4, avoid: Avoid | None = None) -> set[str]:
     pairs = [registry.select(avoid=avoid or Avoid()) for _ in range(count)]
-    return {pair.decode.url for pair in pairs if isinstance(pair, Pair)}
+    return {pair.decode.url for pair in pairs if isinstance(pair, WorkerPair)}
 
 
 def worker(registry: WorkerRegistry, url: str) -> Worker:

@@ -13,13 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from splitserve.api.http_server import port_of
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError
-from splitserve.launch.checks import router_urls
-from splitserve.launch.http_server import port_of
-from splitserve.launch.registration import RouterRegistration
 from splitserve.router.args import PrefillConfig
 from splitserve.testing.router_world import FakeWorker, Handler, answers, journals, start_router, start_worker, streams
+from splitserve.worker.checks import router_urls
+from splitserve.worker.registration import RouterRegistration
 
 DEADLINE = 60.0
 COUNT = 5
@@ -89,7 +89,7 @@ async def test_a_router_that_is_away_keeps_no_other_waiting_and_is_told_when_it_
 
 
 async def test_a_router_that_is_restarted_gets_its_workers_back(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.launch.registration.REFRESH_INTERVAL", 0.05)
+    monkeypatch.setattr("splitserve.worker.registration.REFRESH_INTERVAL", 0.05)
     router = f"http://127.0.0.1:{port}"
     async with start_worker(answers({"text": "ok"})) as worker:
         worker_port = int(worker.url.rsplit(":", 1)[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -14,9 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from splitserve.core.errors import ConfigError, UnknownWorkerError
 from splitserve.core.request import DisaggregationMode
-from splitserve.errors import ConfigError, UnknownWorkerError
-from splitserve.router.args import LBArgs
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
 from splitserve.router.workers_file import WorkersFile, read_workers
@@ -236,9 +234,3 @@ async def test_a_router_follows_its_file_while_it_runs(path: Path) -> None:
                 assert time.monotonic() < limit
                 await asyncio.sleep(0.02)
             assert [await ask() for _ in range(4)] == ["b"] * 4
-
-
-def test_the_option_is_read_from_the_command_line(path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    LBArgs.add_cli_args(parser)
-    assert LBArgs.from_cli_args(parser.parse_args(["--workers-file", str(path)])).workers_file == path

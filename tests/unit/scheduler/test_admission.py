@@ -7,19 +7,19 @@ from splitserve.cache.pages import PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
 from splitserve.cache.slots import ReqToTokenPool
 from splitserve.core.request import Request
-from splitserve.core.sampling import SamplingParams
-from splitserve.scheduler.admission import FORESEEN_TOKENS, Admission
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.scheduler.admission import FORESEEN_TOKENS, PoolAdmission
 
 
-def admission_of(num_pages, reserved, page_size=1) -> tuple[Admission, PagedKVCache]:
+def admission_of(num_pages, reserved, page_size=1) -> tuple[PoolAdmission, PagedKVCache]:
     rows = ReqToTokenPool(8, num_pages * page_size, page_size)
     cache = PagedKVCache(PageAllocator(num_pages), rows, NoPrefixCache(), page_size)
-    rule = Admission(cache, num_reserved_decode_tokens=reserved, tokens_at_most=lambda r: r.num_tokens_at_most)
+    rule = PoolAdmission(cache, num_reserved_decode_tokens=reserved, tokens_at_most=lambda r: r.num_tokens_at_most)
     return rule, cache
 
 
 def request_of(rid, num_prompt_tokens, max_new_tokens) -> Request:
-    return Request(rid, [1] * num_prompt_tokens, SamplingParams(max_new_tokens=max_new_tokens))
+    return Request(rid, [1] * num_prompt_tokens, ResolvedSampling(max_new_tokens=max_new_tokens))
 
 
 @pytest.mark.parametrize(("num_pages", "fits"), [(9, False), (10, True)])
@@ -55,7 +55,7 @@ def test_the_reserve_of_one_that_has_ended_is_nobodys():
     assert rule.try_admit(ended)
     assert not rule.try_admit(request_of("b", 2, 4))
     ended.append(5, None)
-    ended.params = SamplingParams(max_new_tokens=2)
+    ended.params = ResolvedSampling(max_new_tokens=2)
     ended.append(6, None)
     assert ended.is_finished
     assert rule.try_admit(request_of("b", 2, 4))

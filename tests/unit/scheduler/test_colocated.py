@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError
-from splitserve.messages import (
+from splitserve.core.errors import EngineError
+from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
     FlushCacheRequest,
@@ -15,12 +13,14 @@ from splitserve.messages import (
     StateReply,
     StateRequest,
 )
+from splitserve.core.request import FinishType
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.sim import ColocatedWorld
 
 
 def request(rid, prompt, max_new_tokens=8, **more) -> GenerateRequest:
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **more)
+    params = ResolvedSampling(max_new_tokens=max_new_tokens, temperature=0.0, **more)
     return GenerateRequest(rid=rid, prompt_ids=list(prompt), params=params)
 
 
@@ -28,7 +28,7 @@ def test_one_request_gets_the_engines_tokens():
     world = ColocatedWorld()
     world.submit(request("a", range(1, 40)))
     world.run_until_idle()
-    assert world.tokens("a") == expected_tokens(range(1, 40), SamplingParams(temperature=0.0), 8)
+    assert world.tokens("a") == expected_tokens(range(1, 40), ResolvedSampling(temperature=0.0), 8)
     assert world.finish("a").type is FinishType.LENGTH
     world.check_nothing_is_held()
 
@@ -47,7 +47,7 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget():
     world.submit(request("a", range(100)))
     world.run_until_idle()
     assert world.largest_step() == 16
-    assert world.tokens("a") == expected_tokens(range(100), SamplingParams(temperature=0.0), 8)
+    assert world.tokens("a") == expected_tokens(range(100), ResolvedSampling(temperature=0.0), 8)
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed():
@@ -63,7 +63,7 @@ def test_decodes_go_on_while_a_long_prompt_is_computed():
 
 def test_stop_ids_and_eos_end_a_request_unless_too_early():
     prompt = list(range(30))
-    tokens = expected_tokens(prompt, SamplingParams(temperature=0.0), 8)
+    tokens = expected_tokens(prompt, ResolvedSampling(temperature=0.0), 8)
     world = ColocatedWorld(eos_token_ids=frozenset({tokens[5]}))
     world.submit(request("stop", prompt, stop_token_ids=(tokens[2],)))
     world.submit(request("min", prompt, stop_token_ids=(tokens[2],), min_new_tokens=4))
@@ -118,7 +118,7 @@ def test_a_request_that_fails_in_a_step_ends_alone():
     world.run_until_idle()
     assert world.finish("bad").reason == "engine_error"
     assert "the logits are not numbers" in world.finish("bad").message
-    assert world.tokens("good") == expected_tokens(range(30), SamplingParams(temperature=0.0), 8)
+    assert world.tokens("good") == expected_tokens(range(30), ResolvedSampling(temperature=0.0), 8)
     world.check_nothing_is_held()
 
 
@@ -141,7 +141,7 @@ def test_input_logprobs_cover_the_prompt_from_the_start_asked_for():
     prompt = list(range(50, 80))
     world.submit(request("warm-up", prompt))
     world.run_until_idle()
-    params = SamplingParams(max_new_tokens=2, temperature=0.0)
+    params = ResolvedSampling(max_new_tokens=2, temperature=0.0)
     ask = GenerateRequest(rid="a", prompt_ids=prompt, params=params, return_logprob=True, logprob_start=11)
     world.submit(ask)
     world.run_until_idle()

@@ -1,12 +1,12 @@
 """The watch over deadlines: soonest first, each once, and nothing kept of what has ended."""
 
 from splitserve.core.request import FinishReason, FinishType, Request
-from splitserve.core.sampling import SamplingParams
-from splitserve.scheduler.deadlines import Deadlines
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.scheduler.scheduler import Deadlines
 
 
 def request_of(number, deadline) -> Request:
-    return Request(f"r{number}", [1], SamplingParams(), number=number, deadline=deadline)
+    return Request(f"r{number}", [1], ResolvedSampling(), number=number, deadline=deadline)
 
 
 def test_what_has_expired_comes_once_and_soonest_first():

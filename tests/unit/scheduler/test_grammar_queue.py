@@ -2,11 +2,11 @@
 
 import pytest
 
-from splitserve.clock import ManualClock
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import CapacityError, DeadlineExceededError, EngineError, InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.request import Request
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import CapacityError, DeadlineExceededError, EngineError, InvalidRequestError
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, multiples
 
@@ -24,7 +24,7 @@ class World:
         self.wakes += 1
 
     def add(self, rid: str, spec: GrammarSpec) -> Request:
-        request = Request(rid, [1], SamplingParams(grammar=spec))
+        request = Request(rid, [1], ResolvedSampling(grammar=spec))
         self.queue.add(request)
         return request
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.batch import RequestStep, SampleSpec
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.ngram import MIN_MATCH, NgramProposer, Text, continuation
 
 # Few different tokens, so that there is much to be found.
@@ -25,7 +25,7 @@ def naive(tokens: list[int], max_match: int, count: int) -> list[int]:
 
 
 def step_of(prompt: list[int], output: list[int], rid: str = "a") -> RequestStep:
-    spec = SampleSpec(SamplingParams(), len(prompt) + len(output), prompt, output)
+    spec = SampleSpec(ResolvedSampling(), len(prompt) + len(output), prompt, output)
     return RequestStep(rid, 0, output[-1:], len(prompt) + len(output) - 1, spec)
 
 

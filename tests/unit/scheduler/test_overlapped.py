@@ -5,9 +5,9 @@ Which order of events ever, the outcome is right: that is tests/sim's to prove.
 
 import pytest
 
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.core.errors import EngineError
+from splitserve.core.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.loops import OverlappedLoop
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.fake_grammar import HeldPool, multiples
@@ -26,7 +26,7 @@ class Overlapped(ColocatedWorld):
         self.now = None
 
     def ask(self, rid="a", prompt=PROMPT, **params) -> None:
-        params = SamplingParams(**({"max_new_tokens": 8, "temperature": 0.0} | params))
+        params = ResolvedSampling(**({"max_new_tokens": 8, "temperature": 0.0} | params))
         self.submit(GenerateRequest(rid=rid, prompt_ids=list(prompt), params=params))
 
     def turn(self) -> bool:
@@ -54,7 +54,7 @@ def rids_of(world: Overlapped) -> list[str]:
 
 
 def drawn(count: int, prompt=PROMPT) -> list[int]:
-    return expected_tokens(prompt, SamplingParams(temperature=0.0), count)
+    return expected_tokens(prompt, ResolvedSampling(temperature=0.0), count)
 
 
 def test_a_step_begins_before_the_tokens_it_goes_on_from_are_known():

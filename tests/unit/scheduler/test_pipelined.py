@@ -8,12 +8,12 @@ import random
 import pytest
 
 from splitserve.core.batch import StepPlan
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.core.errors import EngineError
+from splitserve.core.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.guesser import Guesser
+from splitserve.testing.guesser import RandomProposer
 from splitserve.testing.staged_engine import PipelineWorld
 
 PROMPT = list(range(5))
@@ -26,7 +26,7 @@ class Pipelined(PipelineWorld):
         super().__init__([lambda plan: 1.0] * pp_size, **settings)
 
     def ask(self, rid="a", prompt=PROMPT, **params) -> None:
-        params = SamplingParams(**({"max_new_tokens": 8, "temperature": 0.0} | params))
+        params = ResolvedSampling(**({"max_new_tokens": 8, "temperature": 0.0} | params))
         self.submit(GenerateRequest(rid=rid, prompt_ids=list(prompt), params=params))
 
     def under_way(self) -> list[list[str]]:
@@ -39,7 +39,7 @@ class Pipelined(PipelineWorld):
 
 
 def drawn(count: int, prompt=PROMPT) -> list[int]:
-    return expected_tokens(prompt, SamplingParams(temperature=0.0), count)
+    return expected_tokens(prompt, ResolvedSampling(temperature=0.0), count)
 
 
 def test_a_request_is_in_one_step_at_a_time_and_the_next_one_knows_its_token():
@@ -183,7 +183,7 @@ def test_who_needs_its_last_token_keeps_nobody_from_the_pipeline(history):
 
 def test_pages_taken_for_guesses_stay_while_the_step_is_under_way():
     world = Pipelined(
-        2, page_size=1, num_pages=100, proposer=Guesser(random.Random(1)), num_draft_tokens=4, prefix=False
+        2, page_size=1, num_pages=100, proposer=RandomProposer(random.Random(1)), num_draft_tokens=4, prefix=False
     )
     for rid in "abc":
         world.ask(rid, max_new_tokens=20)

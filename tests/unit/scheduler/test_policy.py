@@ -2,16 +2,16 @@
 
 import pytest
 
-from splitserve.config import SchedulePolicy
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import GenerateRequest
+from splitserve.core.config import SchedulePolicy
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.policy import AGEING
 from splitserve.testing.pair import PairWorld
 from splitserve.testing.sim import ColocatedWorld
 
 
 def ask(rid, prompt, **more) -> GenerateRequest:
-    return GenerateRequest(rid=rid, prompt_ids=list(prompt), params=SamplingParams(max_new_tokens=2), **more)
+    return GenerateRequest(rid=rid, prompt_ids=list(prompt), params=ResolvedSampling(max_new_tokens=2), **more)
 
 
 def world_of(policy, **settings) -> ColocatedWorld:
@@ -74,7 +74,7 @@ def test_a_larger_priority_goes_first_where_it_is_heeded(heeds, order):
 def test_a_decode_worker_lets_the_important_in_first():
     world = PairWorld(3, decode_settings={"num_pages": 4, "has_priorities": True})
     for room, (rid, priority) in enumerate((("a", 0), ("b", 0), ("dear", 9))):
-        world.submit(rid, list(range(60)), SamplingParams(max_new_tokens=2), room=room, priority=priority)
+        world.submit(rid, list(range(60)), ResolvedSampling(max_new_tokens=2), room=room, priority=priority)
     while world.decode.manager.num_peers == 0 or not world.decode.scheduler.state().num_decode_transfer_queue_reqs:
         world.happen()
     world.run_until_idle()
@@ -86,8 +86,8 @@ def test_a_decode_worker_lets_the_important_in_first():
 def test_a_deadline_ends_a_request_wherever_it_stands(stage):
     world = ColocatedWorld(max_running=1)
     if stage == "waiting":
-        world.submit(GenerateRequest(rid="other", prompt_ids=[1], params=SamplingParams(max_new_tokens=100)))
-    world.submit(GenerateRequest(rid="a", prompt_ids=[1, 2], params=SamplingParams(max_new_tokens=100), timeout=5.0))
+        world.submit(GenerateRequest(rid="other", prompt_ids=[1], params=ResolvedSampling(max_new_tokens=100)))
+    world.submit(GenerateRequest(rid="a", prompt_ids=[1, 2], params=ResolvedSampling(max_new_tokens=100), timeout=5.0))
     world.turn()
     world.clock.advance(4.9)
     world.turn()
@@ -107,7 +107,7 @@ def test_the_workers_default_timeout_is_for_those_who_name_none():
     world = ColocatedWorld(default_timeout=1.0)
     for rid, timeout in (("default", None), ("own", 60.0)):
         world.submit(
-            GenerateRequest(rid=rid, prompt_ids=[1], params=SamplingParams(max_new_tokens=50), timeout=timeout)
+            GenerateRequest(rid=rid, prompt_ids=[1], params=ResolvedSampling(max_new_tokens=50), timeout=timeout)
         )
     world.turn()
     world.clock.advance(2.0)
@@ -118,7 +118,7 @@ def test_the_workers_default_timeout_is_for_those_who_name_none():
 
 def test_a_deadline_in_a_hand_over_ends_both_sides():
     world = PairWorld(1)
-    world.submit("a", list(range(100)), SamplingParams(max_new_tokens=50), room=1, timeout=2.0)
+    world.submit("a", list(range(100)), ResolvedSampling(max_new_tokens=50), room=1, timeout=2.0)
     world.prefill.inbox.messages.clear()
     for _ in range(200):
         world.happen()

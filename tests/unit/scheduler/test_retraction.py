@@ -3,13 +3,13 @@
 import pytest
 
 from splitserve.cache.kv_cache import InvariantViolation
-from splitserve.core.sampling import SamplingParams
-from splitserve.messages import AbortRequest, GenerateRequest
+from splitserve.core.messages import AbortRequest, GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.sim import ColocatedWorld
 
 PAGE = 4
-GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+GREEDY = ResolvedSampling(max_new_tokens=24, temperature=0.0)
 
 
 def dry_world(**settings) -> ColocatedWorld:

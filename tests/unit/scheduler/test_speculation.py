@@ -4,13 +4,13 @@ import random
 
 import pytest
 
+from splitserve.core.errors import EngineError
+from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError
-from splitserve.messages import GenerateRequest
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.testing.fake_engine import expected_tokens
 from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.guesser import Guesser
+from splitserve.testing.guesser import RandomProposer
 from splitserve.testing.sim import ColocatedWorld
 
 
@@ -26,13 +26,13 @@ class Broken:
         raise EngineError("out of ideas")
 
 
-def right(accuracy: float = 1.0) -> Guesser:
-    return Guesser(random.Random(4), accuracy, moody=False)
+def right(accuracy: float = 1.0) -> RandomProposer:
+    return RandomProposer(random.Random(4), accuracy, moody=False)
 
 
 def ask(rid="a", *, tokens=21, prompt=(1, 2, 3), **more) -> GenerateRequest:
     fields = {"return_logprob": more.pop("return_logprob", False)}
-    params = SamplingParams(max_new_tokens=tokens, temperature=1.0, seed=5, **more)
+    params = ResolvedSampling(max_new_tokens=tokens, temperature=1.0, seed=5, **more)
     return GenerateRequest(rid=rid, prompt_ids=list(prompt), params=params, **fields)
 
 

@@ -11,13 +11,20 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from splitserve.config import DisaggregationConfig, KVEventsConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import (
+    DisaggregationConfig,
+    KVEventsConfig,
+    LimitsConfig,
+    SchedulerConfig,
+    ServerConfig,
+    WorkerConfig,
+)
 from splitserve.core.request import DisaggregationMode
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
-from splitserve.server.tokenizer import Tokenizer
 
 from .server_fakes import EchoScheduler, write_tokenizer_folder
 
@@ -76,13 +83,14 @@ async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokeni
         bootstrap_port: int | None = None,
         kv_events: KVEventsConfig | None = None,
         strict_fields: bool = False,
+        limits: LimitsConfig | None = None,
     ) -> AsyncIterator[Worker]:
         await scheduler.start()
         await client.ready(DEADLINE)
         config = WorkerConfig(
             scheduler=SchedulerConfig(max_running_requests=1, max_queued_requests=max_open - 1),
             disaggregation=DisaggregationConfig(mode=DisaggregationMode(mode)),
-            server=ServerConfig(served_model_name="tiny", strict_fields=strict_fields),
+            server=ServerConfig(served_model_name="tiny", strict_fields=strict_fields, limits=limits or LimitsConfig()),
             kv_events=kv_events or KVEventsConfig(),
         )
         app = build_app(

@@ -13,8 +13,7 @@ import zmq.asyncio
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from splitserve.core.batch import TokenLogprob
-from splitserve.core.request import FinishReason, FinishType, Request
-from splitserve.messages import (
+from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
     FlushCacheRequest,
@@ -36,6 +35,7 @@ from splitserve.messages import (
     decode_to_scheduler,
     encode,
 )
+from splitserve.core.request import FinishReason, FinishType, Request
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
+from splitserve.core.messages import StepOutputs, TokenOutput
 from splitserve.core.request import FinishReason, FinishType
-from splitserve.messages import StepOutputs, TokenOutput
 
 from .conftest import DEADLINE, StartWorker, Worker
 

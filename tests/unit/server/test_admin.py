@@ -7,18 +7,18 @@ import httpx
 import msgspec
 import pytest
 
-from splitserve.config import KVEventsConfig, WorkerConfig
+from splitserve.api.fanout import PromptSpec, fan_out
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import KVEventsConfig, WorkerConfig
+from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import EngineError, WorkerUnavailableError
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.server import admin
 from splitserve.server.app import build_app
-from splitserve.server.fanout import PromptSpec, fan_out
-from splitserve.server.front_end import FrontEnd, RoleOrder, RoleReport
+from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
 from splitserve.server.generation import Generation
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
-from splitserve.server.tokenizer import Tokenizer
 
 from .conftest import DEADLINE, StartWorker, Worker
 from .server_fakes import EchoScheduler
@@ -157,7 +157,20 @@ async def test_text_is_tokenized_and_back(worker: Worker) -> None:
         worker.front.tokenizer.decode([66]),
     ]
     assert (await worker.http.post("/detokenize", json={"tokens": [999]})).status_code == 400
-    assert (await worker.http.post("/tokenize", json={})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"text": "a"}, "the body has neither prompt nor messages: send one of them"),
+        ({"prompt": "a", "messages": []}, "prompt and messages exclude each other: send one of them"),
+    ],
+)
+async def test_a_body_to_tokenize_has_either_a_prompt_or_messages(
+    worker: Worker, body: dict[str, object], message: str
+) -> None:
+    response = await worker.http.post("/tokenize", json=body)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
 
 async def test_kv_events_are_described_and_their_whole_index_is_passed_on(
@@ -209,10 +222,10 @@ class FakeSwitch:
     """What a worker does with an order for another role."""
 
     def __init__(self, front: FrontEnd) -> None:
-        self.orders: list[RoleOrder] = []
+        self.orders: list[RoleChange] = []
         self._front = front
 
-    async def switch(self, order: RoleOrder) -> RoleReport:
+    async def switch(self, order: RoleChange) -> RoleReport:
         old = self._front.mode
         self.orders.append(order)
         settings = msgspec.structs.replace(self._front.config.disaggregation, mode=order.mode)
@@ -233,7 +246,7 @@ async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Work
         "bootstrap_port": 7000,
         "seconds": 0.25,
     }
-    assert switch.orders == [RoleOrder(DisaggregationMode.PREFILL, True, 5.0, 7000)]
+    assert switch.orders == [RoleChange(DisaggregationMode.PREFILL, True, 5.0, 7000)]
     info = (await worker.http.get("/server_info")).json()
     assert (info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == ("prefill", 7000)
     assert info["status"] == "ready"
@@ -272,9 +285,9 @@ async def test_a_request_for_the_role_it_had_a_moment_ago_is_sent_away(worker: W
 
 
 async def test_a_request_that_was_prepared_for_another_role_does_not_reach_the_scheduler(worker: Worker) -> None:
-    spec = PromptSpec([1], SamplingParams(max_new_tokens=1))
+    spec = PromptSpec([1], ResolvedSampling(max_new_tokens=1))
     generation = Generation(worker.front, fan_out([spec], 1, "r", [None]), 0.0)
-    await FakeSwitch(worker.front).switch(RoleOrder(DisaggregationMode.DECODE))
+    await FakeSwitch(worker.front).switch(RoleChange(DisaggregationMode.DECODE))
     with pytest.raises(WorkerUnavailableError, match="decode worker now"):
         await generation.complete()
     assert worker.scheduler.received == []

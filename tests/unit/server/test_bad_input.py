@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.server.tokenizer import Tokenizer
+from splitserve.api.tokenizer import Tokenizer
 
 from .conftest import StartWorker, Worker
 
@@ -14,8 +14,8 @@ HI = [{"role": "user", "content": "Hi"}]
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://x"}}]
 
 NATIVE: list[tuple[dict[str, Any], str]] = [
-    ({}, "either text or input_ids"),
-    ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+    ({}, "neither text nor input_ids"),
+    ({"text": "a", "input_ids": [1]}, "text and input_ids exclude each other"),
     ({"text": ""}, "text has no tokens"),
     ({"text": []}, "text is empty"),
     ({"input_ids": []}, "input_ids is empty"),
@@ -126,9 +126,9 @@ async def test_a_request_that_makes_no_sense_is_a_400(
         (b'{"text": "a", "x": NaN}', "not valid JSON"),
         (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "not valid JSON"),
         (b'{"text": "\\ud800"}', "not valid JSON"),
-        (b"[1]", "JSON list"),
-        (b'"text"', "JSON str"),
-        (b"null", "send an object"),
+        (b"[1]", "JSON array"),
+        (b'"text"', "JSON string"),
+        (b"null", "JSON null: send an object"),
         (b"[" * 100000, "deeper than 64 levels"),
     ],
 )

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
+from splitserve.api.fanout import PromptSpec, fan_out
+from splitserve.api.schemas import BootstrapFields
+from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.request import DisaggregationMode, RoomKey
-from splitserve.core.sampling import SamplingParams, sample_seed
-from splitserve.errors import InvalidRequestError, MissingBootstrapError
+from splitserve.core.sampling import ResolvedSampling, sample_seed
 from splitserve.server.bootstrap_fields import bootstrap_infos
-from splitserve.server.fanout import PromptSpec, fan_out
-from splitserve.server.schemas import BootstrapFields
 
-SPEC = PromptSpec([1, 2], SamplingParams(seed=5))
+SPEC = PromptSpec([1, 2], ResolvedSampling(seed=5))
 
 
 def infos(

@@ -7,23 +7,25 @@ from typing import Any
 
 import pytest
 
+from splitserve.api.grammars import MAX_GRAMMAR_DEPTH, grammar_of, openai_grammar
+from splitserve.api.schemas import CompletionBody, NativeSampling
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
-from splitserve.errors import InvalidRequestError
-from splitserve.server.grammars import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_DEPTH, grammar_of, openai_grammar
-from splitserve.server.schemas import CompletionBody, NativeSampling
 
-from .conftest import Worker
+from .conftest import StartWorker, Worker
 
+MAX_CHARS = LimitsConfig().max_grammar_chars
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"null"},"a":{"type":"null"}}}'
 
 
 def native(**fields: Any) -> GrammarSpec | None:
-    return grammar_of(NativeSampling(**fields))
+    return grammar_of(NativeSampling(**fields), MAX_CHARS)
 
 
 def openai(**fields: Any) -> GrammarSpec | None:
-    return openai_grammar(CompletionBody(prompt="a", **fields))
+    return openai_grammar(CompletionBody(prompt="a", **fields), MAX_CHARS)
 
 
 def response_format(schema: object, **more: object) -> dict[str, Any]:
@@ -68,9 +70,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf exclude each other"),
         ({"regex": ""}, "regex", "empty"),
         ({"json_schema": "{nope"}, "json_schema", "not valid JSON"),
-        ({"json_schema": "[]"}, "json_schema", "send an object"),
+        ({"json_schema": "[]"}, "json_schema", "a JSON array: send an object"),
         ({"json_schema": nested(MAX_GRAMMAR_DEPTH + 1)}, "json_schema", "deeper than 64"),
-        ({"regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}, "regex", "262145 characters"),
+        ({"regex": "a" * (MAX_CHARS + 1)}, "regex", "262145 characters: send at most 262144"),
         ({"response_format": {"type": "yaml"}}, "response_format", "'yaml'"),
         ({"response_format": {}}, "response_format", "None"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
@@ -102,6 +104,29 @@ async def test_every_route_hands_the_grammar_to_the_scheduler(worker: Worker, pa
     assert response.status_code == 200, response.text
     [request] = worker.scheduler.received
     assert request.params.grammar == GrammarSpec(GrammarKind.REGEX, "a+")
+
+
+@pytest.mark.parametrize("max_chars", [300_000, 100_000])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": {"const": "a" * 270_000}}}, "json_schema"),
+        ("/v1/completions", {"prompt": "a", "regex": "a" * 270_000}, "regex"),
+        ("/v1/completions", {"prompt": "a", "response_format": response_format({"const": "a" * 270_000})}, None),
+    ],
+)
+async def test_the_option_alone_limits_the_characters_of_a_grammar(
+    start_worker: StartWorker, path: str, fields: dict[str, Any], param: str | None, max_chars: int
+) -> None:
+    limits = LimitsConfig(max_grammar_chars=max_chars)
+    async with start_worker(limits=limits) as worker:
+        response = await worker.http.post(path, json=fields | {"max_tokens": 2})
+    if max_chars > 270_000:
+        assert response.status_code == 200, response.text[:500]
+    else:
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param or "response_format")
+        assert f"send at most {max_chars}" in error["message"]
 
 
 async def test_an_error_the_scheduler_finds_keeps_its_field(worker: Worker) -> None:

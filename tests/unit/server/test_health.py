@@ -11,12 +11,12 @@ import aiohttp
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from splitserve.clock import ManualClock
-from splitserve.errors import DeadlineExceededError
-from splitserve.messages import SchedulerState
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import DeadlineExceededError
+from splitserve.core.messages import SchedulerState
 from splitserve.server.heartbeat import MAX_AGE, Heartbeat
 from splitserve.server.prompt_pool import MEDIUM_BYTES
-from splitserve.server.tokenizer import Tokenizer
 from splitserve.testing.router_world import start_router
 
 from .conftest import DEADLINE, StartWorker, Worker, serve

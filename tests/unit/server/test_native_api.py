@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType, RoomKey
-from splitserve.messages import SpeculationStats
 
 from .conftest import StartWorker, Worker
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from splitserve.messages import TokenOutput
+from splitserve.core.messages import TokenOutput
 from splitserve.server.output_stream import OutputStream
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from splitserve.errors import CapacityError, DeadlineExceededError
+from splitserve.core.errors import CapacityError, DeadlineExceededError
 from splitserve.server.prompt_pool import INLINE_BYTES, MEDIUM_BYTES, PromptPool
 
 # Seconds in which everything here happens, but for hangs.

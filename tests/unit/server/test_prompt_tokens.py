@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.api.prompt_tokens import all_prompts, first_prompt
+from splitserve.api.schemas import ChatBody, CompletionBody, GenerateBody
+from splitserve.api.tokenizer import Tokenizer
 from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.radix import RadixCache
 from splitserve.cache.told_prefix import ToldPrefixCache
-from splitserve.config import WorkerConfig
-from splitserve.errors import InvalidRequestError, PromptTooLongError
-from splitserve.events.schema import BlockStored
+from splitserve.core.config import WorkerConfig
+from splitserve.core.errors import InvalidRequestError, PromptTooLongError
+from splitserve.observe.events.schema import BlockStored
 from splitserve.router.prompts import hash_prompt, hash_prompts
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import prepare
 from splitserve.server.openai import prepare_chat, prepare_completion
-from splitserve.server.prompt_tokens import all_prompts, first_prompt
-from splitserve.server.schemas import ChatBody, CompletionBody, GenerateBody
-from splitserve.server.tokenizer import Tokenizer
 
 from .server_fakes import READY, SteppedScheduler
 

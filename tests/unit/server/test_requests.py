@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from splitserve.errors import CapacityError, InvalidRequestError, WorkerUnavailableError
+from splitserve.core.errors import CapacityError, InvalidRequestError, WorkerUnavailableError
 from splitserve.server.requests import RequestTable
 
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from splitserve.core.errors import DeadlineExceededError, EngineError, ModelLoadError, WorkerUnavailableError
+from splitserve.core.messages import GenerateRequest, SchedulerFailed, StepOutputs, TokenOutput
 from splitserve.core.request import FinishReason, FinishType
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import DeadlineExceededError, EngineError, ModelLoadError, WorkerUnavailableError
-from splitserve.messages import GenerateRequest, SchedulerFailed, StepOutputs, TokenOutput
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.server.output_stream import OutputStream
 from splitserve.server.scheduler_client import SchedulerClient
 
@@ -17,7 +17,7 @@ DEADLINE = 10.0
 
 
 def request(rid: str, num_tokens: int = 3) -> GenerateRequest:
-    return GenerateRequest(rid=rid, prompt_ids=[1, 2, 3], params=SamplingParams(max_new_tokens=num_tokens))
+    return GenerateRequest(rid=rid, prompt_ids=[1, 2, 3], params=ResolvedSampling(max_new_tokens=num_tokens))
 
 
 async def tokens_of(stream: OutputStream) -> list[int]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from splitserve.core.errors import DeadlineExceededError, EngineError, InvalidRequestError, WorkerUnavailableError
+from splitserve.core.messages import GenerateRequest, RoleStep
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.core.sampling import SamplingParams
-from splitserve.errors import DeadlineExceededError, EngineError, InvalidRequestError, WorkerUnavailableError
-from splitserve.messages import GenerateRequest, RoleStep
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.server.output_stream import OutputStream
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
@@ -55,7 +55,7 @@ async def two() -> AsyncIterator[Two]:
 
 def request(rid: str, num_tokens: int = 3, num_prompt_tokens: int = 3, room: int | None = None) -> GenerateRequest:
     bootstrap = None if room is None else BootstrapInfo("h", 1, RoomKey(room))
-    params = SamplingParams(max_new_tokens=num_tokens)
+    params = ResolvedSampling(max_new_tokens=num_tokens)
     return GenerateRequest(rid=rid, prompt_ids=[1] * num_prompt_tokens, params=params, bootstrap=bootstrap)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from splitserve.errors import InvalidRequestError, ModelLoadError
-from splitserve.server.chat_template import ChatTemplate
-from splitserve.server.tokenizer import Tokenizer
+from splitserve.api.chat_template import ChatTemplate
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.errors import InvalidRequestError, ModelLoadError
 
 from .server_fakes import CHAT_TEMPLATE, write_tokenizer_folder
 

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from splitserve.api.chat_template import ChatTemplate
+from splitserve.api.schemas import ChatBody
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.api.tool_calls import ToolCallParser
+from splitserve.api.tools import BARE, TAGGED, ToolForm, ToolUse, readable_calls
+from splitserve.core.config import LimitsConfig
+from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.engine.grammar import XGrammarCompiler
-from splitserve.errors import InvalidRequestError
-from splitserve.server.chat_template import ChatTemplate
-from splitserve.server.schemas import ChatBody
-from splitserve.server.tokenizer import Tokenizer
-from splitserve.server.tool_calls import ToolCallParser
-from splitserve.server.tools import BARE, TAGGED, ToolForm, ToolUse, readable_calls
 
+MAX_CHARS = LimitsConfig().max_grammar_chars
 USER = {"role": "user", "content": "Hi"}
 PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {})
 TAGS = ChatTemplate(
@@ -56,14 +58,24 @@ def test_auto_lets_the_model_choose_required_does_not_and_a_name_leaves_one() ->
     assert auto is not None
     assert required is not None
     assert named is not None
-    free = form_of(auto.grammar(None))
+    free = form_of(auto.grammar(None, MAX_CHARS))
     assert (free["type"], free["triggers"], free["stop_after_first"]) == ("triggered_tags", ["<tool_call>"], False)
-    forced = form_of(required.grammar(None))
+    forced = form_of(required.grammar(None, MAX_CHARS))
     assert (forced["type"], forced["at_least_one"], forced["stop_after_first"]) == ("tags_with_separator", True, True)
     assert begins(free) == begins(forced) == [f'<tool_call>\n{{"name": "{n}", "arguments": ' for n in "ab"]
-    one = form_of(named.grammar(None))
+    one = form_of(named.grammar(None, MAX_CHARS))
     assert begins(one) == ['<tool_call>\n{"name": "b", "arguments": ']
     assert one["stop_after_first"]
+
+
+def test_the_grammar_of_many_tools_has_a_limit() -> None:
+    found = use(tools=[tool("a")])
+    assert found is not None
+    text = found.grammar(None, MAX_CHARS).text
+    assert found.grammar(None, len(text)).text == text
+    with pytest.raises(InvalidRequestError, match=f"tools has {len(text)} characters") as caught:
+        found.grammar(None, len(text) - 1)
+    assert caught.value.param == "tools"
 
 
 def test_a_response_format_is_the_alternative_to_a_call() -> None:
@@ -71,11 +83,11 @@ def test_a_response_format_is_the_alternative_to_a_call() -> None:
     assert auto is not None
     assert required is not None
     answer = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"null"}')
-    form = form_of(auto.grammar(answer))
+    form = form_of(auto.grammar(answer, MAX_CHARS))
     assert form["type"] == "or"
     assert form["elements"][0]["json_schema"] == {"type": "null"}
     assert form["elements"][1]["at_least_one"]
-    assert form_of(required.grammar(answer)) == form_of(required.grammar(None))
+    assert form_of(required.grammar(answer, MAX_CHARS)) == form_of(required.grammar(None, MAX_CHARS))
 
 
 @pytest.mark.parametrize(("template", "form"), [(PLAIN, TAGGED), (TAGS, TAGGED), (BARES, BARE), (None, TAGGED)])
@@ -237,7 +249,7 @@ def test_the_library_takes_every_grammar_of_ours_and_holds_calls_to_it(
 ) -> None:
     found = use(template, tools=[X, tool("b", parameters=None)], **fields)
     assert found is not None
-    grammar = XGrammarCompiler(tokenizer_folder, 258, frozenset([257])).compile(found.grammar(answer))
+    grammar = XGrammarCompiler(tokenizer_folder, 258, frozenset([257])).compile(found.grammar(answer, MAX_CHARS))
     encode = Tokenizer.load(tokenizer_folder).encode
 
     def is_taken(text: str) -> bool:

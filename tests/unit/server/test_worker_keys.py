@@ -8,13 +8,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from splitserve.config import ServerConfig, WorkerConfig
-from splitserve.errors import ConfigError
-from splitserve.launch.checks import check_worker
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import ServerConfig, WorkerConfig
+from splitserve.core.errors import ConfigError
 from splitserve.server.app import build_app
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
-from splitserve.server.tokenizer import Tokenizer
+from splitserve.worker.checks import check_worker
 
 KEY = "router-0123456789abcdef"
 

@@ -1,12 +1,12 @@
-"""How transformers' models reach our attention: one function in their registry, one keyword through their forward.
+"""The bridge from transformers' models to this attention: a function in their registry, a keyword of their forward.
 
-1. `register()` names the function `splitserve_paged`; a model loaded with that name calls it in every layer. A name
-   with no mask function of its own makes the model skip building attention masks: causality is the backend's part.
-2. The runner passes the planned step as the keyword `step_attention`; models hand unknown keywords down to it.
-3. The function takes off the batch dimension (always 1), and says to the step which layer is asking for what. A layer
-   with latent attention (`engine/mla.py`) has its queries taken to the latents, and what it reads there back to heads.
+1. `register()` registers the function as `splitserve_paged`; a model loaded with that name calls it in every layer. A
+   name without a mask function of its own makes the model skip attention masks: the backend ensures causality.
+2. The runner passes the planned step as the keyword `step_attention`; models pass unknown keywords down to it.
+3. The function removes the batch dimension (always 1), and passes layer and parameters to the step. For a layer with
+   latent attention (`engine/mla.py`) it projects the queries to the latents, and the result back to heads.
 
-There is no state between calls. `probe.py` proves at load time that a model plays along.
+There is no state between calls. `probe.py` proves at load time that a model uses the function.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import AttentionParams, StepAttention
 from splitserve.engine.mla import up_projection
-from splitserve.errors import EngineError
 
 ATTENTION_NAME = "splitserve_paged"
 
-# Keywords of an attention call that change nothing of what we compute. Any other one that is set is a kind of attention
-# we do not know (sinks, biases, sparse indices), and ignoring it would give wrong tokens silently.
+# Keywords of an attention call without effect on this attention. Any other keyword that is set is an unknown
+# kind of attention (sinks, biases, sparse indices), and ignoring it would give wrong tokens silently.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def register() -> None:
-    """Make `ATTENTION_NAME` known to transformers. Idempotent."""
+    """Register `ATTENTION_NAME` with transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
@@ -57,9 +57,9 @@ def paged_attention(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as a layer calls it. query, key, value: [1, heads, T, dim]; returns [1, T, num_heads, v_dim].
+    """Compute the attention of a layer. query, key, value: [1, heads, T, dim]; returns [1, T, num_heads, v_dim].
 
-    Raises EngineError where the layer asks for attention that is not plain causal.
+    Raises EngineError if the layer needs attention that is not plain causal.
     """
     _refuse_unknown(module, attention_mask, rest)
     up = up_projection(module)

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model on its device."""
+"""Choice of the attention backend for a model and its device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import flashinfer
 from splitserve.engine.attention.base import AttentionBackend, PagedKV
 from splitserve.engine.attention.native import NativeBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.native.library import has_fast_bfloat16
-from splitserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _HINT = "pip install 'splitserve[cuda]'"
 
 
 def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> AttentionBackend:
-    """`name`: one of ATTENTION_BACKENDS. Raises ConfigError where the one named cannot be had."""
+    """Return the backend. `name`: one of ATTENTION_BACKENDS. Raises ConfigError if the named one is not available."""
     if name == "flashinfer" and pool.device.type != "cuda":
         raise ConfigError(f"--attention-backend flashinfer is for GPUs, and this pool is on {pool.device}: use auto")
     if name != "torch" and pool.device.type == "cuda":
@@ -32,7 +32,7 @@ def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> Attention
         if name == "flashinfer":
             raise ConfigError(f"--attention-backend flashinfer cannot serve {loaded.name}: {problem}. Use auto.")
         logger.warning("attention is torch's, and decode steps are not replayed as CUDA graphs: %s", problem)
-    # Without instructions for bfloat16 torch goes through it number by number.
+    # Without instructions for bfloat16, torch converts its numbers one by one.
     widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
     num_heads = loaded.model.config.get_text_config().num_attention_heads
     if name == "auto" and loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
@@ -41,13 +41,13 @@ def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> Attention
 
 
 def find_flashinfer() -> tuple[Any, str | None]:
-    """The library, and why it cannot be had where it cannot."""
+    """Return the library, or why it is not available."""
     try:
-        # Only now: it is for GPUs, and looks for one.
+        # Imported here, because the package is for GPUs and searches for one on import.
         import flashinfer as library
     except ModuleNotFoundError as error:
         return None, f"the Python package {error.name!r} is missing: {_HINT}"
     except Exception as error:
-        # What it finds wrong with a CUDA installation has no common class.
+        # Its errors for a broken CUDA installation have no common class.
         return None, f"FlashInfer does not load ({type(error).__name__}: {error}): {_HINT}"
     return library, None

@@ -1,16 +1,15 @@
 """Paged attention with FlashInfer's kernels: GPUs, 16-bit pools.
 
-1. `page_lists` says where a step's tokens lie as the library wants it: pages of all requests in one list, where each
-   request's begin, and how full its last page is. For layers with a window they begin where the first new token looks.
-2. A step of one new token a request goes to the library's decode kernels, any other to its prefill kernels, which take
-   both kinds at once.
-   Layers with latents have one wrapper for both (`flashinfer_latent.py`).
-3. Layers that ask for the same share a wrapper of the library, planned when a step reaches the first of them.
-4. `FlashInferFixedDecode` keeps one set of arrays for good, so that a CUDA graph finds the next step's there.
+1. `page_lists` converts a step to the library's format: pages of all requests in one list, the offset of each request's
+   pages, and the fill of its last page. For layers with a window they begin with the first new token's window.
+2. A step of one new token per request uses the library's decode kernels, any other step its prefill kernels, which take
+   both kinds at once. Layers with latents have one wrapper for both (`flashinfer_latent.py`).
+3. Layers with the same parameters share a wrapper of the library, planned when a step reaches the first of them.
+4. `FlashInferFixedDecode` keeps one set of arrays for good, so that a CUDA graph finds the next step's data there.
 
-Nothing is read past a request's last token, so nothing has to be zeroed there, nor before the page of the first one
-that is seen, so that may be anybody's. The library compiles its kernels on first use, which takes minutes unless its
-package of compiled ones is installed.
+Nothing is read past a request's last token, so nothing has to be zeroed there. Pages before the first one that is
+attended to may have any owner, for the same reason. The library compiles its kernels on first use, which takes minutes
+unless its package of compiled kernels is installed.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ from splitserve.engine.attention.flashinfer_pages import PageLists, page_lists
 from splitserve.engine.attention.torch_sdpa import dtype_of, new_slots
 from splitserve.engine.upload import to_device
 
-# What the library recommends for the partial results of long contexts. All wrappers share it: they run in turn.
+# The library's recommendation for the partial results of long contexts. All wrappers share it: they run in turn.
 _WORKSPACE_BYTES = 128 << 20
-# Key, value and query sizes for which its kernels are made.
+# Key, value and query sizes with compiled kernels.
 _HEAD_SIZES = frozenset({64, 128, 256})
 _DTYPES = frozenset({"bfloat16", "float16"})
-# Query heads a KV head from which its decode pays on tensor cores; there any number goes, without them a few do.
+# Minimum query heads per KV head for decode on tensor cores. These are faster from there on and support any number. The
+# other kernels support only some numbers.
 _TENSOR_CORE_GROUP = 3
 
-# Parts of it have no types.
+# Parts of torch.cuda have no types.
 _cuda: Any = torch.cuda
 
 
 def problem_with(pool: PagedKV) -> str | None:
-    """Why the kernels cannot serve such a pool; None where they can."""
+    """Return why the kernels cannot serve such a pool; None if they can."""
     for component in pool.components:
         if component.dtype not in _DTYPES:
             return f"its kernels are for {' and '.join(sorted(_DTYPES))}, and the KV pool is {component.dtype}"
@@ -62,7 +62,7 @@ def problem_with(pool: PagedKV) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a wrapper is planned for."""
+    """Parameters that a wrapper is planned for."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,7 +78,7 @@ class _Kind:
         return self.num_heads // self.num_kv_heads >= _TENSOR_CORE_GROUP
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """As `plan` of either wrapper takes them by name. The library's window leaves out the token itself."""
+        """Return the named arguments of `plan` of either wrapper. The library's window excludes the token itself."""
         window, softcap = self.params.window, self.params.softcap
         return {
             "sm_scale": self.params.scaling,
@@ -96,11 +96,11 @@ class Planner(Protocol):
     def window(self) -> int | None: ...
 
     def plan(self, lists: PageLists, pages: torch.Tensor, page_size: int) -> None:
-        """`pages`: those of `lists`, on the device. The short arrays are read by the host, too."""
+        """Plan a step. `pages`: the pages of `lists`, on the device. The host reads the short arrays, too."""
         ...
 
     def run(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of one layer, whose new keys and values are stored."""
+        """Return the attention of one layer after its new keys and values were stored."""
         ...
 
 
@@ -160,8 +160,8 @@ class _Planner:
         self._kind = kind
         self._is_decode = is_decode
         self._options = kind.options(backend.dtype)
-        # The library plans in page-locked memory of its own and has the device copy it from there: the plan before this
-        # must have been copied. None on a CPU.
+        # The library plans in its own page-locked memory, and the device copies from there: the previous plan must have
+        # been copied. None on a CPU.
         self._copied = _cuda.Event() if backend.pool.device.type == "cuda" else None
 
     @property
@@ -188,20 +188,20 @@ class _Planner:
 
 
 class _StepLists:
-    """The page lists of a step, one for each window, and its slots, made when the first layer asks."""
+    """The page lists of a step, one per window, and its slots, computed for the first layer that needs them."""
 
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
         self._batch = batch
         self._device = device
         self._made: dict[int | None, tuple[PageLists, torch.Tensor]] = {}
-        # By whether a layer's pages are those of the windowed layers' own pool.
+        # Key: whether a layer's pages are those of the windowed layers' own pool.
         self._slots: dict[bool, torch.Tensor] = {}
 
     def is_windowed(self, window: int | None) -> bool:
         return self._batch.is_windowed(window)
 
     def slots(self, window: int | None) -> torch.Tensor:
-        """Where layers of that window store the new tokens. [T]"""
+        """Return the slots in which layers with `window` store the new tokens. [T]"""
         is_windowed = self._batch.is_windowed(window)
         if is_windowed not in self._slots:
             slots = new_slots(self._batch, self._batch.pages_for(window))
@@ -216,7 +216,7 @@ class _StepLists:
 
 
 class _Attending(ABC):
-    """The StepAttention of both kinds of step: new KV goes to its slots, each kind of layer has a planned wrapper."""
+    """StepAttention of both kinds of step: stores new KV in its slots, and has a planned wrapper per kind of layer."""
 
     def __init__(self, backend: FlashInferBackend) -> None:
         self._backend = backend
@@ -235,15 +235,15 @@ class _Attending(ABC):
 
     @abstractmethod
     def _new_planner(self, kind: _Kind | LatentSizes) -> Planner:
-        """Planned for this step."""
+        """Return a wrapper planned for this step."""
 
     @abstractmethod
     def _slots_for(self, window: int | None) -> torch.Tensor:
-        """Of the new tokens, in layers of that window. [T]"""
+        """Return the slots of the new tokens, in layers with `window`. [T]"""
 
 
 class FlashInferStep(_Attending):
-    """StepAttention."""
+    """StepAttention for one step."""
 
     def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
         super().__init__(backend)
@@ -263,16 +263,16 @@ class FlashInferStep(_Attending):
 
 
 class FlashInferFixedDecode(_Attending):
-    """FixedDecode. Wrappers are made by the first `forward`, which must come before any recording."""
+    """FixedDecode. The first `forward` creates the wrappers; it must run before any recording."""
 
     def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
         super().__init__(backend)
         self._num_requests = num_requests
         self._max_pages = max_pages
-        # By window. The library copies a step's arrays into these.
+        # Window -> arrays of a step. The library copies each step's arrays into these.
         self._buffers: dict[int | None, dict[str, torch.Tensor]] = {}
         self._lists: _StepLists | None = None
-        # By whether layers have the windowed layers' own pool; each step's are copied into these.
+        # Key: whether layers use the windowed layers' own pool. Each step's slots are copied into these.
         self._slots: dict[bool, tuple[int | None, torch.Tensor]] = {}
 
     def fill(self, batch: PagedBatch) -> None:

@@ -1,4 +1,4 @@
-"""Latents (`engine/mla.py`) with FlashInfer's kernel for them, which takes prompts and decodes alike."""
+"""Attention over latents (`engine/mla.py`) with FlashInfer's kernel, which computes both prompts and decodes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
+from splitserve.core.errors import EngineError
 from splitserve.core.layout import KVComponent
 from splitserve.engine.attention.base import AttentionParams, PagedKV
 from splitserve.engine.attention.flashinfer_pages import PageLists
-from splitserve.errors import EngineError
 
-# Elements of a row of DeepSeek-V2 and V3: a latent of 512, 64 with positions. The library has kernels for these.
+# Elements of a row of DeepSeek-V2 and V3: a latent of 512, and 64 with positions. The library has kernels for these.
 _ROW_SIZE = 576
-# Parts of it have no types.
+# Parts of torch.cuda have no types.
 _cuda: Any = torch.cuda
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """What the wrapper is planned for."""
+    """Sizes that a wrapper is planned for."""
 
     num_heads: int
     # Elements of a latent, and of the part of a row with positions.
@@ -30,7 +30,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, query: torch.Tensor, value: torch.Tensor, params: AttentionParams) -> LatentSizes:
-        """Raises EngineError for what the library does not compute over latents."""
+        """Return the sizes of a call. Raises EngineError if the library does not support such a call."""
         if params.window is not None or params.softcap is not None:
             raise EngineError("FlashInfer has no windows and soft caps over latents: use --attention-backend torch")
         rank = value.shape[2]
@@ -38,14 +38,14 @@ class LatentSizes:
 
 
 def problem_with_latent(component: KVComponent) -> str | None:
-    """Why the kernel cannot serve such a layer; None where it can."""
+    """Return why the kernel cannot serve such a layer; None if it can."""
     if component.head_dim != _ROW_SIZE:
         return f"its kernel for latents is for rows of {_ROW_SIZE}, and the model's have {component.head_dim}"
     return None if component.window is None else "its kernel for latents has no windows"
 
 
 def kernel_for(device: torch.device) -> str:
-    """Of the library's kernels one that takes pages in one list, and plans again between replays of a graph."""
+    """Return the library's kernel that takes pages in one list, and can be planned again between replays of a graph."""
     is_hopper = device.type == "cuda" and _cuda.get_device_capability(device)[0] == 9
     return "fa3" if is_hopper else "fa2"
 
@@ -57,7 +57,7 @@ class LatentPlanner:
         self._pool = pool
         self._wrapper = wrapper
         self._sizes = sizes
-        # As in `flashinfer.py`: the plan before must have left the library's page-locked memory.
+        # As in `flashinfer.py`: the previous plan must have been copied from the library's page-locked memory.
         self._copied = _cuda.Event() if pool.device.type == "cuda" else None
 
     @property
@@ -89,8 +89,8 @@ class LatentPlanner:
             self._copied.record()
 
     def run(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """query [T, num_heads, rank + rope_size]; returns [T, num_heads, rank]."""
-        # [num_pages, page_size, rank + rope_size]; the kernel goes by strides.
+        """Return the attention of one layer. query [T, num_heads, rank + rope_size]; result [T, num_heads, rank]."""
+        # [num_pages, page_size, rank + rope_size]; the kernel uses strides.
         rows, rank = self._pool.latents[layer].squeeze(2), self._sizes.rank
         out: torch.Tensor = self._wrapper.run(
             q_nope=query[..., :rank],

@@ -1,4 +1,4 @@
-"""A step as FlashInfer wants it: pages of all requests in one list, where each begins, how full its last page is."""
+"""A step in FlashInfer's format: pages of all requests in one list, their offsets, and the fill of the last pages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class PageLists:
     pages: Int32Array
     # Tokens in each request's last page, in [1, page_size]. [R]
     last_page_tokens: Int32Array
-    # Tokens of each request, the new ones among them. [R]
+    # Tokens of each request, new ones included. [R]
     num_tokens: Int32Array
 
 
 def page_lists(batch: PagedBatch, window: int | None = None) -> PageLists:
-    """For layers of that window. The library counts positions from the end, so pages can be left out before it."""
+    """Return the lists for layers with `window`, without the pages before it, because positions count from the end."""
     firsts = (first_visible(batch.starts, window) // batch.page_size).tolist()
     seen = [pages[first:] for pages, first in zip(batch.pages_for(window), firsts, strict=True)]
     counts = np.array([len(pages) for pages in seen], np.int64)

@@ -1,10 +1,9 @@
 """Paged attention with the kernel of `_native/attention.c` for requests with few new tokens; CPUs, bfloat16.
 
-Requests with many new tokens go the way of `torch_sdpa.py`; on CPUs that multiply pairs of bfloat16, that of
-`_native/prompts.c`.
+Requests with many new tokens use `torch_sdpa.py`, or `_native/prompts.c` on CPUs that multiply pairs of bfloat16.
 
-Each token's visible keys are cut into parts of the same length for all, so its result depends on nothing but itself: a
-token that was guessed gets what it would have got in a step of its own.
+Each token's visible keys are split into parts of one length for all tokens. So its result depends only on itself: a
+draft token gets the same result as in a step of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from splitserve.engine.native.library import (
     MAX_GROUP,
     MAX_HEAD_SIZE,
     AttentionArgs,
-    Library,
+    KernelLibrary,
     PromptAttentionArgs,
     StoreArgs,
 )
 
-# Keys in one unit of work: long enough that joining the parts costs nothing.
+# Keys in one unit of work: so many that joining the parts costs nothing.
 _PART_KEYS = 512
-# New tokens of a request for which reading its keys once a token costs less than gathering them.
+# Maximum number of new tokens of a request for which reading its keys once per token costs less than gathering them.
 _FEW_TOKENS = 16
 # Keys, summed over query heads, below which waking a second thread takes longer than the work.
 _MIN_KEYS_TO_SHARE = 4096
@@ -37,9 +36,9 @@ _MIN_KEYS_TO_SHARE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """The tokens of requests with few, for layers of one window. The arrays that AttentionArgs points to.
+    """Tokens of requests with few new ones, for layers of one window: the arrays that AttentionArgs points to.
 
-    Each token is a request to the kernel.
+    Each token is a request for the kernel.
     """
 
     tokens: IntArray
@@ -53,7 +52,7 @@ class _Singles:
     def of(cls, batch: PagedBatch, members: IntArray, window: int | None) -> _Singles:
         lengths = batch.lengths[members]
         owners = np.repeat(members, lengths)
-        # Of each token in its request.
+        # Index of each token in its request.
         places = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = batch.starts[owners] + places
         ends = positions + 1
@@ -72,9 +71,9 @@ class _Singles:
 
 
 class NativeBackend(TorchSdpaBackend):
-    """AttentionBackend over one pool of bfloat16 in the memory of the CPU. Not for two threads at a time."""
+    """AttentionBackend over one pool of bfloat16 in CPU memory. Not for two threads at a time."""
 
-    def __init__(self, pool: PagedKV, library: Library, *, widen: bool = False) -> None:
+    def __init__(self, pool: PagedKV, library: KernelLibrary, *, widen: bool = False) -> None:
         super().__init__(pool, widen=widen)
         self.library = library
 
@@ -83,7 +82,7 @@ class NativeBackend(TorchSdpaBackend):
 
 
 class NativeStep(TorchSdpaStep):
-    """StepAttention."""
+    """StepAttention with the native kernels."""
 
     longest_single = _FEW_TOKENS
 
@@ -92,9 +91,9 @@ class NativeStep(TorchSdpaStep):
         self._library = backend.library
         self._singles: dict[int | None, _Singles] = {}
         self._args: dict[AttentionParams, AttentionArgs] = {}
-        # Memory that _args point to.
+        # Memory that `_args` point to.
         self._partials: list[torch.Tensor] = []
-        # As `_slots`.
+        # Keys as in `_slots`.
         self._store_args: dict[bool, StoreArgs] = {}
 
     @property
@@ -107,7 +106,7 @@ class NativeStep(TorchSdpaStep):
         return self._pool
 
     def store_args(self, window: int | None) -> StoreArgs:
-        """For all layers of that window; which states and which part of the pool is left out."""
+        """Return the arguments for all layers with `window`, without the states and the part of the pool."""
         is_windowed = self._batch.is_windowed(window)
         if is_windowed not in self._store_args:
             slots = self.slots_for(window)
@@ -120,9 +119,9 @@ class NativeStep(TorchSdpaStep):
         return self._store_args[is_windowed]
 
     def single_args(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> AttentionArgs:
-        """For all layers of one kind; what differs from layer to layer is left out.
+        """Return the arguments for all layers of one kind, without those that differ from layer to layer.
 
-        query_shape: [tokens, num_kv_heads, query heads a KV head, head_size].
+        query_shape: [tokens, num_kv_heads, query heads per KV head, head_size].
         """
         if params.window not in self._singles:
             self._plan_singles(params.window)
@@ -143,7 +142,7 @@ class NativeStep(TorchSdpaStep):
     def _attend_prompts(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        # What the kernel has no word for, and builds in which torch's is faster.
+        # The kernel has no softcap, and in builds without pairs torch is faster.
         if params.softcap is not None or not self._library.multiplies_pairs:
             super()._attend_prompts(query, keys, values, params, out)
             return
@@ -215,8 +214,8 @@ class NativeStep(TorchSdpaStep):
         return args
 
 
-def is_supported(pool: PagedKV, num_heads: int, library: Library) -> bool:
-    """Whether the kernel knows heads like those of this pool, `num_heads` of them in a query."""
+def is_supported(pool: PagedKV, num_heads: int, library: KernelLibrary) -> bool:
+    """Return whether the kernel supports the heads of this pool, with `num_heads` query heads."""
     if pool.device.type != "cpu" or pool.latents:
         return False
     return all(

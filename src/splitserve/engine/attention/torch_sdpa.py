@@ -1,19 +1,19 @@
 """Paged attention in plain torch: gather the pages, then `scaled_dot_product_attention`. Runs on every device.
 
-A step's requests are of two kinds, and both may be in one step.
+A step may have requests of both kinds:
 
 - One new token (decode): requests of similar length form a group; their pages are gathered to [B, L] with padding,
   and one masked call serves the group. The query heads that share a KV head become that head's query rows, so keys are
   never repeated.
-- Several new tokens (a prompt or a chunk of one): one by one, in blocks of query rows, each against the keys it sees.
-  KV heads lie on the batch dimension and the query heads that share one on the head dimension, by stride 0.
+- Several new tokens (a prompt or a chunk of one): one by one, in blocks of query rows, each against its visible keys.
+  KV heads are on the batch dimension; query heads that share one are on the head dimension, by stride 0.
 
-Latents (`engine/mla.py`) are keys and values in one: a row is gathered once, and weighted as a whole, because the fused
-kernel wants keys and values of one size; what was weighted too much is cut off.
+Latents (`engine/mla.py`) are keys and values in one. A row is gathered once and weighted as a whole, because the fused
+kernel needs keys and values of one size; the surplus of the result is cut off.
 
-Sliding windows narrow what is gathered, to the pages that hold a visible key. Padding repeats pages of the same
-request, and the unwritten end of a request's last page is zeroed when the page is begun: nothing that a page's former
-owner left behind, not even a NaN, reaches another request.
+Sliding windows reduce what is gathered to the pages with a visible key. Padding repeats pages of the same request, and
+the unwritten end of a request's last page is zeroed when the page is begun. So no data of a page's former owner, not
+even a NaN, reaches another request.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
 from splitserve.engine.upload import to_device
 
-# Query rows a block: small enough that little of a block's keys is masked, large enough to keep the kernel busy.
+# Query rows per block: so few that little of a block's keys is masked, so many that the kernel stays busy.
 _BLOCK = 256
-# One-token requests with no more pages than so many tokens fill share a group, whatever their length.
+# One-token requests with pages for at most this many tokens share a group, whatever their lengths.
 _SMALLEST_GROUP_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Places in a pool, flat, that a step writes to."""
+    """Flat slots of a pool that a step writes to."""
 
-    # Of the new tokens. [T]
+    # Slots of the new tokens. [T]
     new: torch.Tensor
-    # To be zeroed: behind the last token of pages that are begun; None: none are.
+    # Slots to zero: behind the last token of pages that are begun; None: no page is.
     tails: torch.Tensor | None
 
 
@@ -49,11 +49,11 @@ class Slots:
 class _Group:
     """One-token requests of similar length. B requests, P pages each, padded."""
 
-    # Their tokens' places in the step. [B]
+    # Indices of their tokens in the step. [B]
     rows: torch.Tensor
     # [B x P]
     pages: torch.Tensor
-    # Added to the scores: 0 where the key is visible, else -inf. [B, 1, 1, P x page_size]
+    # Added to the scores: 0 if the key is visible, else -inf. [B, 1, 1, P x page_size]
     mask: torch.Tensor
 
 
@@ -71,17 +71,17 @@ class _Block:
 class _Segment:
     """One request with several new tokens."""
 
-    # The pages with visible keys: a range where they lie one after the other in the pool, else their numbers.
+    # The pages with visible keys: a range if they follow each other in the pool, else their numbers.
     pages: slice | torch.Tensor
     blocks: tuple[_Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Of a step, all requests with several new tokens, for the layers of one window."""
+    """All requests of a step with several new tokens, for the layers of one window."""
 
     segments: tuple[_Segment, ...]
-    # Right-aligned causal mask, from which every block takes its lower right corner; None without segments.
+    # Right-aligned causal mask; every block uses its lower right corner. None: there are no segments.
     mask: torch.Tensor | None
 
 
@@ -89,7 +89,7 @@ class TorchSdpaBackend:
     """AttentionBackend over one pool."""
 
     def __init__(self, pool: PagedKV, *, widen: bool = False) -> None:
-        """`widen`: compute in float32 whatever the pool's dtype, where the device has no speed for that."""
+        """`widen`: compute in float32 whatever the pool's dtype, because the device is slow in that dtype."""
         self.pool = pool
         self.compute_dtype = torch.float32 if widen else dtype_of(pool)
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -98,7 +98,7 @@ class TorchSdpaBackend:
         return TorchSdpaStep(self, batch)
 
     def causal_mask(self, window: int | None, num_keys: int) -> torch.Tensor:
-        """Entry (-i, -j) is 0 if the i-th query from the end sees the j-th key from the end, else -inf.
+        """Return a mask: entry (-i, -j) is 0 if the i-th last query attends to the j-th last key, else -inf.
 
         [_BLOCK, at least num_keys]. Kept between steps, because every lower right corner is a causal mask, too.
         """
@@ -115,9 +115,9 @@ class TorchSdpaBackend:
 
 
 class TorchSdpaStep:
-    """StepAttention. What depends on a layer's window is worked out when the first such layer asks, then shared."""
+    """StepAttention in torch. What depends on a layer's window is computed for the first such layer, then shared."""
 
-    # Requests with no more new tokens than so many are computed token by token, by `_attend_singles`.
+    # Requests with no more new tokens than this are computed token by token, by `_attend_singles`.
     longest_single = 1
 
     def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
@@ -125,13 +125,13 @@ class TorchSdpaStep:
         self._pool = backend.pool
         self._dtype = backend.compute_dtype
         self._batch = batch
-        # By whether a layer's pages are those of the windowed layers' own pool.
+        # Key: whether a layer's pages are those of the windowed layers' own pool.
         self._slots: dict[bool, Slots] = {}
         self._single_groups: dict[int | None, tuple[_Group, ...]] = {}
         self._prompts: dict[int | None, _Prompts] = {}
 
     def slots_for(self, window: int | None) -> Slots:
-        """Where layers of that window store this step's tokens."""
+        """Return the slots in which layers with `window` store this step's tokens."""
         is_windowed = self._batch.is_windowed(window)
         if is_windowed not in self._slots:
             pages = self._batch.pages_for(window)
@@ -147,7 +147,7 @@ class TorchSdpaStep:
         if params.window not in self._single_groups:
             self._plan_singles(params.window)
         num_kv_heads = key.shape[1]
-        # [T, num_kv_heads, query heads a KV head, k_dim]
+        # [T, num_kv_heads, query heads per KV head, k_dim]
         query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
         out = query.new_empty(*query.shape[:3], values.shape[-1])
         self._attend_singles(query, keys, values, params, out)
@@ -170,7 +170,7 @@ class TorchSdpaStep:
     def _store_new(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write them; returns the layer's keys and values in the pool, twice the same where it keeps latents."""
+        """Store new keys and values; return the layer's keys and values in the pool, which are the same for latents."""
         if params.is_latent:
             latents = self._pool.latents[layer]
             self._store(latents, key, params.window)
@@ -183,7 +183,7 @@ class TorchSdpaStep:
     def _attend_singles(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        """Fill the rows of requests with one new token. query, out: [T, num_kv_heads, heads a KV head, dim]."""
+        """Fill the rows of requests with one new token. query, out: [T, num_kv_heads, heads per KV head, dim]."""
         for group in self._single_groups[params.window]:
             shape = (len(group.rows), -1, query.shape[1])
             k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2).to(self._dtype)
@@ -222,7 +222,7 @@ class TorchSdpaStep:
 
     @cached_property
     def _with_prompts(self) -> list[int]:
-        """Requests with several new tokens, by their place in the step."""
+        """Requests with several new tokens, by their index in the step."""
         members: list[int] = np.flatnonzero(self._batch.lengths > self.longest_single).tolist()
         return members
 
@@ -279,13 +279,13 @@ class TorchSdpaStep:
 
 
 def dtype_of(pool: PagedKV) -> torch.dtype:
-    """All its layers have one."""
+    """Return the dtype of all layers of the pool."""
     dtype: torch.dtype = getattr(torch, pool.components[0].dtype)
     return dtype
 
 
 def new_slots(batch: PagedBatch, pages_of: Sequence[IntArray]) -> IntArray:
-    """Slot (page x page_size + place in it) of every new token, in the pool of these pages. [T]"""
+    """Return the slot (page x page_size + offset in it) of every new token, in the pool of these pages. [T]"""
     size = batch.page_size
     slots = []
     for start, length, pages in zip(batch.starts, batch.lengths, pages_of, strict=True):
@@ -295,7 +295,7 @@ def new_slots(batch: PagedBatch, pages_of: Sequence[IntArray]) -> IntArray:
 
 
 def _begun_tails(batch: PagedBatch, pages_of: Sequence[IntArray]) -> IntArray:
-    """Slots after the last token in every request's last page, where this step is the first to write to that page."""
+    """Return the slots behind the last token in each request's last page, if this step is the first to write to it."""
     size = batch.page_size
     tails = [np.zeros(0, np.int64)]
     for start, length, pages in zip(batch.starts.tolist(), batch.lengths.tolist(), pages_of, strict=True):
@@ -306,29 +306,29 @@ def _begun_tails(batch: PagedBatch, pages_of: Sequence[IntArray]) -> IntArray:
 
 
 def first_visible(positions: IntArray, window: int | None) -> IntArray:
-    """Position of the first token that the token at `positions` sees."""
+    """Return the position of the first token that the token at `positions` attends to."""
     return np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
 
 
 def _by_length(batch: PagedBatch, requests: IntArray, window: int | None) -> list[IntArray]:
-    """Requests in groups whose padded lengths differ by less than a factor of two."""
+    """Return requests in groups with padded lengths that differ by less than a factor of two."""
     seen = batch.starts[requests] + 1 - first_visible(batch.starts[requests], window)
     bucket = np.ceil(np.log2(np.maximum(seen, _SMALLEST_GROUP_TOKENS))).astype(np.int64)
     return [requests[bucket == b] for b in np.unique(bucket)]
 
 
 def _gather(pool: torch.Tensor, pages: slice | torch.Tensor) -> torch.Tensor:
-    """Keys or values of these pages. [number of pages x page_size, num_kv_heads, dim]"""
+    """Return the keys or values of these pages. [number of pages x page_size, num_kv_heads, dim]"""
     if isinstance(pages, slice):
         return pool[pages].flatten(0, 1)
-    # Pages as rows of a matrix: one memcpy a page. On CPUs, indexing the 4-d tensor is 30 times slower.
+    # Pages as rows of a matrix: one memcpy per page. On CPUs, indexing the 4-d tensor is 30 times slower.
     return pool.flatten(1).index_select(0, pages).view(-1, *pool.shape[2:])
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """softmax(q k^T x scaling + mask) v, all [batch, heads, length, dim]."""
+    """Return softmax(q k^T x scaling + mask) v, all [batch, heads, length, dim]."""
     if params.softcap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=params.scaling)
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * params.scaling

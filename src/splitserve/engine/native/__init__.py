@@ -1,9 +1,9 @@
-"""The engine's own kernels for CPUs, in C: packed linears, paged attention of decode steps, what is between.
+"""The engine's own kernels for CPUs, in C: packed linears, paged attention of decode steps, and the steps between.
 
-1. `library` finds the build for this CPU's instructions and knows the C structures.
-2. `weights` packs a linear layer once, `fused` makes a decoder layer of them, `stack` a decoder; `layers` puts them in
-   the place of the model's own.
-3. `engine/attention/native.py` attends with them.
+1. `library` finds the build for this CPU's instructions and defines the C structures.
+2. `weights` packs a linear layer once, `fused` builds a decoder layer of them, `stack` a decoder; `layers` replaces the
+   model's own layers by them.
+3. `engine/attention/native.py` computes attention with them.
 
-bfloat16 on CPUs only; everything else is torch's. Tests hold each part to torch's result.
+They compute bfloat16 on CPUs only; torch computes everything else. Tests compare each part with torch's result.
 """

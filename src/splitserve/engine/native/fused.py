@@ -1,7 +1,7 @@
 """A decoder layer of the plain kind as a few calls of C: RMS norm, attention, RMS norm, gated MLP with SiLU.
 
-Each part computes at once, or gives the arguments of a call later on (`stack.py`). What the attention of a step reads
-is not known here.
+Each part computes at once, or returns the arguments of a later call (`stack.py`). What the attention of a step reads is
+not known here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, StepAttention
-from splitserve.engine.native.library import Library, NormArgs, RotateArgs
+from splitserve.engine.native.library import KernelLibrary, NormArgs, RotateArgs
 from splitserve.engine.native.weights import Kind, PackedGateUp, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
 
 
 class FusedLayer(torch.nn.Module):
-    """A decoder layer: norm, attention, norm, gated MLP, and what was before added to each of the two."""
+    """A decoder layer: norm, attention, norm and gated MLP, with both residual additions."""
 
-    def __init__(self, layer: Any, shape: LayerShape, library: Library, scratch: Scratch, kind: Kind) -> None:
+    def __init__(self, layer: Any, shape: LayerShape, library: KernelLibrary, scratch: Scratch, kind: Kind) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -62,7 +62,7 @@ class FusedLayer(torch.nn.Module):
         step_attention: StepAttention,
         **_plain: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, hidden_size] are overwritten: they become the result."""
+        """Run the layer. hidden_states [1, T, hidden_size] are overwritten by the result."""
         residual = hidden_states.view(-1, hidden_states.shape[-1])
         states = self.qkv_proj(self.norm(residual))
         self._turn(states, *position_embeddings)
@@ -77,13 +77,13 @@ class FusedLayer(torch.nn.Module):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What its buffers and heads are like."""
+        """Sizes of its buffers and heads."""
         linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
         sizes = [size for linear in linears for size in (linear.in_features, linear.out_features)]
         return (*sizes, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotary positions, in place, on queries and keys."""
+        """Apply rotary positions in place to queries and keys."""
         self._library.rotate(ctypes.byref(self.rotate_args(states, cos, sin)))
 
     def rotate_args(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> RotateArgs:
@@ -95,15 +95,15 @@ class FusedLayer(torch.nn.Module):
 
 
 class Norm:
-    """RMS norm of rows, after a sum where one is asked for."""
+    """RMS norm of rows, after an addition if requested."""
 
-    def __init__(self, library: Library, norm: Any) -> None:
+    def __init__(self, library: KernelLibrary, norm: Any) -> None:
         self._library = library
         self._weight = norm.weight.float()
         self._args = NormArgs(weight=self._weight.data_ptr(), size=self._weight.numel(), epsilon=_epsilon_of(norm))
 
     def __call__(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The norm of rows [T, size]; with `residual`, of the sum of both, which is stored there."""
+        """Return the norm of rows [T, size]; with `residual`, of the sum of both, which is stored in `residual`."""
         out = torch.empty_like(rows)
         self._library.rms_norm(ctypes.byref(self.args(rows, residual, out)))
         return out

@@ -1,11 +1,11 @@
-"""A model of transformers with packed layers in the place of its own, where both compute the same.
+"""Packed layers that replace those of a transformers model if both compute the same.
 
 1. Decoder layers of the plain kind (RMS norm, rotary positions, gated MLP with SiLU) are replaced whole (`fused.py`).
-2. Elsewhere, and for the language head, each linear layer is replaced.
-3. Before the old is let go it is compared with the new, on this machine and with these weights.
-4. Where all layers of a decoder were replaced and are alike, they become one (`stack.py`).
+2. In other layers, and for the language head, each linear layer is replaced.
+3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
+4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
 
-Whatever is not known, or does not compare, stays as it is: slower, not wrong.
+Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.native.fused import FusedLayer
-from splitserve.engine.native.library import Library
+from splitserve.engine.native.library import KernelLibrary
 from splitserve.engine.native.stack import DecoderStack
 from splitserve.engine.native.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 # Decoder layers of transformers that compute what FusedLayer does.
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _CHECKED_TOKENS = 3
-# Largest difference from the plain layer, as a share of its largest output: some roundings to bfloat16, or to int8.
+# Largest difference from the plain layer, relative to its largest output: some roundings to bfloat16, or to int8.
 _TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
 
 
-def use_kernels(model: Any, shapes: Sequence[LayerShape], library: Library, kind: Kind = Kind.BF16) -> int:
-    """Replace the layers of a bfloat16 model on a CPU where that is known to be right; returns how many were."""
+def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind = Kind.BF16) -> int:
+    """Replace layers of a bfloat16 model on a CPU if the result is known to be correct; return their number."""
     return _Replacer(shapes, library, kind).replace(model)
 
 
 class _Replacer:
-    def __init__(self, shapes: Sequence[LayerShape], library: Library, kind: Kind) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind) -> None:
         self._shapes = shapes
         self._library = library
         self._kind = kind
@@ -91,7 +91,7 @@ class _Replacer:
 
 
 class _Mixture:
-    """StepAttention whose answer shows each of its inputs."""
+    """StepAttention with an output that depends on each of its inputs."""
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -101,7 +101,7 @@ class _Mixture:
 
 
 def _is_plain(layer: Any, lanes: int) -> bool:
-    """Whether FusedLayer has a word for everything that this layer does."""
+    """Return whether FusedLayer supports everything that this layer does."""
     attention, mlp = layer.self_attn, layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -109,18 +109,18 @@ def _is_plain(layer: Any, lanes: int) -> bool:
         all(type(linear) is torch.nn.Linear for linear in linears)
         and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        # Both halves of a head are turned in whole vectors.
+        # Both halves of a head are rotated in whole vectors.
         and attention.head_dim % (2 * lanes) == 0
     )
 
 
 def _alike_layers(module: torch.nn.Module) -> list[FusedLayer]:
-    """The layers of a list that has nothing but FusedLayers of the same sizes; else none."""
+    """Return the layers of a list with only FusedLayers of the same sizes; else none."""
     children = list(module.children()) if isinstance(module, torch.nn.ModuleList) else []
     layers = [child for child in children if isinstance(child, FusedLayer)]
     return layers if len(layers) == len(children) and len({layer.sizes for layer in layers}) == 1 else []
 
 
 def _random(*shape: int) -> torch.Tensor:
-    """The same numbers each time."""
+    """Return random numbers, the same each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -1,8 +1,8 @@
-"""The C functions for this CPU, and their arguments as ctypes passes them.
+"""The C functions for this CPU, and their arguments as ctypes structures.
 
-The same sources are built for several instruction sets (`pyproject.toml`); `find_library` takes the widest that this
-CPU has. They call OpenMP without being linked to one: torch's is already here, and a second would bring threads of its
-own. ctypes lets Python's lock go for the time of a call.
+The same sources are built for several instruction sets (`pyproject.toml`); `find_library` loads the best one that this
+CPU supports. They call OpenMP without being linked to one: torch's is loaded already, and a second one would start its
+own threads. ctypes releases Python's lock during a call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# By what torch calls the CPU's capability, best first. With VNNI products of whole numbers are added up at once.
+# Builds by torch's name for the CPU's capability, best first.
 _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
-# The same with what some of those CPUs have beyond it, the most first: name and flag of the CPU.
+# Builds for CPUs with further instructions, best first: name and flag of the CPU. With VNNI, products of integers are
+# summed in one instruction.
 _AVX512_BUILDS = (("avx512bf16", "avx512_bf16"), ("avx512vnni", "avx512_vnni"))
 # Limits of attention.c and prompts.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
-# Rows whose activations linear.c and w8a8.c convert at a time: what its scratch memory must hold.
+# Rows that linear.c and w8a8.c convert at a time: the scratch memory must hold their activations.
 CHUNK_ROWS = 480
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_uint64
@@ -109,7 +110,7 @@ class ProgramArgs(ctypes.Structure):
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 by instructions of its own, which torch's libraries then use."""
+    """Return whether the CPU has instructions that multiply bfloat16, which torch's libraries then use."""
     return _has_matrices() or "avx512_bf16" in _cpu_flags()
 
 
@@ -122,21 +123,21 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split())
 
 
-class Library:
-    """One build. `file`: for tests, which load builds that this CPU would not choose."""
+class KernelLibrary:
+    """One build. `file`: for tests, which load builds that are not the choice for this CPU."""
 
     def __init__(self, file: Path) -> None:
         _offer_openmp()
         functions = ctypes.CDLL(str(file))
-        # Which build: its instruction set.
+        # Name of the build: its instruction set.
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
         functions.lanes.restype = _SIZE
-        # Floats in a vector: the packing of weights follows it.
+        # Floats per vector: the packing of weights depends on it.
         self.lanes = int(functions.lanes())
         functions.multiplies_pairs.restype = _SIZE
-        # Whether bfloat16 weights are for pairs.c, and prompts for prompts.c.
+        # Whether bfloat16 weights use pairs.c, and prompts use prompts.c.
         self.multiplies_pairs = bool(functions.multiplies_pairs())
-        # Rows up to which linear layers in bfloat16 are faster here than torch's; None: however many.
+        # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
         self.max_bfloat16_rows = self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
@@ -145,7 +146,7 @@ class Library:
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
         self.prompt_attention = _function(functions.prompt_attention, PromptAttentionArgs)
         self.run_program = _function(functions.run_program, ProgramArgs)
-        # Where the function begins that a program calls with such arguments.
+        # Address of the function that a program calls with such arguments.
         self.shares: dict[type[ctypes.Structure], int] = {
             LinearArgs: _address(functions.linear_share),
             NormArgs: _address(functions.rms_norm_share),
@@ -155,7 +156,10 @@ class Library:
         }
 
     def _max_bfloat16_rows(self) -> int | None:
-        """Few rows wait for memory. Many are torch's where it has instructions that this build has not."""
+        """Return the most rows for which this build is faster than torch in bfloat16; None: any number.
+
+        Memory limits few rows. For many rows torch is faster if it has instructions that this build lacks.
+        """
         if _has_matrices():
             return 32 if self.multiplies_pairs else 12
         return 12 if has_fast_bfloat16() and not self.multiplies_pairs else None
@@ -172,14 +176,14 @@ def _address(function: ctypes._NamedFuncPointer) -> int:
 
 
 @functools.cache
-def find_library() -> Library | None:
-    """The build for this CPU; None where none was built, or none can be loaded."""
+def find_library() -> KernelLibrary | None:
+    """Return the build for this CPU; None if none was built, or none can be loaded."""
     for name in _builds():
         spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
         if spec is None or spec.origin is None:
             continue
         try:
-            return Library(Path(spec.origin))
+            return KernelLibrary(Path(spec.origin))
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded, torch's are used: %s", spec.origin, error)
     return None
@@ -194,7 +198,7 @@ def _builds() -> tuple[str, ...]:
 
 
 def _offer_openmp() -> None:
-    """Let the libraries loaded after this find the OpenMP that torch brought. Raises OSError where there is none."""
+    """Make torch's OpenMP visible to libraries loaded after this. Raises OSError if there is none."""
     for line in _lines("/proc/self/maps"):
         file = line.split(maxsplit=5)[-1]
         if "/libgomp" in file or "/libiomp5" in file:

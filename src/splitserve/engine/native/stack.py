@@ -1,13 +1,13 @@
-"""All layers of a decoder in one call of C, for steps in which each request has one new token.
+"""All layers of a decoder in one C call, for steps in which each request has one new token.
 
-Such a step is some ten short kernels a layer. To wake threads for each, from Python, takes longer than a second thread
-saves; so they are woken once (`program.c`).
+Such a step is some ten short kernels per layer. Waking threads for each of them, from Python, takes longer than a
+second thread saves; so they are woken once (`program.c`).
 
-1. The first step writes down the calls of all layers, with buffers of its own between them. A larger one does so again.
-2. Each step puts in what is its own: hidden states, positions, the slots of its tokens, the plan of its attention.
+1. The first step records the calls of all layers, with buffers between them. A larger step records them again.
+2. Each step fills in its data: hidden states, positions, the slots of its tokens, the plan of its attention.
 3. One call runs them in order.
 
-Steps with prompts in them, or with more rows than our kernels are for, go layer by layer.
+Steps with prompts, or with more rows than these kernels are for, run layer by layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from splitserve.engine.native.fused import FusedLayer
 from splitserve.engine.native.library import (
     AttentionArgs,
     CallArgs,
-    Library,
+    KernelLibrary,
     LinearArgs,
     NormArgs,
     ProgramArgs,
@@ -35,9 +35,9 @@ from splitserve.engine.native.weights import Scratch
 
 
 class DecoderStack(torch.nn.Module):
-    """In the place of a decoder's layers, which all have the same sizes. Not for two threads at a time."""
+    """Replacement of a decoder's layers, which all have the same sizes. Not for two threads at a time."""
 
-    def __init__(self, layers: Sequence[FusedLayer], library: Library) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], library: KernelLibrary) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
         self._fused = tuple(layers)
@@ -53,7 +53,7 @@ class DecoderStack(torch.nn.Module):
         step_attention: StepAttention,
         **plain: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, hidden_size] are overwritten."""
+        """Run all layers. hidden_states [1, T, hidden_size] are overwritten."""
         num_rows = hidden_states.shape[1]
         fits = self._max_rows is None or num_rows <= self._max_rows
         if fits and isinstance(step_attention, NativeStep) and step_attention.has_only_singles:
@@ -68,14 +68,14 @@ class DecoderStack(torch.nn.Module):
 
 
 class _Program:
-    """The calls of all layers. Owns the memory that their arguments point to, but for what a step brings."""
+    """The calls of all layers. Owns the memory that their arguments point to, except the data of a step."""
 
-    def __init__(self, layers: Sequence[FusedLayer], library: Library, max_rows: int) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], library: KernelLibrary, max_rows: int) -> None:
         self._layers = layers
         self._library = library
         self._max_rows, self._num_threads = max_rows, torch.get_num_threads()
         first = layers[0]
-        # What is added to the residual by the next norm, or at the end.
+        # `_added` is added to the residual by the next norm, or at the end.
         self._residual, self._added = (self._rows(first.qkv_proj.in_features) for _ in range(2))
         self._normed = self._rows(first.qkv_proj.in_features)
         self._cos, self._sin = (self._rows(first.head_dim) for _ in range(2))
@@ -83,7 +83,7 @@ class _Program:
         self._attended = self._rows(first.o_proj.in_features)
         self._gated = self._rows(first.down_proj.in_features)
         self._scratch = _scratch_for(first, max_rows)
-        # Two of a layer: keys, values.
+        # Two per layer: keys, values.
         self._stores = (StoreArgs * (2 * len(layers)))()
         self._attentions = (AttentionArgs * len(layers))()
         self._args = [args for i in range(len(layers)) for args in self._layer_args(i)]
@@ -100,7 +100,7 @@ class _Program:
         return num_rows <= self._max_rows and torch.get_num_threads() == self._num_threads
 
     def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: NativeStep) -> torch.Tensor:
-        """Hidden states behind the last layer, [1, T, hidden_size]."""
+        """Return the hidden states behind the last layer, [1, T, hidden_size]."""
         num_rows = hidden.shape[1]
         if num_rows != self._num_rows:
             self._num_rows = num_rows
@@ -116,7 +116,7 @@ class _Program:
         return torch.empty(self._max_rows, size, dtype=torch.bfloat16)
 
     def _layer_args(self, i: int) -> tuple[ctypes.Structure, ...]:
-        """The arguments of a layer's calls, in order."""
+        """Return the arguments of a layer's calls, in order."""
         layer, scratch = self._layers[i], self._scratch
         residual, added, normed = self._residual, self._added, self._normed
         return (
@@ -133,7 +133,7 @@ class _Program:
         )
 
     def _put_attention(self, step: NativeStep) -> None:
-        """Where new keys and values go, and what queries are to read, layer by layer."""
+        """Set where new keys and values are stored, and what queries read, layer by layer."""
         first = self._layers[0]
         num_kv_heads, group, head_dim = first.num_kv_heads, first.num_heads // first.num_kv_heads, first.head_dim
         shape = (self._num_rows, num_kv_heads, group, head_dim)
@@ -143,7 +143,7 @@ class _Program:
         for i, layer in enumerate(self._layers):
             pools = (step.pool.keys[layer.index].data_ptr(), step.pool.values[layer.index].data_ptr())
             for j, states in enumerate((keys, values)):
-                # Assigning copies.
+                # The assignment copies the structure.
                 self._stores[2 * i + j] = step.store_args(layer.params.window)
                 store = self._stores[2 * i + j]
                 store.states, store.pool, store.stride, store.size = states, pools[j], stride, num_kv_heads * head_dim
@@ -155,7 +155,7 @@ class _Program:
 
 
 def _scratch_for(layer: FusedLayer, max_rows: int) -> Scratch:
-    """Large enough for each linear layer, so that it never moves."""
+    """Return memory large enough for each linear layer, so that it never moves."""
     scratch = Scratch()
     linears = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
     scratch.address(max(linear.scratch_floats(max_rows) for linear in linears))

@@ -1,8 +1,8 @@
 """Linear layers over weights packed once for linear.c.
 
-A packed layer takes bfloat16 rows [..., num_inputs] and gives bfloat16 rows [..., num_outputs]. Sums are float32, so it
-is a little more exact than torch's. int8 weights have one scale for each output. With INT8 activations stay bfloat16;
-with W8A8 each row of them becomes int8 too, by a scale of its own, and is multiplied in whole numbers (w8a8.c).
+A packed layer takes bfloat16 rows [..., num_inputs] and returns bfloat16 rows [..., num_outputs]. Sums are float32, so
+it is slightly more exact than torch. int8 weights have one scale per output. With INT8, activations stay bfloat16. With
+W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import enum
 
 import torch
 
-from splitserve.engine.native.library import CHUNK_ROWS, Library, LinearArgs
+from splitserve.engine.native.library import CHUNK_ROWS, KernelLibrary, LinearArgs
 
 
 class Kind(enum.IntEnum):
-    """What a weight is stored as, and what activations are multiplied as; enum kind of linear.h."""
+    """Storage format of weights, and format of activations in products; enum kind of linear.h."""
 
     BF16 = 0
     INT8 = 1
     W8A8 = 2
-    # BF16 on CPUs with an instruction for pairs of them (pairs.c).
+    # BF16 on CPUs with an instruction for pairs of numbers (pairs.c).
     PAIRS = 3
 
     @property
@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
         return 4 if self is Kind.INT8 else 2
 
 
-# Inputs of one output in a 32-bit word, where a word holds those.
+# Number of inputs of one output that a 32-bit word holds, for kinds that store inputs in words.
 _INPUTS_A_WORD = {Kind.W8A8: 4, Kind.PAIRS: 2}
 
 
@@ -47,11 +47,11 @@ class Scratch:
 
 
 class PackedLinear(torch.nn.Module):
-    """y = x W^T + b. Of weight [num_outputs, num_inputs] in float32 or bfloat16. Not for two threads at a time."""
+    """y = x W^T + b, for weight [num_outputs, num_inputs] in float32 or bfloat16. Not for two threads at a time."""
 
     def __init__(
         self,
-        library: Library,
+        library: KernelLibrary,
         scratch: Scratch,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -61,7 +61,7 @@ class PackedLinear(torch.nn.Module):
         self._library = library
         self._scratch = scratch
         self.out_features, self.in_features = weight.shape
-        # Rows up to which these kernels compute; None: any number.
+        # Maximum number of rows that these kernels compute; None: any number.
         self.max_rows = library.max_bfloat16_rows if kind is Kind.BF16 else None
         self._plain = None if self.max_rows is None else weight
         if kind is Kind.BF16 and library.multiplies_pairs:
@@ -84,7 +84,7 @@ class PackedLinear(torch.nn.Module):
             num_panels=self._panels.shape[0],
             kind=kind,
         )
-        # Of one thread: two panels of bfloat16.
+        # Floats per thread: two panels of bfloat16.
         self._expanded_floats = 2 * self.in_features * library.lanes if kind is Kind.INT8 else 0
 
     @property
@@ -104,11 +104,11 @@ class PackedLinear(torch.nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def scratch_floats(self, num_rows: int) -> int:
-        """What a call needs."""
+        """Return the floats of scratch memory that a call needs."""
         return self._rows_floats(num_rows) + self._expanded_floats * torch.get_num_threads()
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
-        """For a call later on; they hold as long as the tensors and the scratch memory stay where they are."""
+        """Return arguments for a later call; valid while the tensors and the scratch memory keep their addresses."""
         args = LinearArgs.from_buffer_copy(self._args)
         self._fill(args, rows, out, scratch)
         return args
@@ -121,7 +121,7 @@ class PackedLinear(torch.nn.Module):
         args.expanded = args.scratch + 4 * self._rows_floats(len(rows))
 
     def _rows_floats(self, num_rows: int) -> int:
-        """What struct linear says of `scratch`."""
+        """Return the size of `scratch` in struct linear, in floats."""
         if self._args.kind == Kind.PAIRS:
             return 0
         num_rows = min(num_rows, CHUNK_ROWS)
@@ -138,7 +138,7 @@ class PackedGateUp(PackedLinear):
 
     def __init__(
         self,
-        library: Library,
+        library: KernelLibrary,
         scratch: Scratch,
         gate: torch.Tensor,
         up: torch.Tensor,
@@ -166,14 +166,14 @@ class PackedGateUp(PackedLinear):
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [num_outputs, num_inputs] in [-127, 127] and float32 scales [num_outputs]: weight is their product."""
+    """Return int8 [num_outputs, num_inputs] in [-127, 127] and float32 scales [num_outputs]; weight is the product."""
     weight = weight.float()
     scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
 def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
-    """For BF16 and INT8: [panels, num_inputs, lanes, vectors] of what a 32-bit word holds from its lowest bits on."""
+    """Pack BF16 and INT8: [panels, num_inputs, lanes, vectors] of the contents of 32-bit words, lowest bits first."""
     num_outputs, num_inputs = weight.shape
     panels = -(-num_outputs // (kind.vectors * lanes))
     padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind))
@@ -182,7 +182,7 @@ def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
 
 
 def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
-    """For W8A8 and PAIRS: [panels, words, vectors, lanes, inputs of a word]."""
+    """Pack W8A8 and PAIRS: [panels, words, vectors, lanes, inputs per word]."""
     num_outputs, num_inputs = weight.shape
     a_word, vectors = _INPUTS_A_WORD[kind], kind.vectors
     panels, words = -(-num_outputs // (vectors * lanes)), -(-num_inputs // a_word)

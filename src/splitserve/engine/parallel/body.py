@@ -1,9 +1,9 @@
-"""The layers of a model that this rank has, as one call.
+"""The layers of a model on this rank, as one callable.
 
-Between what comes in and what goes out of a stage lies the model's own forward: whatever a model does before its layers
-(positions, masks, scaling of embeddings) it does on every stage. At the place of the layer before the stage's first one
-what it has made of its input is thrown away for the hidden states of the stage before; at the place of the one after
-its last they are taken out. Places of other layers hand on what they get.
+Every stage runs the model's own forward: what a model does before its layers (positions, masks, scaling of embeddings)
+it does on every stage. The layer before the stage's first one is replaced by an `Entry`, which drops its input and
+returns the hidden states of the stage before. The layer behind its last one is replaced by an `Exit`, which takes the
+hidden states out. Other absent layers return their input.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from typing import Any, Protocol
 
 import torch
 
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.errors import EngineError
 
 
-class Body(Protocol):
+class ModelBody(Protocol):
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor | None:
-        """Token ids and positions [1, T] of a step; the hidden states [T, hidden_size] behind the model's last layer,
-        None where another rank has that. Stores the tokens' KV on the way."""
+        """Return the hidden states [T, hidden_size] behind the model's last layer; None if another rank has it.
+
+        Stores the tokens' KV. Arguments: token ids and positions [1, T] of a step.
+        """
         ...
 
 
-class Place(torch.nn.Module):
-    """In the place of a layer that another stage has."""
+class AbsentLayer(torch.nn.Module):
+    """Replacement of a layer on another stage."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
-        # What models read of a layer beside calling it, its type of attention for one.
+        # Attributes of a layer that models read without calling it, for example its type of attention.
         for name, value in vars(layer).items():
             if isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
@@ -41,8 +43,8 @@ class Place(torch.nn.Module):
         return hidden_states
 
 
-class Entry(Place):
-    """Just before the stage's first layer. `given` is what the stage before sent, while a step is under way."""
+class Entry(AbsentLayer):
+    """Replacement of the layer before the stage's first one. `given`: output of the stage before, during a step."""
 
     given: torch.Tensor | None = None
 
@@ -53,8 +55,8 @@ class Entry(Place):
         return hidden
 
 
-class Exit(Place):
-    """Just behind the stage's last layer."""
+class Exit(AbsentLayer):
+    """Replacement of the layer behind the stage's last one."""
 
     taken: torch.Tensor | None = None
 
@@ -64,19 +66,19 @@ class Exit(Place):
 
 
 class Absent(torch.nn.Module):
-    """In the place of a norm or an embedding that another stage has."""
+    """Replacement of a norm or an embedding on another stage."""
 
     def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return states
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where the layers of one stage begin and end in the model."""
+class StageBounds:
+    """The layers of one stage, and its boundaries in the model."""
 
     layers: range
     hidden_size: int
-    # None on the first stage, None on the last one.
+    # `entry` is None on the first stage, `exit` on the last one.
     entry: Entry | None
     exit: Exit | None
 
@@ -89,11 +91,10 @@ class Stage:
         *,
         ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The stage's layers, over token ids [1, T] on the first stage, hidden states [1, T, hidden_size] on others;
-        returns hidden states [1, T, hidden_size].
+        """Run the stage's layers and return hidden states [1, T, hidden_size].
 
-        `ahead`: what goes through that part of the model before its first layer which every stage has, and is thrown
-        away on all but the first; None: `given`, since it does not matter.
+        `given`: token ids [1, T] on the first stage, hidden states [1, T, hidden_size] on others. `ahead`: input of the
+        part before the model's first layer, which every stage runs and only the first one needs; None: `given`.
         """
         first = given if ahead is None else ahead
         inputs = {"input_ids": first}
@@ -110,7 +111,7 @@ class Stage:
 
 
 class WholeBody:
-    """Body of a model that is on this rank from its first layer to its last."""
+    """Body of a model with all layers on this rank."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.base_model
@@ -122,9 +123,9 @@ class WholeBody:
 
 
 class StageBody:
-    """Body of one stage among several: it hears from the one before and sends to the one after."""
+    """Body of one stage among several: receives from the stage before and sends to the stage after."""
 
-    def __init__(self, model: Any, stage: Stage, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, stage: StageBounds, ranks: Ranks, dtype: torch.dtype) -> None:
         self._model = model
         self._stage = stage
         self._ranks = ranks

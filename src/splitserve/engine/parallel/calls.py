@@ -1,7 +1,7 @@
 """The calls of the model that the ranks make together in one step: one of the body, then those of the head.
 
-Each waits in them for all others. So a rank that has failed between two of them, over what is its own business, has to
-make those that are left all the same; only what fails in one of them leaves the ranks out of step.
+In each call a rank waits for all others. So if a rank fails between two calls, it must still make the remaining ones.
+Only a failure within a call leaves the ranks out of step.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from splitserve.core.errors import RanksLostError, clause
 from splitserve.engine.upload import to_device
-from splitserve.errors import RanksLostError, clause
 
-# Rows of the step whose logits are computed in one call.
+# Rows of the step with logits that are computed in one call.
 Rows = Sequence[int]
 
 
 class StepCalls:
-    """One step's, on the driver."""
+    """The calls of one step, on the driver."""
 
     def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], told: Sequence[Rows] | None) -> None:
-        """`told`: what the other ranks were told of the calls of the head; None: nobody waits in any call."""
+        """`told`: rows of each call of the head that the other ranks were sent; None: no rank waits in any call."""
         self._head = head
         self._is_shared = told is not None
         self._left = deque(told or ())
         # [T, hidden_size], once the body was called.
         self._hidden: torch.Tensor | None = None
-        # Why the ranks are not at the same call.
+        # Error of a call, after which the ranks are out of step.
         self._failure: Exception | None = None
 
     def run_body(self, body: Callable[[], torch.Tensor]) -> None:
-        """First of all, and once."""
+        """Call the body; first of all calls, and once."""
         self._hidden = self._together(body)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, vocab_size] after these rows [n] of the step."""
+        """Return the logits [n, vocab_size] after these rows [n] of the step."""
         hidden = self._hidden
         assert hidden is not None
         if self._left:
@@ -45,7 +45,7 @@ class StepCalls:
         return self._together(lambda: self._head(hidden[rows]))
 
     def make_up(self, error: Exception) -> None:
-        """Make the calls that `error` has kept this rank from. RanksLostError: the ranks are out of step."""
+        """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
         if not self._is_shared:
             return
         try:

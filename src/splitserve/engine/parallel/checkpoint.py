@@ -1,8 +1,8 @@
-"""Weights out of safetensors files into one rank's share of a model, reading no more than that.
+"""Loading of weights from safetensors files into one rank's share of a model. Only that share is read.
 
-Names, and tensors that a model keeps merged (the experts of a layer), are translated by transformers' own rules. Where
-such a rule only stacks and joins tensors, each is cut before; else it is applied to whole tensors, and the outcome is
-cut.
+Names, and tensors that a model keeps merged (the experts of a layer), are translated by transformers' own rules. If a
+rule only stacks and joins tensors, each tensor is sharded before. Otherwise the rule is applied to whole tensors, and
+its result is sharded.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from splitserve.engine.parallel.cut import Cut
-from splitserve.errors import ModelLoadError
+from splitserve.core.errors import ModelLoadError
+from splitserve.engine.parallel.cut import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
 
 
 class Checkpoint:
-    """The tensors of a folder. `close` it when they are read."""
+    """The tensors of a folder. Call `close` when they are read."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelLoadError where the folder has no safetensors files."""
+        """Open a folder. Raises ModelLoadError if it has no safetensors files."""
         self._files = ExitStack()
         self._open: dict[str, Any] = {}
         self._folder = folder
-        # So far.
+        # Bytes read so far.
         self.bytes_read = 0
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
@@ -58,8 +58,8 @@ class Checkpoint:
     def names(self) -> Iterator[str]:
         return iter(sorted(self._file_of, key=dot_natural_key))
 
-    def read(self, name: str, cut: Cut | None) -> torch.Tensor:
-        """A tensor, or the part of it that `cut` says."""
+    def read(self, name: str, cut: WeightShard | None) -> torch.Tensor:
+        """Return a tensor, or the part of it given by `cut`."""
         whole = self._file(self._file_of[name]).get_slice(name)
         found: torch.Tensor = whole[:] if cut is None else cut.of(whole, len(whole.get_shape()))
         self.bytes_read += found.nbytes
@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 class Translation:
-    """From names in checkpoints to names in a model. Made of the whole model, before anything is cut from it."""
+    """Translation of names in checkpoints to names in a model. Built from the whole model, before it is sharded."""
 
     def __init__(self, model: Any) -> None:
         rules = get_model_conversion_mapping(model)
@@ -91,8 +91,10 @@ class Translation:
         self._whole = dict(model.state_dict())
 
     def target(self, source: str) -> tuple[str, WeightConverter | None, str]:
-        """The (first) name it has in the model, the rule that makes it of several or into several, and by which of the
-        rule's patterns."""
+        """Return the (first) name in the model, the rule that merges or splits tensors, and the rule's pattern.
+
+        `source`: name in the checkpoint.
+        """
         name, pattern = rename_source_key(source, self._renamings, self._converters, self._prefix, self._whole)
         if name not in self._whole and source in self._whole:
             name, pattern = source, None
@@ -101,10 +103,12 @@ class Translation:
 
 
 class WeightLoader:
-    """Fills one rank's share of a model."""
+    """Loader of one rank's share of a model."""
 
-    def __init__(self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], device: torch.device) -> None:
-        """`cuts` by name in the model; what has none is read whole."""
+    def __init__(
+        self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, WeightShard], device: torch.device
+    ) -> None:
+        """`cuts`: shards by name in the model; weights without one are read whole."""
         self._model = model
         self._checkpoint = checkpoint
         self._cuts = cuts
@@ -121,9 +125,11 @@ class WeightLoader:
         renamed: Mapping[str, str] = MappingProxyType({}),
         without: Container[str] = (),
     ) -> None:
-        """Every parameter and persistent buffer. `renamed`: what goes by another name than `translation` gives it;
-        `without`: names that `translation` gives and that are not to be read. Raises ModelLoadError where one is
-        missing or has another shape."""
+        """Load every parameter and persistent buffer.
+
+        `renamed`: names that replace those of `translation`. `without`: names of `translation` that are not read.
+        Raises ModelLoadError if one is missing or has another shape.
+        """
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         rules: dict[str, WeightConverter | None] = {}
         for source in self._checkpoint.names():
@@ -144,7 +150,7 @@ class WeightLoader:
     def _tensors(
         self, name: str, parts: list[tuple[str, str]], rule: WeightConverter | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank holds of the tensors that `parts`, (name in the file, pattern) each, make; maybe nothing."""
+        """Yield this rank's part of the tensors made of `parts`: (name in the file, pattern). May yield nothing."""
         if rule is None:
             if name in self._wanted:
                 yield name, self._checkpoint.read(parts[-1][0], self._cuts.get(name))
@@ -168,12 +174,12 @@ class WeightLoader:
                 yield target, tensor if cut is None else cut.of(tensor, tensor.ndim)
 
     def _held_of_stack(self, name: str, rule: Any) -> range | None:
-        """Where tensors are stacked (one for each expert) and whole ones of the stack are held: which; else None."""
+        """Return which tensors of a stack (one per expert) this rank holds, if it holds whole ones; else None."""
         cut = self._cuts.get(name)
         stacks = any(isinstance(op, MergeModulelist) for op in rule.operations)
         return cut.parts[0] if cut is not None and stacks and cut.dim == -self._wanted[name].ndim else None
 
-    def _cut_of_source(self, name: str, source: str, pattern: str, rule: Any) -> Cut | None:
+    def _cut_of_source(self, name: str, source: str, pattern: str, rule: Any) -> WeightShard | None:
         cut = self._cuts.get(name)
         dim_of_join = next((op.dim for op in rule.operations if isinstance(op, Concatenate)), None)
         if cut is None or dim_of_join is None or dim_of_join - self._wanted[name].ndim != cut.dim:

@@ -1,4 +1,4 @@
-"""Which part of a tensor one rank holds, and how much of what each rank gets."""
+"""The part of a tensor that one rank holds, and the size of each rank's part."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 
 
 class Sliceable(Protocol):
-    """A tensor, or one in a file of which only what is asked for is read."""
+    """A tensor, or a tensor in a file that is read only in part."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Of dimension `dim` (negative: from the end) the ranges `parts`, one after the other; of the others all."""
+class WeightShard:
+    """Shard of a tensor: the ranges `parts`, in order, of dimension `dim` (negative: from the end)."""
 
     dim: int
     parts: tuple[range, ...]
 
     def of(self, whole: Sliceable, num_dims: int) -> torch.Tensor:
-        """That part of a tensor of so many dimensions."""
+        """Return that part of a tensor with `num_dims` dimensions."""
         ahead = (slice(None),) * (num_dims + self.dim)
         pieces = [whole[(*ahead, slice(part.start, part.stop))] for part in self.parts]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Its shape, where the tensor's is `whole`."""
+        """Return the shape of the part of a tensor with shape `whole`."""
         sizes = list(whole)
         sizes[self.dim] = sum(len(part) for part in self.parts)
         return tuple(sizes)
 
-    def of_source(self, number: int, size: int) -> Cut:
-        """The same of one of several tensors of this `size` that lie one after the other in `dim`."""
+    def of_source(self, number: int, size: int) -> WeightShard:
+        """Return the shard of one of several tensors of this `size` that are joined in `dim`."""
         source = range(number * size, (number + 1) * size)
         found = [range(max(p.start, source.start), min(p.stop, source.stop)) for p in self.parts]
-        return Cut(self.dim, tuple(range(p.start - source.start, p.stop - source.start) for p in found if p))
+        return WeightShard(self.dim, tuple(range(p.start - source.start, p.stop - source.start) for p in found if p))
 
 
 def even_range(size: int, rank: int, num_ranks: int) -> range:
-    """Rank's share of `size`, as even as can be."""
+    """Return the rank's share of `size`, as even as possible."""
     return range(size * rank // num_ranks, size * (rank + 1) // num_ranks)
 
 
 def even_sizes(size: int, num_ranks: int) -> list[int]:
-    """Of all ranks' shares."""
+    """Return the sizes of all ranks' shares."""
     return [len(even_range(size, rank, num_ranks)) for rank in range(num_ranks)]

@@ -1,23 +1,23 @@
-"""A rank that has no scheduler: it computes its share of the driver's steps, one after the other.
+"""A rank without a scheduler: it computes its share of the driver's steps, one after the other.
 
-It draws no tokens and knows no requests. An order that it could not carry out leaves the other ranks waiting for it, so
-its process has to end then.
+It samples no tokens and knows no requests. If it cannot carry out an order, the other ranks wait for it, so its process
+must end.
 """
 
 from __future__ import annotations
 
 import torch
 
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import AttentionBackend
 from splitserve.engine.head import LanguageHead
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.parallel.orders import array, decode
 from splitserve.engine.upload import to_device
-from splitserve.errors import EngineError
 
 
 class FollowerRunner:
-    """Carries out orders, in the order of their numbers. In one thread."""
+    """Runner of the driver's orders, in the order of their numbers. In one thread."""
 
     def __init__(self, loaded: LoadedModel, attention: AttentionBackend, page_size: int) -> None:
         self._attention = attention
@@ -28,7 +28,7 @@ class FollowerRunner:
         self._next = 0
 
     def run(self, order: bytes) -> None:
-        """This rank's share of one step. Raises EngineError: the ranks are out of step then, the process must end."""
+        """Compute this rank's share of one step. After an EngineError the ranks are out of step: end the process."""
         try:
             with torch.inference_mode():
                 self._run(order)
@@ -48,8 +48,8 @@ class FollowerRunner:
         hidden = self._body(token_ids, positions, self._attention.plan(batch))
         if hidden is not None:
             for rows in order.head_rows:
-                # Its part goes to the driver from within.
+                # The call itself sends this rank's part to the driver.
                 self._head(hidden[to_device(array(rows), self._device)])
         if self._device.type == "cuda":
-            # Who hands the step's KV over reads it outside torch's order.
+            # Transports read the step's KV outside torch's order.
             torch.cuda.current_stream(self._device).synchronize()

@@ -1,7 +1,7 @@
 """Attention heads over tensor parallel ranks.
 
-Each rank has the same number of query heads, and the KV heads that those read. Where there are fewer KV heads than
-ranks, several ranks hold the same one.
+Each rank has the same number of query heads, and the KV heads that those read. With fewer KV heads than ranks, several
+ranks hold the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from splitserve.engine.parallel.refusal import cannot_cut
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of one attention layer, on all ranks together."""
+    """Numbers of heads of one attention layer, on all ranks together."""
 
     num_query: int
     num_kv: int
@@ -23,18 +23,18 @@ class Heads:
         return self.num_query % tp_size == 0 and shares
 
     def query(self, rank: int, tp_size: int) -> range:
-        """Query heads of one rank."""
+        """Return the query heads of one rank."""
         share = self.num_query // tp_size
         return range(rank * share, (rank + 1) * share)
 
     def kv(self, rank: int, tp_size: int) -> range:
-        """KV heads of one rank: those that its query heads read."""
+        """Return the KV heads of one rank: those that its query heads read."""
         group = self.num_query // self.num_kv
         query = self.query(rank, tp_size)
         return range(query.start // group, (query.stop - 1) // group + 1)
 
     def check(self, tp_size: int, name: str) -> None:
-        """Raises ConfigError, naming the model and the sizes that would do."""
+        """Raise ConfigError, with the model and the sizes that would fit, if heads cannot be divided."""
         if self.fits(tp_size):
             return
         fitting = [n for n in range(1, self.num_query + 1) if self.fits(n)]

@@ -1,9 +1,9 @@
-"""One rank's share of a model: built without memory, cut, filled with its part of the weights, connected.
+"""One rank's share of a model: built without memory, sharded, filled with its part of the weights, connected.
 
 1. transformers builds the whole model on the meta device; only buffers, which are small, are real.
-2. `plan` takes out what other ranks have.
-3. `checkpoint` reads what is left.
-4. Modules whose weights are cut exchange what they must, by `ranks`.
+2. `plan` removes the parts of other ranks.
+3. `checkpoint` reads the remaining weights.
+4. Modules with sharded weights exchange what they must, by `ranks`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from splitserve.core.errors import ConfigError, clause
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.attention import bridge
-from splitserve.engine.parallel.body import Stage, StageBody, WholeBody
+from splitserve.engine.parallel.body import StageBody, StageBounds, WholeBody
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
 from splitserve.engine.parallel.meeting import Meeting
 from splitserve.engine.parallel.plan import Shards, cut_experts, cut_stage, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.errors import ConfigError, clause
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What this rank has of a model, and the others it computes with."""
+class ModelShare:
+    """This rank's part of a model, and the ranks it computes with."""
 
     ranks: Ranks
-    stage: Stage
+    stage: StageBounds
     shards: Shards
-    # Of the whole model.
+    # Parameters of the whole model.
     num_parameters: int
-    # Of the safetensors files.
+    # Bytes read from the safetensors files.
     bytes_read: int
-    # Where each rank serves requests of its own; None: all ranks serve the driver's.
+    # Set if each rank serves requests of its own; None: all ranks serve the driver's.
     meeting: Meeting | None = None
 
     def body(self, model: Any, dtype: torch.dtype) -> StageBody | WholeBody:
@@ -61,11 +61,11 @@ def load_share(
     *,
     expert_parallel: bool = False,
     dp_attention: bool = False,
-) -> tuple[Any, Share]:
-    """The model, of which only this rank's part has weights, on the ranks' device, and what that part is.
+) -> tuple[Any, ModelShare]:
+    """Return the model, with this rank's part of the weights on the rank's device, and a description of that part.
 
-    `expert_parallel`: some of the experts whole, not a part of each; `dp_attention`: that, and of the rest all.
-    Raises ConfigError or ModelLoadError.
+    `expert_parallel`: each rank has some experts whole, not a part of each. `dp_attention`: as `expert_parallel`, and
+    all other weights are whole. Raises ConfigError or ModelLoadError.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"Model {name} has quantized weights, which cannot be cut over ranks: use one rank.")
@@ -81,7 +81,7 @@ def load_share(
         shards = cut_weights(model, ranks.rank, name, expert_parallel=expert_parallel)
     with closing(Checkpoint(folder)) as checkpoint:
         tie.load(WeightLoader(model, checkpoint, shards.cuts, ranks.device), translation, model)
-        share = Share(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
+        share = ModelShare(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
     model.to(ranks.device).requires_grad_(False).eval()
     if meeting is not None:
         shards.meet(meeting, ranks)
@@ -109,7 +109,7 @@ def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     bridge.register()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=bridge.ATTENTION_NAME)
-    # Moving each to the meta device has taken apart what was one.
+    # Moving the weights to the meta device has separated tied ones.
     model.tie_weights()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -126,7 +126,7 @@ def _layers(config: Any, ranks: Ranks, pp_layers: Sequence[int]) -> range:
 
 @dataclass(frozen=True, slots=True)
 class _Tie:
-    """The head's weight, where it is the embedding's; both names are empty where it is not."""
+    """Names of the head's and the embedding's weight if they are tied; both are empty if not."""
 
     embedding: str
     head: str
@@ -140,7 +140,7 @@ class _Tie:
         return cls(f"{paths[embedding]}.weight", f"{paths[head]}.weight")
 
     def load(self, loader: WeightLoader, translation: Translation, model: Any) -> None:
-        """The weights of a model, of which this rank may have either end."""
+        """Load the weights of a model; this rank may have the head, the embedding, both or none."""
         held = model.state_dict(keep_vars=True)
         if self.head not in held:
             loader.load(translation)

@@ -1,6 +1,6 @@
-"""What the driver tells the other ranks of a step: all that they need to compute their share of it.
+"""Orders of the driver to the other ranks: all data that they need to compute their share of a step.
 
-One message a step, the same for all ranks. Its size is that of the tokens and page numbers in it.
+One message per step, the same for all ranks. Its size is that of its tokens and page numbers.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.core.batch import LAST_DRAWN, StepPlan
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import IntArray, PagedBatch
-from splitserve.errors import EngineError
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
     """One forward pass. Arrays are the bytes of int64 numbers, `pages` of int32, in this host's byte order."""
 
-    # Counts from 0: an order that is lost or doubled shows.
+    # Counts from 0, to detect lost or repeated orders.
     number: int
     # Tokens of all requests, one after the other; none is LAST_DRAWN.
     token_ids: bytes
-    # By request: tokens computed before, tokens to compute.
+    # Per request: tokens computed before, tokens to compute.
     starts: bytes
     lengths: bytes
-    # Page numbers of all requests, one after the other, each as many as its tokens need.
+    # Page numbers of the first request, then of the second, and so on: as many for each as its tokens need.
     pages: bytes
-    # Rows of the step whose logits are computed, call after call.
+    # Rows of the step with logits that are computed, call after call.
     head_rows: tuple[bytes, ...]
-    # As `pages`, of the windowed layers' own pool; None: there is none.
+    # Page numbers in the windowed layers' own pool, arranged as `pages`. None: there is no such pool.
     window_pages: bytes | None = None
 
     def batch(self, page_size: int) -> PagedBatch:
-        """Raises EngineError where the order contradicts itself."""
+        """Return the batch of the order. Raises EngineError if the order contradicts itself."""
         starts, lengths = array(self.starts), array(self.lengths)
         if len(starts) != len(lengths) or len(array(self.token_ids)) != lengths.sum():
             raise EngineError(f"order {self.number} of the driver contradicts itself")
@@ -43,7 +43,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=Fal
         return PagedBatch(starts, lengths, self._split(self.pages, ends), page_size, window_pages)
 
     def _split(self, data: bytes, ends: IntArray) -> tuple[IntArray, ...]:
-        """The pages of each request, which end there in the list."""
+        """Split a list of pages by request; `ends`: end of each request's pages."""
         pages = np.frombuffer(data, dtype=np.int32).astype(np.int64)
         if len(pages) != ends[-1]:
             raise EngineError(f"order {self.number} of the driver has {len(pages)} pages where {ends[-1]} are needed")
@@ -59,7 +59,7 @@ def encode(order: StepOrder) -> bytes:
 
 
 def decode(order: bytes) -> StepOrder:
-    """Raises EngineError."""
+    """Return the order. Raises EngineError if it cannot be read."""
     try:
         return _decoder.decode(order)
     except msgspec.MsgspecError as error:
@@ -69,7 +69,7 @@ def decode(order: bytes) -> StepOrder:
 def step_order(
     number: int, plan: StepPlan, batch: PagedBatch, drawn: npt.NDArray[np.int64], head_rows: Sequence[Sequence[int]]
 ) -> StepOrder:
-    """`drawn`: the token drawn last, by row of the page table."""
+    """Build the order of a step. `drawn`: the last sampled token, by row of the page table."""
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
     last = [r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN]
     if last:
@@ -90,5 +90,5 @@ def _joined(pages: Sequence[IntArray]) -> bytes:
 
 
 def array(data: bytes) -> IntArray:
-    """Of an order's bytes; a copy that may be written to."""
+    """Return an array of an order's bytes; a copy that may be written to."""
     return np.frombuffer(data, dtype=np.int64).copy()

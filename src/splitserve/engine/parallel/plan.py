@@ -1,38 +1,38 @@
-"""A model on the meta device becomes one rank's share of it: smaller weights, fewer layers. Nothing is loaded yet.
+"""Sharding of a model on the meta device to one rank's share: smaller weights, fewer layers. Nothing is loaded yet.
 
-1. `cut_stage` puts placeholders where other pipeline stages have layers, norm, embedding or head (`pp_plan`).
-2. `cut_weights` shrinks what is left to this tensor parallel rank's part: linear layers and experts by transformers'
+1. `cut_stage` replaces layers, norm, embedding or head of other pipeline stages by placeholders (`pp_plan`).
+2. `cut_weights` shrinks the rest to this tensor parallel rank's part: linear layers and experts by transformers'
    `tp_plan`, attention by whole heads, the vocabulary by rows of the embedding and the head.
-3. When the weights are there, `Shards.connect` has the modules exchange what they must.
+3. When the weights are loaded, `Shards.connect` has the modules exchange what they must.
 
-Refused (ConfigError) is what would be computed wrongly: models without a plan, or with words in it that are not known.
+Models that would be computed wrongly are rejected (ConfigError): those without a plan, or with unknown words in it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from splitserve.core.errors import ConfigError
 from splitserve.core.parallel import ParallelRank
-from splitserve.engine.parallel.body import Absent, Entry, Exit, Place, Stage
-from splitserve.engine.parallel.cut import Cut
+from splitserve.engine.mla import has_latents
+from splitserve.engine.parallel.body import Absent, AbsentLayer, Entry, Exit, StageBounds
+from splitserve.engine.parallel.cut import WeightShard
 from splitserve.engine.parallel.heads import Heads
-from splitserve.engine.parallel.latents import latent_words
 from splitserve.engine.parallel.meeting import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.refusal import cannot_cut
-from splitserve.engine.parallel.styles import STYLES, Before, Held, Style, connect, cut_of
+from splitserve.engine.parallel.styles import STYLES, Before, HeldWeight, Style, connect, cut_of
 from splitserve.engine.parallel.vocabulary import connect_embedding, connect_head
-from splitserve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """Of one layer: those that this rank holds, by their global numbers, and how many there are."""
+    """KV heads of one layer: those on this rank, by their global numbers, and the number of all."""
 
     held: range
     total: int
@@ -40,18 +40,18 @@ class KVHeads:
 
 @dataclass(slots=True)
 class Shards:
-    """What `cut_weights` did."""
+    """The result of `cut_weights`."""
 
-    # By parameter. All others are whole.
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    # By layer; others hold all KV heads on each rank.
+    # Shards by name of the parameter. Parameters without an entry are whole.
+    cuts: dict[str, WeightShard] = field(default_factory=dict)
+    # KV heads by layer. Layers without an entry have all KV heads on each rank.
     kv_heads: dict[int, KVHeads] = field(default_factory=dict)
     # Modules that exchange something, with their whole inputs and outputs.
     connected: list[tuple[torch.nn.Module, Style, tuple[int, int]]] = field(default_factory=list)
     vocab_size: int = 0
 
     def meet(self, meeting: Meeting, ranks: Ranks) -> None:
-        """Instead of `connect`, for data parallel attention."""
+        """Connect the experts for data parallel attention, instead of `connect`."""
         for module, style, _ in self.connected:
             if style.before is Before.DEAL:
                 meet(module, meeting, ranks)
@@ -66,11 +66,11 @@ class Shards:
                 connect_head(model, self.vocab_size, ranks)
 
 
-def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage:
-    """Take out what other stages have. Raises ConfigError."""
+def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> StageBounds:
+    """Remove the parts of other stages. Raises ConfigError."""
     hidden_size = int(model.config.get_text_config().hidden_size)
     if rank.pp_size == 1:
-        return Stage(layers, hidden_size, None, None)
+        return StageBounds(layers, hidden_size, None, None)
     parts = _pipeline_parts(model, name)
     held = model.base_model.get_submodule(parts.layers)
     entry = exit_ = None
@@ -80,19 +80,19 @@ def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage
         elif i == layers.stop:
             held[i] = exit_ = Exit(layer)
         elif i not in layers:
-            held[i] = Place(layer)
+            held[i] = AbsentLayer(layer)
     for path in () if rank.is_first_stage else parts.before:
         model.base_model.set_submodule(path, Absent())
     if not rank.is_last_stage:
         for path in parts.after:
             model.base_model.set_submodule(path, Absent())
         model.set_output_embeddings(Absent())
-    return Stage(layers, hidden_size, entry, exit_)
+    return StageBounds(layers, hidden_size, entry, exit_)
 
 
 @dataclass(frozen=True, slots=True)
 class _PipelineParts:
-    """Modules of the body, by name: before its layers, the list of them, and behind."""
+    """Modules of the body, by name: those before its layers, the list of layers, and those behind."""
 
     before: tuple[str, ...]
     layers: str
@@ -113,12 +113,14 @@ def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
 
 
 def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False) -> Shards:
-    """Shrink the weights to this rank's part. Raises ConfigError. `expert_parallel`: a rank has some experts, whole,
-    instead of a part of each."""
+    """Shrink the weights to this rank's part. Raises ConfigError.
+
+    `expert_parallel`: a rank has some experts, whole, instead of a part of each.
+    """
     shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
     if rank.tp_size == 1:
         return shards
-    latents = latent_words(dict(model.named_modules()), rank.tp_size, name)
+    latents = _words_of_latents(dict(model.named_modules()), rank.tp_size, name)
     cutter = _Cutter(model, rank, name, shards, _plan_of(model, name, expert_parallel), latents)
     cutter.cut_vocabulary()
     styles = dict(cutter.styles())
@@ -130,7 +132,7 @@ def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: b
 
 
 def cut_experts(model: Any, rank: ParallelRank, name: str) -> Shards:
-    """Shrink the experts to this rank's, and nothing else. Raises ConfigError."""
+    """Shrink the experts to this rank's, and no other weights. Raises ConfigError."""
     shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
     plan = {path: word for path, word in _plan_of(model, name, expert_parallel=True).items() if path in model.ep_plan}
     cutter = _Cutter(model, rank, name, shards, plan, latent_words={})
@@ -140,7 +142,7 @@ def cut_experts(model: Any, rank: ParallelRank, name: str) -> Shards:
 
 
 def _plan_of(model: Any, name: str, expert_parallel: bool) -> dict[str, str]:
-    """transformers' words, by name with "*" for numbers."""
+    """Return the styles of transformers' plan, by name with "*" for numbers."""
     plan = dict(model.tp_plan or {})
     if expert_parallel:
         if not model.ep_plan:
@@ -167,7 +169,7 @@ class _Cutter:
         self._model = model
         # Placeholders have no weights.
         self._modules: dict[str, Any] = {
-            path: module for path, module in model.named_modules() if not isinstance(module, Absent | Place)
+            path: module for path, module in model.named_modules() if not isinstance(module, Absent | AbsentLayer)
         }
         self._latent_words = latent_words
         self._paths = {module: path for path, module in self._modules.items()}
@@ -177,7 +179,7 @@ class _Cutter:
         }
 
     def styles(self) -> Iterator[tuple[str, Style]]:
-        """What the plan says, by module or parameter. The vocabulary has rules of its own."""
+        """Yield the plan's styles, by module or parameter. The vocabulary has rules of its own."""
         found = False
         for path in (*self._modules, *self._parameters):
             word = self._latent_words.get(path) or self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", path))
@@ -191,7 +193,7 @@ class _Cutter:
             raise cannot_cut(self._name, "transformers has no tp_plan for it")
 
     def cut_heads(self, path: str, styles: dict[str, Style]) -> None:
-        """Where `path` is the query projection of an attention whose heads are divided: its four projections."""
+        """Shard the four projections of an attention if `path` is its query projection and its heads are divided."""
         parent, _, last = path.rpartition(".")
         if last != "q_proj" or styles[path] != STYLES["colwise"] or path in self._latent_words:
             return
@@ -213,13 +215,15 @@ class _Cutter:
         self._shards.kv_heads[int(attention.layer_idx)] = KVHeads(kv, heads.num_kv)
 
     def _cut_linear(self, linear: Any, styles: dict[str, Style], held: range, total: int) -> None:
-        """Of a projection with as many rows (or columns) for each of `total` heads: those of the heads `held`."""
+        """Shard a projection with equally many rows (or columns) per head of `total` to the heads `held`."""
         path = self._paths[linear]
         for name, parameter in linear.named_parameters():
             whole = cut_of(styles.get(path, Style()), parameter, 0, 1)
             if whole is not None:
                 each = len(whole.parts[0]) // total
-                self._shards.cuts[f"{path}.{name}"] = Cut(whole.dim, (range(held.start * each, held.stop * each),))
+                self._shards.cuts[f"{path}.{name}"] = WeightShard(
+                    whole.dim, (range(held.start * each, held.stop * each),)
+                )
 
     def cut(self, path: str, style: Style) -> None:
         module = self._modules.get(path)
@@ -231,13 +235,13 @@ class _Cutter:
         self._shards.connected.append((module, style, sizes))
         for name, _ in list(module.named_parameters(recurse=False)):
             self._cut_parameter(f"{path}.{name}", style)
-        if style.held is Held.INPUTS and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
+        if style.held is HeldWeight.INPUTS and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
             module.bias = None
         if isinstance(module, torch.nn.Linear):
             module.out_features, module.in_features = module.weight.shape
 
     def _check_attention(self, path: str, style: Style) -> None:
-        """Raises ConfigError where an attention's heads are divided, and nobody knows how."""
+        """Raise ConfigError if an attention's heads are divided in a way that is not supported."""
         if path in self._latent_words:
             return
         attention: Any = self._modules[path.rpartition(".")[0]]
@@ -246,7 +250,7 @@ class _Cutter:
             raise cannot_cut(self._name, f"{type(attention).__name__} has heads that are not known here")
 
     def cut_vocabulary(self) -> None:
-        """Rows of the embedding and the head, the same of both."""
+        """Shard the embedding and the head by rows, both alike."""
         embedding, head = _embedding_of(self._model), _head_of(self._model)
         is_tied = embedding is not None and head is not None and head.weight is embedding.weight
         size = self._shards.vocab_size
@@ -279,7 +283,7 @@ class _Cutter:
 
 
 def _embedding_of(model: Any) -> Any:
-    """None where another stage has it."""
+    """Return the embedding; None if another stage has it."""
     found = model.get_input_embeddings()
     return None if isinstance(found, Absent) else found
 
@@ -287,3 +291,25 @@ def _embedding_of(model: Any) -> Any:
 def _head_of(model: Any) -> Any:
     found = model.get_output_embeddings()
     return None if isinstance(found, Absent) else found
+
+
+# Plan of latent attention (`engine/mla.py`) by name in the attention module. It replaces the model's own plan: matrices
+# that make heads or join them are sharded by heads, the small ones before are not sharded.
+_LATENT_WORDS = {
+    "q_proj": "colwise",
+    "q_b_proj": "colwise",
+    "kv_b_proj": "colwise",
+    "o_proj": "rowwise",
+    "q_a_proj": "replicate",
+    "kv_a_proj_with_mqa": "replicate",
+}
+
+
+def _words_of_latents(modules: Mapping[str, Any], tp_size: int, name: str) -> dict[str, str]:
+    """Return the plan for all latent attention in a model, by module. Raises ConfigError if heads cannot be divided."""
+    words: dict[str, str] = {}
+    for path, module in modules.items():
+        if has_latents(module):
+            Heads(module.config.num_attention_heads, 1).check(tp_size, name)
+            words |= {f"{path}.{child}": word for child, word in _LATENT_WORDS.items() if f"{path}.{child}" in modules}
+    return words

@@ -1,7 +1,7 @@
-"""The same as `engine/probe.py` of a rank's share of a model: what it keeps in the pool, and whether it computes right.
+"""Probe of one rank's share of a model: finds the shapes of its KV and checks its results. See `engine/probe.py`.
 
-Besides, a stage must need nothing from the stages before it but hidden states. Models whose layers hear of each other
-in other ways (embeddings that go to every layer, KV that later layers share) are refused.
+In addition, a stage may need nothing but hidden states from the stages before it. Models with layers that exchange
+other data (embeddings that go to every layer, KV that later layers share) are rejected.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.parallel.load import Share
+from splitserve.engine.parallel.load import ModelShare
 from splitserve.engine.parallel.refusal import cannot_cut
 from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
-from splitserve.errors import EngineError
 
 
-def probe_share(model: Any, share: Share, name: str) -> tuple[LayerShape, ...]:
-    """Shapes of this rank's layers, in order. All ranks of a stage call it together.
+def probe_share(model: Any, share: ModelShare, name: str) -> tuple[LayerShape, ...]:
+    """Return the shapes of this rank's layers, in order. All ranks of a stage call it together.
 
     Raises ModelLoadError or ConfigError.
     """
@@ -28,7 +28,7 @@ def probe_share(model: Any, share: Share, name: str) -> tuple[LayerShape, ...]:
     return tuple(_with_heads(shape, share, name) for shape in found)
 
 
-def _with_heads(shape: LayerShape, share: Share, name: str) -> LayerShape:
+def _with_heads(shape: LayerShape, share: ModelShare, name: str) -> LayerShape:
     heads = share.shards.kv_heads.get(shape.layer)
     if heads is None:
         return shape
@@ -40,7 +40,7 @@ def _with_heads(shape: LayerShape, share: Share, name: str) -> LayerShape:
     return replace(shape, first_kv_head=heads.held.start, total_kv_heads=heads.total)
 
 
-def _run(share: Share, model: Any, recorder: Recorder) -> None:
+def _run(share: ModelShare, model: Any, recorder: Recorder) -> None:
     stage = share.stage
     if share.meeting is not None:
         share.meeting.begin_alike(PROBE_TOKENS)
@@ -60,19 +60,19 @@ def _run(share: Share, model: Any, recorder: Recorder) -> None:
             if not torch.equal(one, other):
                 raise EngineError("its layers need more of the layers before them than hidden states")
     if stage.exit is None and stage.entry is not None:
-        # Anew for this run: the recorder has had its layers.
+        # Set again for this run, because the first run has used it.
         stage.entry.given = sent
         run_whole(model, Recorder(), inputs_embeds=sent)
 
 
-def _noise(share: Share, model: Any, seed: int) -> torch.Tensor:
+def _noise(share: ModelShare, model: Any, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(1, PROBE_TOKENS, share.stage.hidden_size, generator=generator)
     return noise.to(device=model.device, dtype=model.dtype)
 
 
 class _Mixture:
-    """StepAttention whose answer shows each of its inputs."""
+    """StepAttention with an output that depends on each of its inputs."""
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

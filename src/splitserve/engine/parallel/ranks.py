@@ -1,8 +1,8 @@
-"""The ranks of one scheduler as this one sees them: whom it sums with, whom it hears from and sends to.
+"""Process groups of one scheduler's ranks: the ranks to sum with, to receive from and to send to.
 
-Tensor parallel ranks of a stage meet in collectives. Between stages each rank talks to the one of its own number, since
-all ranks of a stage hold the same hidden states. All of it is called by one thread, in the same order on every rank.
-Whatever goes wrong, a peer's end included, is an exception, and then the ranks are out of step for good.
+Tensor parallel ranks of a stage exchange data in collectives. Between stages each rank sends to the rank with the same
+number, because all ranks of a stage hold the same hidden states. One thread makes all calls, in the same order on every
+rank. Any failure, including the loss of a peer, raises, and after that the ranks are out of step for good.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from splitserve.core.errors import RanksLostError, WorkerUnavailableError, clause
 from splitserve.core.parallel import ParallelRank
-from splitserve.errors import RanksLostError, WorkerUnavailableError, clause
 
-# torch 2.13 deprecates the older names, which 2.11 has alone.
+# torch 2.13 deprecates the older names; 2.11 has only these.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Seconds that a rank waits for the others to meet, and later for one in the middle of a step.
+# Seconds that a rank waits for the others to join, and later for another rank in a step.
 TIMEOUT = 300.0
 
 
 class Ranks:
-    """An open group of processes. `close` it, where all are alive."""
+    """An open group of processes. Call `close` if all are alive."""
 
     def __init__(self, rank: ParallelRank, device: torch.device, stages: Sequence[Any], store: Any) -> None:
-        """`stages`: process group of each stage's ranks. `store`: where all ranks leave word for each other."""
+        """`stages`: process group of each stage's ranks. `store`: key-value store shared by all ranks."""
         self.rank = rank
         self.device = device
         self._store = store
         self._met_at = time.monotonic()
         self._stage = stages[rank.pp_rank]
         self._first_of_stage = rank.index - rank.tp_rank
-        # Sends under way, with what they read.
+        # Sends in flight, with the tensors that they read.
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Over the ranks of this stage, in place where `values` lie in one piece. The same bits on all of them."""
+        """Sum over the ranks of this stage, in place if `values` are contiguous. All ranks get the same bits."""
         values = values.contiguous()
         if self.rank.tp_size > 1:
             dist.all_reduce(values, group=self._stage)
         return values
 
     def join(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Last dimensions of all ranks of this stage one after the other; rank i's `part` [..., sizes[i]]."""
+        """Join the last dimensions of all ranks of this stage; rank i's `part` is [..., sizes[i]]."""
         padded = _padded(part, max(sizes))
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self._stage)
         return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
 
     def join_on_first(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The same on tensor parallel rank 0 alone; the others keep their part."""
+        """Join the parts as `join` does, on tensor parallel rank 0 only; the others keep their part."""
         padded = _padded(part, max(sizes))
         parts = [torch.empty_like(padded) for _ in sizes] if self.rank.tp_rank == 0 else None
         dist.gather(padded, parts, dst=self._first_of_stage, group=self._stage)
@@ -67,20 +67,22 @@ class Ranks:
         return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of all ranks of this stage, one rank's behind the other's; each gives as many."""
+        """Return the rows of all ranks of this stage, in order of ranks; each rank has equally many."""
         found = rows.new_empty(self.rank.tp_size * len(rows), *rows.shape[1:])
         _all_gather(found, rows.contiguous(), group=self._stage)
         return found
 
     def sum_share(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of the sum over the ranks of this stage this one's share of the rows, which all have as many of."""
+        """Return this rank's share of the rows of the sum over the ranks of this stage; all have equally many rows."""
         found = rows.new_empty(len(rows) // self.rank.tp_size, *rows.shape[1:])
         _reduce_scatter(found, rows.contiguous(), group=self._stage)
         return found
 
     def send(self, hidden: torch.Tensor) -> None:
-        """To the next stage. Returns before they have arrived, but waits where that stage is as many steps behind as
-        there are stages."""
+        """Send to the next stage. Returns before the data has arrived.
+
+        Waits if the next stage is as many steps behind as there are stages.
+        """
         while len(self._sends) >= self.rank.pp_size:
             self._sends.popleft()[0].wait()
         hidden = hidden.contiguous()
@@ -88,16 +90,16 @@ class Ranks:
         self._sends.append((work, hidden))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What the stage before sent, in its order."""
+        """Receive the output of the stage before, in order."""
         hidden = torch.empty(*shape, dtype=dtype, device=self.device)
         dist.recv(hidden, self.rank.index - self.rank.tp_size)
         return hidden
 
     def all_loaded(self, timeout: float) -> None:
-        """Wait until every rank has loaded its share, up to `timeout` seconds after they met.
+        """Wait until every rank has loaded its share, up to `timeout` seconds after they joined.
 
-        No collective: how far apart ranks are here is not bounded by how long one may wait for another in a step.
-        Raises RanksLostError, which names those that have not.
+        Not a collective: the timeout of a step must not limit how much later another rank finishes. Raises
+        RanksLostError, which names the missing ranks.
         """
         left = max(0.0, self._met_at + timeout - time.monotonic())
         self._store.set(_word("loaded", self.rank), b"")
@@ -111,7 +113,7 @@ class Ranks:
             ) from error
 
     def least(self, number: int) -> int:
-        """The least that any rank of any stage says. Raises RanksLostError where one does not answer."""
+        """Return the smallest number over all ranks of all stages. Raises RanksLostError if a rank does not answer."""
         found = torch.tensor([number], dtype=torch.int64)
         try:
             dist.all_reduce(found, op=dist.ReduceOp.MIN)
@@ -120,7 +122,7 @@ class Ranks:
         return int(found.item())
 
     def close(self) -> None:
-        """Idempotent. Does not wait for the others."""
+        """Close the group. Idempotent. Does not wait for the others."""
         self._sends.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -140,11 +142,11 @@ def open_ranks(
     timeout: float = TIMEOUT,
     listening: int | None = None,
 ) -> Ranks:
-    """Meet the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
+    """Join the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
 
-    Once a process. `timeout`: seconds for all to come, and later for each wait of one rank for another in a step.
-    `listening`: at the driver, for tcp, the descriptor of a socket that listens there; it is the store's from now on.
-    Raises WorkerUnavailableError where they do not meet.
+    Once per process. `timeout`: seconds for all to join, and later for each wait of one rank for another in a step.
+    `listening`: at the driver, for tcp, the descriptor of a socket that listens there; the store owns it from now on.
+    Raises WorkerUnavailableError if they do not all join.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -174,22 +176,22 @@ def _word(what: str, rank: ParallelRank) -> str:
 
 
 def _missing(store: Any, what: str, rank: ParallelRank) -> str:
-    """The ranks that have not left this word, for people."""
+    """Return the names of the ranks that have not set this key, for error texts."""
     try:
         names = [other.name for other in rank.group() if not store.check([_word(what, other)])]
     except Exception:
-        # Its owner is gone.
+        # The store's owner is gone.
         names = []
     return f"Rank {'; rank '.join(names)}" if names else "Some rank"
 
 
 def _seconds(seconds: float) -> datetime.timedelta:
-    """As torch takes it: to the millisecond, and 0 would be for ever."""
+    """Return a duration for torch: in milliseconds, and at least one, because 0 means no limit."""
     return datetime.timedelta(milliseconds=max(1, round(1000 * seconds)))
 
 
 def _store(rank: ParallelRank, init_method: str, wait: datetime.timedelta, listening: int | None) -> Any:
-    """Where the ranks leave word for each other."""
+    """Open the key-value store shared by the ranks."""
     where = urlsplit(init_method)
     if where.scheme != "tcp":
         store, _, _ = next(rendezvous(init_method, rank.index, rank.group_size, timeout=wait))
@@ -206,7 +208,7 @@ def _store(rank: ParallelRank, init_method: str, wait: datetime.timedelta, liste
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
-    """Its last dimension filled up to `size`: ranks exchange pieces of one size."""
+    """Pad the last dimension to `size`, because ranks exchange pieces of one size."""
     if part.shape[-1] == size:
         return part.contiguous()
     return torch.nn.functional.pad(part, (0, size - part.shape[-1]))

@@ -1,8 +1,8 @@
-"""What says that a model is not for tensor parallel ranks. Front ends say it, too: imports no torch."""
+"""Error for models that cannot be split over tensor parallel ranks. Front ends use it, too: imports no torch."""
 
 from __future__ import annotations
 
-from splitserve.errors import ConfigError
+from splitserve.core.errors import ConfigError
 
 
 def cannot_cut(name: str, why: str, remedy: str = "Use pipeline stages, or one rank") -> ConfigError:

@@ -1,7 +1,7 @@
 """The engine of one of several data parallel ranks that compute their steps together (`meeting.py`).
 
-Who has no request in a step has a token that is nobody's go through the model, which other ranks never see: it brings
-none to the experts, and stores nothing. So the ranks' collectives are the same whatever anybody has to do.
+A rank without a request in a step computes one padding token, which other ranks never receive: it sends no token to the
+experts and stores nothing. So the ranks' collectives are the same whatever work each rank has.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.engine.parallel.meeting import Meeting, NoAttention
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import EngineError, RanksLostError
 
 
 class SharedRunner:
-    """A runner whose steps are those of all ranks: SharedEngine of the scheduler."""
+    """A runner with steps that all ranks compute together: SharedEngine of the scheduler."""
 
     def __init__(self, runner: ModelRunner, model: Any, meeting: Meeting) -> None:
         self._runner = runner
@@ -28,10 +28,12 @@ class SharedRunner:
         self._meeting = meeting
 
     def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
-        """Read the page table. What is returned runs the step, given how many tokens each rank brings; every rank calls
-        its own, with the same numbers. Both raise EngineError, which fails the plan's requests alone. The second one
-        raises RanksLostError where the ranks are out of step."""
-        # The loop runs one step after the other, so no token is still to be drawn.
+        """Read the page table and return a function that runs the step, given the number of tokens of each rank.
+
+        Every rank calls its own, with the same numbers. Both raise EngineError, which fails only the plan's requests.
+        The function raises RanksLostError if the ranks are out of step.
+        """
+        # The loop runs one step after the other, so no token is still to be sampled.
         run = self._runner.begin(plan) if plan.requests else self._take_part
         return functools.partial(self._step, run)
 

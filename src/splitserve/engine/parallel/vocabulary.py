@@ -11,12 +11,15 @@ from splitserve.engine.parallel.ranks import Ranks
 
 
 class VocabularyShard(torch.nn.Module):
-    """In the place of a model's embedding, whose weight has the rows `held` only. The ranks' sum is the whole one's."""
+    """Replacement of a model's embedding, with only the rows `held` of its weight.
+
+    The sum over ranks is the whole output.
+    """
 
     def __init__(self, embedding: Any, held: range, ranks: Ranks) -> None:
         super().__init__()
         self.embedding = embedding
-        # Its gradient is for training, and its number that of the whole vocabulary.
+        # The padding index matters for training only, and is a number of the whole vocabulary.
         embedding.padding_idx = None
         embedding.num_embeddings = len(held)
         self._held = held
@@ -28,7 +31,7 @@ class VocabularyShard(torch.nn.Module):
         return weight
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [...] -> [..., hidden_size]."""
+        """Return the embeddings of token ids [...], as [..., hidden_size]."""
         rows = token_ids - self._held.start
         elsewhere = (rows < 0) | (rows >= len(self._held))
         found = self.embedding(rows.masked_fill(elsewhere, 0))
@@ -41,6 +44,6 @@ def connect_embedding(model: Any, vocab_size: int, ranks: Ranks) -> None:
 
 
 def connect_head(model: Any, vocab_size: int, ranks: Ranks) -> None:
-    """Rank 0 has all logits, in the order of the vocabulary; the others keep those of their rows."""
+    """Have rank 0 return all logits, in the order of the vocabulary; the others return those of their rows."""
     sizes = even_sizes(vocab_size, ranks.rank.tp_size)
     model.get_output_embeddings().register_forward_hook(lambda _module, _args, out: ranks.join_on_first(out, sizes))

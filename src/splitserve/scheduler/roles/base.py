@@ -1,7 +1,7 @@
 """The contract between the scheduler and a role.
 
-The scheduler receives messages, asks for a plan, runs it and hands the result back. The role owns the requests between
-their arrival and their end: which queue they stand in, what happens to a computed chunk, who is told of a token.
+The scheduler receives messages, requests a plan, runs it and passes on the result. The role owns the requests from
+arrival to end: which queue they wait in, what happens to a computed chunk, and where tokens are sent.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol, TypedDict
 
 from splitserve.core.batch import StepResult
+from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
-from splitserve.errors import SplitserveError
-from splitserve.scheduler.running import Batch
+from splitserve.scheduler.running import ScheduledBatch
 
 
 class QueueState(TypedDict, total=False):
@@ -21,6 +21,7 @@ class QueueState(TypedDict, total=False):
     num_prefill_inflight_queue_reqs: int
     num_decode_prealloc_queue_reqs: int
     num_decode_transfer_queue_reqs: int
+    num_tokens_pre_allocated: int
     pages_leased: int
     metadata_slots_total: int
     metadata_slots_free: int
@@ -32,35 +33,35 @@ class Role(Protocol):
     mode: DisaggregationMode
 
     def accept(self, request: Request) -> None:
-        """Take a new request. Raises SplitserveError to refuse it."""
+        """Take a new request. Raises SplitserveError to reject it."""
         ...
 
     def advance(self) -> None:
-        """Move requests along the queues whose progress comes from outside: handshakes, transfers, leases."""
+        """Advance requests in queues with external progress: handshakes, transfers, leases."""
         ...
 
-    def finish_step(self, batch: Batch, result: StepResult) -> None:
+    def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
         """Enter a step's results."""
         ...
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
-        """End a request wherever it stands, telling the front end `error`, silently if None. Ignores unknown ids."""
+        """End a request in any queue. Report `error` to the front end, nothing if None. Ignores unknown ids."""
         ...
 
     def holders(self) -> list[Request]:
-        """All requests that hold pages, for the conservation check."""
+        """Return all requests that hold pages, for the conservation check."""
         ...
 
     def num_waiting(self) -> int:
-        """Requests accepted that are not running yet."""
+        """Return the number of accepted requests that are not running yet."""
         ...
 
     def is_idle(self) -> bool:
-        """No request and no lease anywhere."""
+        """Return whether there is no request and no lease."""
         ...
 
     def hold(self, is_held: bool) -> None:
-        """While held, take nothing that peers ask for either: what is idle stays so. The scheduler takes no request."""
+        """While held, accept no requests from peers. The scheduler accepts none either, so an idle role stays idle."""
         ...
 
     def queue_state(self) -> QueueState: ...

@@ -1,21 +1,21 @@
 """The null role: prefill and decode in one worker. Also the reference that disaggregated output is compared with.
 
-1. `accept` puts a request into the waiting line; the plan admits it when the pool has room.
+1. `accept` puts a request into the waiting queue; the plan admits it when the pool has room.
 2. After the step that finishes its prompt, its whole pages are shared through the prefix cache.
-3. Where the pool runs dry it may give way to others (retraction.py); what was not saved is computed again here.
-4. When it ends, all its computed whole pages go to the prefix cache, the rest is freed.
+3. If the pool is full it may be retracted (retraction.py); what was not saved is computed again here.
+4. When it finishes, all its computed whole pages go to the prefix cache; the rest is freed.
 """
 
 from __future__ import annotations
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
+from splitserve.core.clock import Clock
+from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
-from splitserve.errors import SplitserveError
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
-from splitserve.scheduler.running import Batch, RunningSet, take_result
+from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
 
 
 class ColocatedRole:
@@ -34,7 +34,7 @@ class ColocatedRole:
     def advance(self) -> None:
         return None
 
-    def finish_step(self, batch: Batch, result: StepResult) -> None:
+    def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
             take_result(request, step, outcome)
             if outcome.token_id is None:
@@ -70,7 +70,7 @@ class ColocatedRole:
         return self._set.is_empty()
 
     def hold(self, is_held: bool) -> None:
-        """Nobody but the scheduler brings requests."""
+        """Do nothing: no peer sends requests to this role."""
 
     def queue_state(self) -> QueueState:
         return {}

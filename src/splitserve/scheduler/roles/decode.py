@@ -1,19 +1,19 @@
-"""The decode role: receive prompts' KV, generate the tokens.
+"""The decode role: receive the KV of prompts, generate the tokens.
 
-1. `accept` opens the receiving end; the request stands in the pre-allocation queue: handshake, then memory. A request
-   without a room has nobody who would compute its prompt: it lives here as in a colocated worker.
-2. `advance` announces pages to the prefill side and moves it to the transfer queue.
-3. `advance` takes what has arrived: the prompt counts as computed and the first token is there (a prebuilt batch: no
-   forward pass). The plan lets it into the running set up to the free places.
-4. It decodes like any other request until it ends. Where the pool runs dry it may give way to others (retraction.py):
-   with a copy it comes back by itself, without one it goes through 2 and 3 again, in a new room, and prefill computes
-   all it had. Where prefill cannot, this worker does.
+1. `accept` opens the receiving end. The request waits in the pre-allocation queue for its handshake, then for memory. A
+   request without a room has no prefill worker to compute its prompt: it is handled as in a colocated worker.
+2. `advance` announces its pages to the prefill worker and moves it to the transfer queue.
+3. `advance` takes requests with KV that has arrived: the prompt counts as computed and the first token is there (a
+   prebuilt batch: no forward pass). The plan moves them into the free places of the running batch.
+4. It decodes like any other request until it finishes. If the pool is full it may be retracted (retraction.py). With a
+   copy it resumes by itself. Without one it goes through 2 and 3 again, in a new room, and prefill computes all its
+   tokens. If prefill cannot, this worker does.
 
-Who waits for memory, in the pre-allocation queue or to be computed here, gets it in one order: neither line passes the
-other for good.
+Requests that wait for memory, in the pre-allocation queue or to be computed here, get it in one order: neither queue
+overtakes the other for good.
 
-A request that fails or is aborted while the prefill side may still write keeps its pages, in the lease table, until its
-receiver is quiescent.
+A request that fails or is aborted while the prefill worker may still write keeps its pages, in the lease table, until
+its receiver is quiescent.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from __future__ import annotations
 import logging
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
+from splitserve.core.clock import Clock
+from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
-from splitserve.disaggregation.decode import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
-from splitserve.disaggregation.fake_room import FAKE_BOOTSTRAP_HOST
-from splitserve.disaggregation.kit import HandOverKit
-from splitserve.disaggregation.lease import LeaseTable
-from splitserve.errors import SplitserveError
+from splitserve.scheduler.decode_queues import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.roles.colocated import ColocatedRole
-from splitserve.scheduler.running import Batch, RunningSet
+from splitserve.scheduler.running import RunningSet, ScheduledBatch
+from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
+from splitserve.transfer.kit import HandOverKit
+from splitserve.transfer.lease import LeaseTable
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class DecodeRole:
         self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock, self._admit, running.order)
         self._transfer = DecodeTransferQueue(kit.metadata, cache)
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()
-        # Of whoever is in the running set, wherever the prompt was computed.
+        # Handles requests in the running batch, wherever their prompt was computed.
         self._local = ColocatedRole(running, cache, outbox, clock)
         self._num_local = 0
         self._num_failed = 0
@@ -75,7 +75,7 @@ class DecodeRole:
         arrived, failed_in_transfer = self._transfer.pop_transferred()
         for entry in arrived:
             self._take_in(entry)
-        # Pages that come free are for those that gave theirs back, before anybody new.
+        # Free pages go to retracted requests before any new one.
         waiting = self._set.waiting if self._prealloc else ()
         first_local = min((request.rank for request in waiting), default=None)
         announced, failed = self._prealloc.pop_preallocated(may_admit=not len(self._set.retraction), before=first_local)
@@ -86,7 +86,7 @@ class DecodeRole:
         for request in self._set.retraction.pop_uncopied():
             self._ask_again(request)
 
-    def finish_step(self, batch: Batch, result: StepResult) -> None:
+    def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
         self._local.finish_step(batch, result)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
@@ -102,7 +102,7 @@ class DecodeRole:
         else:
             self._outbox.fail(request, error)
         if entry is None:
-            # A retracted one; what it held, the lease gives back.
+            # A retracted request: its pages are released when its lease ends.
             return
         entry.receiver.abort(
             error.message if error else "the client of the decode side left",
@@ -122,12 +122,13 @@ class DecodeRole:
         return self._set.is_empty() and not (self._prealloc or self._transfer or self._leases)
 
     def hold(self, is_held: bool) -> None:
-        """Nobody but the scheduler brings requests."""
+        """Do nothing: no peer sends requests to this role."""
 
     def queue_state(self) -> QueueState:
         return {
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
+            "num_tokens_pre_allocated": self._transfer.num_tokens_pre_allocated,
             "pages_leased": self._leases.num_pages,
             "metadata_slots_total": self._slots.size,
             "metadata_slots_free": self._slots.available_size(),
@@ -136,7 +137,7 @@ class DecodeRole:
         }
 
     def _take_in(self, entry: DecodeEntry) -> None:
-        """From here on the request is like any other: its room is forgotten, its metadata slot free."""
+        """Close the room of a request that arrived, free its metadata slot, and queue it for the running batch."""
         request = entry.request
         request.timeline.enter("decoding", self._clock.now())
         self._close_room(entry)
@@ -149,11 +150,11 @@ class DecodeRole:
         self._outbox.tell(request)
 
     def _admit(self, entry: DecodeEntry) -> bool:
-        """Whether there is room for a newcomer's prompt beside what those that generate need."""
+        """Admit a request if its prompt fits beside what running requests need. Return whether it was admitted."""
         return self._set.admission.try_admit(entry.request, max_prefix=entry.num_tokens, running=self._set.holders())
 
     def _ask_again(self, request: Request) -> None:
-        """Have a retracted request's KV computed by the prefill side, in a new room; here where that cannot be."""
+        """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot."""
         if request.bootstrap is not None and request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
             try:
                 self._prealloc.add(request, is_retracted=True)
@@ -164,7 +165,7 @@ class DecodeRole:
         self._set.retraction.add(request, self._clock.now())
 
     def _leased(self, rid: str) -> Request | None:
-        """A retracted request that cannot go on before its lease is over."""
+        """Return a retracted request that cannot continue before its lease ends."""
         requests = (entry.request for entry in self._leases.items())
         return next((r for r in requests if r.rid == rid and not r.is_finished), None)
 
@@ -177,7 +178,7 @@ class DecodeRole:
         self._leases.hold(entry, entry.receiver, len(entry.request.pages))
 
     def _free(self, entry: DecodeEntry) -> None:
-        """Give back what a hand-over that came to nothing held."""
+        """Release what a failed transfer held."""
         if self._cache.holds(entry.request):
             self._cache.settle(entry.request)
             self._cache.release(entry.request, publish=False)

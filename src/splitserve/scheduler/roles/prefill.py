@@ -1,32 +1,33 @@
-"""The prefill role: compute prompts, hand their KV over, never decode.
+"""The prefill role: compute prompts, send their KV, never decode.
 
-1. `accept` opens the sending end; the request stands in the bootstrap queue until decode's pages are known.
-2. `advance` moves it to the waiting line; the plan admits it and computes it chunk by chunk.
-3. `finish_step` sends the new whole pages after every chunk; after the last one also the metadata row, and the request
-   moves to the in-flight queue.
-4. `advance` ends it when every byte is proven in place: its pages enter the prefix cache and the front end is answered.
+1. `accept` opens the sending end. The request waits in the bootstrap queue until decode's pages are known.
+2. `advance` moves it to the waiting queue; the plan admits it and computes it chunk by chunk.
+3. `finish_step` sends the new whole pages after each chunk. After the last chunk it also sends the metadata row, and
+   moves the request to the in-flight queue.
+4. `advance` finishes it when every byte is proven in place: its pages enter the prefix cache, and the front end gets
+   the result.
 
-Decode workers may ask for the KV of tokens by themselves, where they had to give it up (`_accept_asked`).
+Decode workers may request the KV of tokens by themselves, after they had to release it (`_accept_asked`).
 
-A request that fails or is aborted on the way keeps its pages, in the lease table, until its sender is quiescent.
+A request that fails or is aborted before its end keeps its pages, in the lease table, until its sender is quiescent.
 """
 
 from __future__ import annotations
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.clock import Clock
 from splitserve.core.batch import StepResult
+from splitserve.core.clock import Clock
+from splitserve.core.errors import GrammarError, PromptTooLongError, SplitserveError
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
-from splitserve.core.sampling import SamplingParams
-from splitserve.disaggregation.kit import HandOverKit
-from splitserve.disaggregation.lease import LeaseTable
-from splitserve.disaggregation.ports import AskedPrompt
-from splitserve.disaggregation.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
-from splitserve.disaggregation.state import KVPoll
-from splitserve.errors import GrammarError, PromptTooLongError, SplitserveError
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.prefill_queues import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
 from splitserve.scheduler.roles.base import QueueState
-from splitserve.scheduler.running import Batch, RunningSet, take_result
+from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
+from splitserve.transfer.kit import HandOverKit
+from splitserve.transfer.lease import LeaseTable
+from splitserve.transfer.ports import AskedPrompt
+from splitserve.transfer.state import KVPoll
 
 
 class PrefillRole:
@@ -48,7 +49,7 @@ class PrefillRole:
         self._slots = kit.slots
         self._manager = kit.manager
         self._bootstrap = PrefillBootstrapQueue(kit.manager, kit.slots)
-        # Bootstrapped and not yet fully computed: waiting or running, by rid.
+        # Entries that are bootstrapped and not yet fully computed (waiting or running), by rid.
         self._computing: dict[str, PrefillEntry] = {}
         self._inflight = PrefillInflightQueue()
         self._leases: LeaseTable[PrefillEntry] = LeaseTable()
@@ -78,11 +79,11 @@ class PrefillRole:
         for entry in failed + failed_in_flight + failed_computing:
             self._fail(entry)
 
-    def finish_step(self, batch: Batch, result: StepResult) -> None:
+    def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
             take_result(request, step, outcome)
             entry = self._computing[request.rid]
-            # A room that failed while its chunk was computed is taken out by the next `advance`.
+            # The next `advance` removes a room that failed while its chunk was computed.
             if entry.sender.poll() is KVPoll.FAILED:
                 continue
             if request.finish is not None and request.finish.type is FinishType.ABORT:
@@ -90,7 +91,7 @@ class PrefillRole:
                 self.abort(request.rid, failure or GrammarError(str(request.finish.message)))
             elif outcome.token_id is None:
                 entry.send_chunk(self._cache)
-                # Decode reads no more of it than the next chunk does.
+                # Decode reads no more of the window than the next chunk does.
                 self._cache.forget(request)
             else:
                 self._hand_over(entry)
@@ -135,10 +136,10 @@ class PrefillRole:
         }
 
     def _accept_asked(self, asked: AskedPrompt) -> None:
-        """A prompt that decode asks for: a request like any other, but that our front end knows nothing of it."""
+        """Accept a prompt that decode requests: like any other request, except that the front end does not know it."""
         rid = f"{asked.rid}@{asked.key}"
-        params = SamplingParams(max_new_tokens=1, temperature=0.0)
-        # It needs no finding: its room is announced already.
+        params = ResolvedSampling(max_new_tokens=1, temperature=0.0)
+        # No lookup is needed: its room is announced already.
         request = Request(rid, asked.token_ids, params, bootstrap=BootstrapInfo("", 0, asked.key))
         request.timeline.enter("received", self._clock.now())
         self._outbox.open(request)
@@ -160,12 +161,12 @@ class PrefillRole:
         del self._computing[entry.request.rid]
         self._set.remove(entry.request.rid)
         if self._cache.holds(entry.request):
-            # It stays here until its bytes have left, which may take longer than many steps.
+            # The request keeps its pages until its bytes are sent, which may take longer than many steps.
             self._cache.stop_growing(entry.request)
 
     def _finish(self, entry: PrefillEntry) -> None:
         request = entry.request
-        # One token is all this side ever makes, whatever the request asks for in total.
+        # A prefill worker generates one token, whatever total the request specifies.
         request.finish = FinishReason(FinishType.LENGTH)
         self._outbox.tell(request, transfer=entry.sender.stats())
         self._free(entry)
@@ -176,9 +177,9 @@ class PrefillRole:
         self._leases.hold(entry, entry.sender, len(entry.request.pages))
 
     def _free(self, entry: PrefillEntry) -> None:
-        """The one place where an entry's pages, row and slot go back, and its room is forgotten.
+        """Release an entry's pages, row and slot, and clear its room: the only place that does so.
 
-        What was computed is right whatever became of the hand-over, so it is remembered in any case.
+        The computed KV is correct however the transfer ended, so it is published in any case.
         """
         if self._cache.holds(entry.request):
             self._cache.settle(entry.request)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from splitserve.core.errors import ConfigError
 from splitserve.core.parallel import ParallelRank
-from splitserve.engine.parallel.cut import Cut, even_range, even_sizes
+from splitserve.engine.parallel.cut import WeightShard, even_range, even_sizes
 from splitserve.engine.parallel.heads import Heads
 from splitserve.engine.parallel.plan import cut_stage, cut_weights
 from splitserve.engine.parallel.styles import STYLES, cut_of
-from splitserve.errors import ConfigError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -108,7 +108,7 @@ def test_a_bias_that_is_added_to_a_sum_is_the_first_ranks() -> None:
     layers = [m.model.layers[0].self_attn for m in models]
     assert [layer.o_proj.bias is not None for layer in layers] == [True, False, False]
     assert [layer.q_proj.bias.shape for layer in layers] == [(24,), (24,), (24,)]
-    assert shards[1].cuts["model.layers.0.self_attn.q_proj.bias"] == Cut(-1, (range(24, 48),))
+    assert shards[1].cuts["model.layers.0.self_attn.q_proj.bias"] == WeightShard(-1, (range(24, 48),))
 
 
 def test_a_stage_has_its_layers_alone() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from splitserve.core.layout import KVComponent
 from splitserve.core.parallel import stage_layers
-from splitserve.testing.rank_world import PAGE_SIZE, Case, Outcome, RankProcesses, Work, on_one_rank
+from splitserve.testing.rank_world import PAGE_SIZE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
 
 NUM_RANKS = 4
 COMMON: dict[str, Any] = {
@@ -134,10 +134,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Callable[[str], Path]) -> Callable[[str], Outcome]:
-    outcomes: dict[str, Outcome] = {}
+def alone(folder: Callable[[str], Path]) -> Callable[[str], RankOutcome]:
+    outcomes: dict[str, RankOutcome] = {}
 
-    def run(name: str) -> Outcome:
+    def run(name: str) -> RankOutcome:
         if name not in outcomes:
             outcomes[name] = on_one_rank(folder(name), WORK)
         return outcomes[name]
@@ -150,10 +150,10 @@ def _prompts() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rng.integers(0, COMMON["vocab_size"], n).tolist()) for n in LENGTHS)
 
 
-WORK = Work(prompts=_prompts())
+WORK = RankWork(prompts=_prompts())
 
 
-def heads_of(outcome: Outcome, i: int) -> np.ndarray:
+def heads_of(outcome: RankOutcome, i: int) -> np.ndarray:
     """Component i: [pages, page_size, heads, head_dim]."""
     assert outcome.layout is not None
     component = outcome.layout.components[i]
@@ -169,10 +169,10 @@ def test_ranks_compute_what_one_rank_computes(
     pp_layers: tuple[int, ...],
     processes: RankProcesses,
     folder: Callable[[str], Path],
-    alone: Callable[[str], Outcome],
+    alone: Callable[[str], RankOutcome],
     tmp_path: Path,
 ) -> None:
-    case = Case(
+    case = RankCase(
         folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, pp_layers=pp_layers, work=in_micro_batches(pp_size)
     )
     check_equal(processes.run(case, tmp_path / "ranks"), alone(name), case)
@@ -189,10 +189,10 @@ def test_ranks_with_whole_experts_compute_what_one_rank_computes(
     pp_size: int,
     processes: RankProcesses,
     folder: Callable[[str], Path],
-    alone: Callable[[str], Outcome],
+    alone: Callable[[str], RankOutcome],
     tmp_path: Path,
 ) -> None:
-    case = Case(
+    case = RankCase(
         folder=str(folder(name)),
         tp_size=tp_size,
         pp_size=pp_size,
@@ -212,13 +212,13 @@ def test_ranks_that_meet_for_the_experts_alone_each_compute_their_own_requests(
     name: str,
     processes: RankProcesses,
     folder: Callable[[str], Path],
-    alone: Callable[[str], Outcome],
+    alone: Callable[[str], RankOutcome],
     tmp_path: Path,
 ) -> None:
     # Of five prompts one rank has three, one none, and they take different numbers of steps.
     shares = ([0, 3, 4], [], [1], [2])
     works = tuple(msgspec.structs.replace(WORK, prompts=tuple(WORK.prompts[i] for i in share)) for share in shares)
-    case = Case(folder=str(folder(name)), tp_size=4, work=WORK, own_work=works)
+    case = RankCase(folder=str(folder(name)), tp_size=4, work=WORK, own_work=works)
     outcomes, expected = processes.run(case, tmp_path / "ranks"), alone(name)
     assert [o.error for o in outcomes] == [""] * 4
     for outcome, share in zip(outcomes, shares, strict=True):
@@ -242,12 +242,12 @@ def num_in_experts(name: str) -> int:
 def test_experts_that_no_plan_deals_out_are_refused(
     processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    case = Case(folder=str(folder("llama")), tp_size=2, expert_parallel=True, work=WORK)
+    case = RankCase(folder=str(folder("llama")), tp_size=2, expert_parallel=True, work=WORK)
     for outcome in processes.run(case, tmp_path / "ranks"):
         assert "no ep_plan that deals out its experts" in outcome.error
 
 
-def check_equal(outcomes: Sequence[Outcome], expected: Outcome, case: Case) -> None:
+def check_equal(outcomes: Sequence[RankOutcome], expected: RankOutcome, case: RankCase) -> None:
     """Tokens, logprobs, and each rank's KV."""
     tp_size, pp_size, pp_layers = case.tp_size, case.pp_size, case.pp_layers
     assert [o.error for o in outcomes] == [""] * case.num_ranks
@@ -270,11 +270,11 @@ def check_equal(outcomes: Sequence[Outcome], expected: Outcome, case: Case) -> N
 
 
 def test_each_rank_reads_its_own_weights_and_no_others(
-    processes: RankProcesses, folder: Callable[[str], Path], alone: Callable[[str], Outcome], tmp_path: Path
+    processes: RankProcesses, folder: Callable[[str], Path], alone: Callable[[str], RankOutcome], tmp_path: Path
 ) -> None:
     """The file has 4 bytes a parameter."""
     for number, (name, tp_size, pp_size) in enumerate([("llama", 2, 2), ("mixtral", 2, 1), ("llama-tied", 2, 2)]):
-        case = Case(folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, work=Work(prompts=((5, 6, 7),)))
+        case = RankCase(folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, work=RankWork(prompts=((5, 6, 7),)))
         outcomes = processes.run(case, tmp_path / f"ranks{number}")
         assert [o.bytes_read for o in outcomes] == [4 * o.num_parameters for o in outcomes]
         share = alone(name).num_parameters / case.num_ranks
@@ -286,7 +286,7 @@ def test_each_rank_reads_its_own_weights_and_no_others(
 def test_the_end_of_a_rank_ends_the_steps_of_all(
     tp_size: int, pp_size: int, dying_rank: int, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    case = Case(
+    case = RankCase(
         folder=str(folder("llama")), tp_size=tp_size, pp_size=pp_size, work=in_micro_batches(2), dying_rank=dying_rank
     )
     with RankProcesses(case.num_ranks) as started:
@@ -298,15 +298,15 @@ def test_the_end_of_a_rank_ends_the_steps_of_all(
 def test_heads_that_do_not_divide_are_refused_on_every_rank(
     processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    outcomes = processes.run(Case(folder=str(folder("llama")), tp_size=3, work=WORK), tmp_path / "ranks")
+    outcomes = processes.run(RankCase(folder=str(folder("llama")), tp_size=3, work=WORK), tmp_path / "ranks")
     assert len(outcomes) == 3
     assert all("8 query heads and 2 KV heads" in o.error and "1, 2, 4, 8." in o.error for o in outcomes)
 
 
-def in_micro_batches(number: int) -> Work:
-    return Work(prompts=WORK.prompts, num_micro_batches=number)
+def in_micro_batches(number: int) -> RankWork:
+    return RankWork(prompts=WORK.prompts, num_micro_batches=number)
 
 
-def _by_name(outcome: Outcome) -> dict[tuple[str, int], tuple[KVComponent, np.ndarray]]:
+def _by_name(outcome: RankOutcome) -> dict[tuple[str, int], tuple[KVComponent, np.ndarray]]:
     assert outcome.layout is not None
     return {(c.name, c.layer): (c, heads_of(outcome, i)) for i, c in enumerate(outcome.layout.components)}

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splitserve.core.errors import EngineError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.cut import even_range
 from splitserve.engine.parallel.meeting import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.errors import EngineError
 
 HIDDEN = 4
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, SampleSpec, StepPlan
-from splitserve.core.sampling import SamplingParams
+from splitserve.core.errors import EngineError, RanksLostError
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.head import LanguageHead
@@ -19,11 +20,10 @@ from splitserve.engine.parallel.follower import FollowerRunner
 from splitserve.engine.parallel.orders import StepOrder, array, decode, encode, step_order
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
-from splitserve.errors import EngineError, RanksLostError
 from splitserve.testing.tiny_models import TinyKind
 
 PAGE_SIZE, NUM_PAGES = 4, 32
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+GREEDY = ResolvedSampling(temperature=0.0, ignore_eos=True)
 
 
 class World:

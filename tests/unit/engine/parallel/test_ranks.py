@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from splitserve.core.errors import RanksLostError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
-from splitserve.errors import RanksLostError, WorkerUnavailableError
 
 
 def ranks_of(rank: ParallelRank, store: dist.Store) -> Ranks:

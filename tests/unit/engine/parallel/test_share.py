@@ -12,13 +12,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from splitserve.config import CacheConfig, ModelConfig
+from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.errors import ConfigError, ModelLoadError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.build import build_engine
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.checkpoint import Checkpoint
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.errors import ConfigError, ModelLoadError
 from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
 
 Folder = Callable[[TinyKind], Path]

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from splitserve.engine.sources import resolve_model
-from splitserve.testing.rank_world import Case, RankProcesses, Work, on_one_rank
+from splitserve.testing.rank_world import RankCase, RankProcesses, RankWork, on_one_rank
 
 
 @pytest.mark.soak
@@ -20,10 +20,10 @@ def test_smollm2_over_three_ranks_says_what_it_says_on_one(
     folder = resolve_model("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = ("The capital of France is", "def fibonacci(n):", "Once upon a time, " * 8)
-    work = Work(prompts=tuple(tuple(tokenizer(text)["input_ids"]) for text in texts), num_new=24, chunk=32)
+    work = RankWork(prompts=tuple(tuple(tokenizer(text)["input_ids"]) for text in texts), num_new=24, chunk=32)
     expected = on_one_rank(folder, work)
     with RankProcesses(3) as started:
-        case = Case(folder=str(folder), tp_size=tp_size, pp_size=pp_size, pp_layers=pp_layers, work=work)
+        case = RankCase(folder=str(folder), tp_size=tp_size, pp_size=pp_size, pp_layers=pp_layers, work=work)
         outcomes = started.run(case, tmp_path / "ranks")
     assert [o.error for o in outcomes] == ["", "", ""]
     driver = outcomes[0] if pp_size == 1 else outcomes[-1]

@@ -1,0 +1,86 @@
+"""Conversion of a body's prompt to token ids. Workers compute these; routers use them to find cached prefixes.
+
+Pure except for the tokenizer: workers and routers get equal ids from equal bodies and model folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from splitserve.api import validation
+from splitserve.api.schemas import ChatBody, CompletionBody, GenerateBody
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.api.tools import ToolUse, readable_calls
+
+
+def tokenize(tokenizer: Tokenizer, prompt: str | list[int], max_tokens: int | None = None) -> list[int]:
+    """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes all of a text that is too long."""
+    return tokenizer.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else prompt
+
+
+def chat_tokens(
+    tokenizer: Tokenizer, body: ChatBody, max_tokens: int | None = None
+) -> tuple[list[int], ToolUse | None]:
+    """Return the tokens of a conversation and its callable tools. Raises InvalidRequestError as `tokenize`."""
+    continues = bool(body.continue_final_message)
+    template = tokenizer.chat_template
+    chat = validation.chat_messages(body.messages, continue_final_message=continues)
+    chat = readable_calls(chat, template)
+    use = ToolUse.of(body, template)
+    variables: dict[str, Any] = {}
+    if use is not None and template is not None:
+        chat, variables = use.prompt(chat, template)
+    token_ids = tokenizer.encode_chat(
+        chat,
+        max_tokens=max_tokens,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        template_variables=variables | (body.chat_template_kwargs or {}),
+    )
+    return token_ids, use
+
+
+def first_prompt(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, max_tokens: int | None = None
+) -> list[int] | None:
+    """Return the tokens of a body's first prompt for this route. Raises InvalidRequestError.
+
+    None: a tokenizer is needed.
+    """
+    prompts = _read(path, body, tokenizer, max_tokens, at_most=1)
+    return None if prompts is None else prompts[0]
+
+
+def all_prompts(
+    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, max_tokens: int | None = None
+) -> list[list[int]] | None:
+    """Return the tokens of all prompts. Other details as in `first_prompt`."""
+    return _read(path, body, tokenizer, max_tokens)
+
+
+def _read(
+    path: str,
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    max_tokens: int | None,
+    at_most: int | None = None,
+) -> list[list[int]] | None:
+    if path == "/v1/chat/completions":
+        chat = validation.parse(ChatBody, body)
+        return None if tokenizer is None else [chat_tokens(tokenizer, chat, max_tokens)[0]]
+    if path == "/v1/completions":
+        prompts, _ = validation.prompt_list(validation.parse(CompletionBody, body).prompt, "prompt")
+    else:
+        native = validation.parse(GenerateBody, body)
+        value = native.input_ids if native.text is None else native.text
+        prompts, _ = validation.prompt_list([] if value is None else value, "text")
+    token_ids: list[list[int]] = []
+    for prompt in prompts[:at_most]:
+        if isinstance(prompt, list):
+            token_ids.append(prompt)
+        elif tokenizer is None:
+            return None
+        else:
+            token_ids.append(tokenize(tokenizer, prompt, max_tokens))
+    return token_ids

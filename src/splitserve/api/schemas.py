@@ -1,0 +1,191 @@
+"""Request bodies as pydantic models: names and types only; ranges are checked in `validation`.
+
+Types are strict (no "10" for 10), unknown keys are ignored, null means absent. Keys that only another role or mode
+needs stay unchecked here (`bootstrap_*`), so that they cannot fail a request that does not use them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, PlainValidator, SkipValidation, WithJsonSchema
+
+from splitserve.api.dispatch import Dispatch
+from splitserve.core.errors import clause
+
+
+class RequestModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class RoleBody(RequestModel):
+    """Body of POST /role."""
+
+    role: str
+    # "complete": running requests finish here first. "migrate": they are ended, and a router continues them elsewhere.
+    drain: str = "complete"
+    # Timeout of the whole switch, seconds.
+    timeout: float = 60.0
+    # On prefill workers: port of the bootstrap server.
+    bootstrap_port: int | None = None
+
+
+class SamplingFields(RequestModel):
+    """Sampling fields with equal names in both APIs. None: the default of core.sampling.SamplingParams."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    # Keys: token ids, as strings because JSON requires it.
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    # Keep the matched stop string in the text (two names for one option).
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    n: int | None = None
+    # Grammar of the output. At most one of these fields may be set; `grammars` checks them.
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+
+    def own_names(self) -> dict[str, str]:
+        """Return this body's names of parameters that SamplingParams names differently, for errors about them."""
+        return {}
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params` of /generate."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+
+
+def _dispatch(value: object) -> Dispatch | None:
+    try:
+        return msgspec.convert(value, Dispatch | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{clause(error)}: it is for routers, leave it out") from None
+
+
+class DispatchFields(RequestModel):
+    dispatch: Annotated[Dispatch | None, PlainValidator(_dispatch), WithJsonSchema({"type": ["object", "null"]})] = None
+
+
+class PatienceFields(RequestModel):
+    """Priority and timeout of a waiting request (`patience.py`)."""
+
+    priority: int | None = None
+    # Seconds.
+    timeout: float | None = None
+
+
+class BootstrapFields(RequestModel):
+    """Fields that a router adds: a value for all samples, or a list with one per prompt or one per sample."""
+
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    # Rank of the prefill worker.
+    data_parallel_rank: Any = None
+    # Whether a decode worker computes the prompt itself. Without a room there is no prefill worker.
+    local_prefill: bool | None = None
+
+
+class GenerateBody(BootstrapFields, PatienceFields, DispatchFields):
+    """Body of POST /generate."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    # One NativeSampling for all prompts, or a list with one per prompt.
+    sampling_params: SkipValidation[NativeSampling | list[NativeSampling | None] | None] = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    # Whether the logprob entries contain each token's text.
+    return_text_in_logprobs: bool | None = None
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIBody(SamplingFields, BootstrapFields, PatienceFields, DispatchFields):
+    """Fields that completions and chat completions share, extensions included."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    rid: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    # Add `token_ids` to the choices and `prompt_token_ids` to the answer.
+    return_token_ids: bool | None = None
+
+    def own_names(self) -> dict[str, str]:
+        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+class CompletionBody(OpenAIBody):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    # Alternatives per token; 0: only the tokens' own logprobs.
+    logprobs: int | None = None
+
+
+class ChatBody(OpenAIBody):
+    """Body of POST /v1/chat/completions."""
+
+    # `validation.chat_messages` checks them.
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # `tools` checks these.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def own_names(self) -> dict[str, str]:
+        has_new_name = self.max_completion_tokens is not None
+        return super().own_names() | ({"max_new_tokens": "max_completion_tokens"} if has_new_name else {})
+
+
+class AbortBody(RequestModel):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class TokenizeBody(RequestModel):
+    """Body of POST /tokenize, with `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(RequestModel):
+    model: str | None = None
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool | None = None

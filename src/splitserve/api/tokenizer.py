@@ -1,0 +1,183 @@
+"""Tokenizer and chat template of a model, from a local folder.
+
+Reads tokenizer.json with the `tokenizers` library, which loads in a tenth of a second. transformers takes seconds to
+import. It is imported only for folders without tokenizer.json, or with a tokenizer class that changes its meaning.
+This module does not know requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from splitserve.api.chat_template import ChatTemplate, Messages
+from splitserve.core.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
+
+# Tokenizer classes that use tokenizer.json unchanged.
+_PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast", "TokenizersBackendFast"})
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Maximum characters per token of usual text. A text that is short by this measure is tokenized without a check.
+_USUAL_CHARS_PER_TOKEN = 8
+# Characters that the check tokenizes at once, and the most tokens that a cut between two pieces adds.
+_PIECE_CHARS = 32_768
+_TOKENS_PER_CUT = 64
+
+
+class Tokenizer:
+    """Tokenizer of one model.
+
+    `backend`: tokenizers.Tokenizer, for the detokenizer. `eos_token_ids`: tokens that end a text of this model.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, eos_token_ids: frozenset[int], chat_template: ChatTemplate | None
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.chat_template = chat_template
+        self._is_byte_level = "ByteLevel" in _decoder_types(backend)
+        self._added = backend.get_added_tokens_decoder()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Load the tokenizer of a model folder. Raises ModelLoadError if there is none."""
+        folder = Path(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        backend = _load_backend(folder, config)
+        special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        source = _chat_template_source(folder, config)
+        template = None if source is None else ChatTemplate(source, special)
+        return cls(backend, eos_token_ids=_eos_token_ids(folder, backend, special), chat_template=template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids with a text. The model's own vocabulary may be padded beyond that."""
+        return self.backend.get_vocab_size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Return the tokens of a text. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`."""
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # `backend.encode` holds the interpreter's lock until it ends, which blocks every other thread. `encode_batch`
+        # does not.
+        [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Count the tokens piece by piece and raise PromptTooLongError as soon as they are too many.
+
+        A cut between two pieces may split a token or a word differently. The count allows for these few tokens.
+        """
+        if len(text) <= _USUAL_CHARS_PER_TOKEN * max_tokens:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += max(0, len(self._encode(piece, add_special_tokens=False)) - _TOKENS_PER_CUT)
+            if num_tokens > max_tokens:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text)} characters, its first {start + len(piece)} more than {max_tokens} "
+                    "tokens, which is the limit of a request: shorten it",
+                )
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def encode_chat(self, messages: Messages, *, max_tokens: int | None = None, **options: Any) -> list[int]:
+        """Return the tokens of a conversation. `options` as for ChatTemplate.render, `max_tokens` as for `encode`."""
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template: use /v1/completions or /generate with a plain prompt",
+                param="messages",
+            )
+        prompt = self.chat_template.render(messages, **options)
+        return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself; special tokens by their names."""
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, even if they are no whole character."""
+        token = self.backend.id_to_token(token_id)
+        if token is None or token_id in self._added:
+            return self.token_text(token_id).encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF_CHARACTER.get(c, ord("?")) for c in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return self.token_text(token_id).encode()
+
+
+def _load_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    is_plain = config.get("tokenizer_class", "PreTrainedTokenizerFast") in _PLAIN_CLASSES
+    if file.is_file() and is_plain and not {"add_bos_token", "add_eos_token"} & config.keys():
+        return tokenizers.Tokenizer.from_file(str(file))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+    return backend
+
+
+def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> frozenset[int]:
+    """Return the tokens that end a text: of the generation config, else of the model config, else of the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    token_id = backend.token_to_id(special.get("eos_token", ""))
+    return frozenset() if token_id is None else frozenset([token_id])
+
+
+def _content(token: Any) -> str:
+    """Return a special token of the config: a string, or an object that contains the string."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    return {decoder.get("type", ""), *(d.get("type", "") for d in decoder.get("decoders", ()))}
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte of each printable character that byte-level BPE writes for it (Radford et al., GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()

@@ -1,0 +1,219 @@
+"""Tools of a chat: definitions of the client, choice, prompt, grammar, and the text format of calls.
+
+1. `ToolUse.of` checks `tools`, `tool_choice` and `parallel_tool_calls`.
+2. `prompt` presents the tools to the model: through its chat template if that supports tools, otherwise in a system
+   message.
+3. `grammar` restricts the output to well-formed calls with arguments of the tool's schema: from the first token if a
+   call is required, or from the token that opens a call if it is optional.
+4. `tool_calls` parses the calls from the text.
+
+A form (prefix, name, infix, arguments, suffix) is one that models were trained on; the grammar enforces it on any
+model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splitserve.api.chat_template import ChatTemplate
+from splitserve.api.grammars import json_grammar
+from splitserve.api.schemas import ChatBody
+from splitserve.core.errors import InvalidRequestError
+from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarSpec
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """Text of one call: `prefix` NAME `infix` ARGUMENTS `suffix`. `trigger`: text that opens a call."""
+
+    trigger: str
+    prefix: str
+    infix: str
+    suffix: str
+
+    def write(self, name: str, arguments: str) -> str:
+        return f"{self.prefix}{name}{self.infix}{arguments}{self.suffix}"
+
+
+# Hermes, Qwen 2.5 and 3, SmolLM; also the form for models without training on tools.
+TAGGED = ToolForm("<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+# Llama 3.
+BARE = ToolForm('{"name": "', '{"name": "', '", "parameters": ', "}")
+
+# System prompt for a model with a chat template that does not support tools.
+TOOL_PROMPT = """You can call these functions. Each line is one, with its parameters as a JSON schema:
+{tools}
+To call a function, answer with its name and arguments in this form and nothing else:
+{call}
+The result comes in the next message, between <tool_response> and </tool_response>."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    # The client's tools, validated.
+    tools: tuple[dict[str, Any], ...]
+    form: ToolForm
+    # Whether a call is required. False: the model may also answer in text.
+    is_required: bool
+    # Whether several calls are allowed.
+    is_parallel: bool
+    # The one function to call. None: any.
+    name: str | None = None
+
+    @classmethod
+    def of(cls, body: ChatBody, template: ChatTemplate | None) -> ToolUse | None:
+        """Return the tools of a request. None: there is nothing to call. Raises InvalidRequestError."""
+        tools = tuple(_checked_tool(tool, i) for i, tool in enumerate(body.tools or ()))
+        names = [tool["function"]["name"] for tool in tools]
+        if len(tools) > MAX_TOOLS:
+            raise InvalidRequestError(f"{len(tools)} tools: send {MAX_TOOLS} at most", param="tools")
+        if len(set(names)) < len(names):
+            raise InvalidRequestError(f"two tools have one name (of {sorted(names)}): rename one", param="tools")
+        choice, name = _choice(body.tool_choice, names)
+        if choice == "none":
+            return None
+        is_parallel = body.parallel_tool_calls is not False and name is None
+        return cls(tools, _form_of(template), choice == "required", is_parallel, name)
+
+    def prompt(self, chat: Sequence[Message], template: ChatTemplate) -> tuple[list[Message], dict[str, Any]]:
+        """Return the conversation with the tools in it, and further arguments for the template."""
+        if template.knows_tools:
+            return list(chat), {"tools": list(self.tools)}
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.tools)
+        prompt = TOOL_PROMPT.format(tools=lines, call=self.form.write("NAME", '{"PARAMETER": VALUE}'))
+        if chat[0]["role"] == "system":
+            return [{**chat[0], "content": f"{chat[0]['content']}\n\n{prompt}"}, *chat[1:]], {}
+        return [{"role": "system", "content": prompt}, *chat], {}
+
+    def grammar(self, answer: GrammarSpec | None, max_chars: int) -> GrammarSpec:
+        """Return the grammar of calls. `answer`: grammar of an answer in text. `max_chars`: see `grammar_of`."""
+        calls: dict[str, Any] = {
+            "type": "tags_with_separator",
+            "tags": [
+                self._tag(tool["function"]) for tool in self.tools if self.name in (None, tool["function"]["name"])
+            ],
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not self.is_parallel,
+        }
+        if not self.is_required and answer is None:
+            calls = {
+                "type": "triggered_tags",
+                "triggers": [self.form.trigger],
+                "tags": calls["tags"],
+                "stop_after_first": not self.is_parallel,
+            }
+        elif not self.is_required and answer is not None:
+            calls = {"type": "or", "elements": [_text_format(answer), calls]}
+        return json_grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": calls}, "tools", max_chars)
+
+    def _tag(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        schema = function.get("parameters") or {"type": "object", "additionalProperties": True}
+        return {
+            "type": "tag",
+            "begin": f"{self.form.prefix}{function['name']}{self.form.infix}",
+            "content": _schema_format(schema),
+            "end": self.form.suffix,
+        }
+
+
+def readable_calls(chat: Sequence[Message], template: ChatTemplate | None) -> list[Message]:
+    """Return a conversation in which earlier calls and results are readable by the template.
+
+    Templates that support tools need a call's arguments as an object, but clients send them as text. For other
+    templates calls and results become text again. Raises InvalidRequestError.
+    """
+    knows_tools = template is not None and template.knows_tools
+    form = _form_of(template)
+    readable = []
+    for i, message in enumerate(chat):
+        calls = [_past_call(call, i) for call in message.get("tool_calls") or ()]
+        if calls and knows_tools:
+            message = {**message, "tool_calls": calls}
+        elif calls:
+            written = [form.write(c["function"]["name"], _as_text(c["function"]["arguments"])) for c in calls]
+            message = {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *written]))}
+        elif message["role"] == "tool" and not knows_tools:
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        readable.append(message)
+    return readable
+
+
+def _checked_tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise InvalidRequestError(f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param="tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"tools[{i}].function.name is {name!r}: it must be 1 to 64 of letters, digits, _ and -", param="tools"
+        )
+    if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
+        raise InvalidRequestError(f"tools[{i}].function.parameters must be a schema of type object", param="tools")
+    return tool
+
+
+def _choice(choice: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[str, str | None]:
+    """Return the choice ("none", "auto" or "required") and the name of the one function to call."""
+    if choice is None:
+        return ("auto" if names else "none"), None
+    if isinstance(choice, str):
+        if choice not in ("none", "auto", "required"):
+            raise InvalidRequestError(
+                f"tool_choice is {choice!r}: it must be none, auto, required or name a function", param="tool_choice"
+            )
+        if choice == "required" and not names:
+            raise InvalidRequestError("tool_choice required needs tools: send some", param="tool_choice")
+        return (choice if names else "none"), None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in names:
+        raise InvalidRequestError(f"tool_choice names {name!r}, but the tools are {list(names)}", param="tool_choice")
+    return "required", name
+
+
+def _form_of(template: ChatTemplate | None) -> ToolForm:
+    if template is not None and template.knows_tools and TAGGED.trigger not in template.source:
+        return BARE if '"parameters": ' in template.source else TAGGED
+    return TAGGED
+
+
+def _schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE}
+
+
+def _text_format(answer: GrammarSpec) -> dict[str, Any]:
+    match answer.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _schema_format(json.loads(answer.text))
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": answer.text}
+        case GrammarKind.EBNF:
+            return {"type": "grammar", "grammar": answer.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            form: dict[str, Any] = json.loads(answer.text).get("format", {})
+            return form
+
+
+def _past_call(call: object, i: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"messages[{i}].tool_calls holds a call without function.name", param="messages")
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": arguments if arguments is not None else {}}}
+
+
+def _as_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

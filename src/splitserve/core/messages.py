@@ -1,0 +1,270 @@
+"""Messages between a worker's front end and its scheduler. Tagged msgspec structs, msgpack on the wire.
+
+Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest, KVIndexRequest, RoleRequest.
+
+Scheduler -> front end: SchedulerReady or SchedulerFailed once, then StepOutputs, FlushCacheReply, StateReply,
+KVIndexReply, RoleReply.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from splitserve.core.batch import TokenLogprob
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
+from splitserve.core.sampling import ResolvedSampling
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base: the class name is the tag."""
+
+
+class GenerateRequest(Message, frozen=True):
+    """Serve one sample. `rid` is unique in this worker (the front end makes it so for n > 1 and batches)."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: ResolvedSampling
+    bootstrap: BootstrapInfo | None = None
+    return_logprob: bool = False
+    num_top_logprobs: int = 0
+    # First prompt position to return a logprob for; None: no input logprobs.
+    logprob_start: int | None = None
+    # Output that another worker has generated already: the request continues after it, and none of it is sent again.
+    output_ids: list[int] = []
+    # Larger goes first, if the worker has priorities enabled.
+    priority: int = 0
+    # Seconds from its arrival at the scheduler until it must have ended; None: the worker's default.
+    timeout: float | None = None
+
+
+class AbortRequest(Message, frozen=True):
+    """End a request now. The scheduler sends its one final TokenOutput, unless it has ended already.
+
+    `quiet`: the front end has matched a stop string or lost the client, and waits for no reply; none is sent.
+    """
+
+    rid: str
+    message: str = "aborted"
+    quiet: bool = False
+
+
+class FlushCacheRequest(Message, frozen=True):
+    """Drop every prefix-cache entry that no request uses."""
+
+    call_id: int
+
+
+class StateRequest(Message, frozen=True):
+    """Request a snapshot of the scheduler's state."""
+
+    call_id: int
+
+
+class KVIndexRequest(Message, frozen=True):
+    """Request all blocks in the caches."""
+
+    call_id: int
+
+
+class RoleStep(enum.StrEnum):
+    """Steps of a scheduler towards another role; `scheduler/role_switch.py`."""
+
+    PREPARE = "prepare"
+    SETTLE = "settle"
+    COMMIT = "commit"
+    CANCEL = "cancel"
+
+
+class RoleRequest(Message, frozen=True):
+    """One step of a switch to another role. The reply is sent when it is done, or cannot be done."""
+
+    call_id: int
+    step: RoleStep
+    # PREPARE: the role.
+    mode: DisaggregationMode = DisaggregationMode.NULL
+    # PREPARE, prefill: URL at which the worker's bootstrap server takes registrations.
+    bootstrap_url: str | None = None
+    # SETTLE: seconds until all requests and pages must be released.
+    timeout: float = 0.0
+
+
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's KV transfer, as measured by the prefill worker."""
+
+    # Bytes written into the decode worker's memory, pages and metadata.
+    num_bytes: int
+    # Writes that carried them.
+    num_writes: int = 0
+    # Pages that changed owner instead: both workers compute in one pool.
+    num_pages_exchanged: int = 0
+    # From the first write's submission to the last write's proof of completion, seconds.
+    seconds: float
+    # Seconds of the transfer after the prompt's last forward pass: time not hidden by compute.
+    exposed_seconds: float
+
+
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculation figures of one request."""
+
+    # Steps of the request that verified proposals, number of these proposals, and number of accepted ones.
+    num_verify_steps: int
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+
+
+class TokenOutput(Message, frozen=True):
+    """New tokens of one request. The one with `finish` set is its last message."""
+
+    rid: str
+    # Tokens since the last message, with their logprobs if requested.
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    # Logprobs of prompt tokens, complete in the first message that has any. None unless requested; the first prompt
+    # token has none.
+    input_logprobs: list[TokenLogprob] | None = None
+    num_cached_tokens: int = 0
+    finish: FinishReason | None = None
+    # stage -> seconds since the request reached the scheduler; only with `finish`.
+    timeline: dict[str, float] | None = None
+    # Only with `finish`, from a prefill worker.
+    transfer: TransferStats | None = None
+    # Only with `finish`, if there were proposals.
+    speculation: SpeculationStats | None = None
+
+
+class StepOutputs(Message, frozen=True):
+    """All outputs of one step in one frame."""
+
+    outputs: list[TokenOutput]
+
+
+class FlushCacheReply(Message, frozen=True):
+    call_id: int
+    num_pages_freed: int
+
+
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of queues, pages and counters. If a worker is idle, all pages are free or cached."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    # Waiting requests with a grammar that is still being compiled.
+    num_grammar_queue_reqs: int = 0
+    # Retracted requests that wait to resume, and the bytes of host memory that hold their KV.
+    num_retracted_reqs: int = 0
+    retraction_host_bytes: int = 0
+    # Bytes of host memory that hold evicted prefixes.
+    prefix_host_bytes: int = 0
+    # Disaggregation queues; zero in the other roles.
+    num_prefill_bootstrap_queue_reqs: int = 0
+    num_prefill_inflight_queue_reqs: int = 0
+    num_decode_prealloc_queue_reqs: int = 0
+    num_decode_transfer_queue_reqs: int = 0
+    # Tokens of the requests in the decode transfer queue.
+    num_tokens_pre_allocated: int = 0
+    page_size: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    # Pages of requests that have ended while a peer may still access them.
+    pages_leased: int = 0
+    # Pages of the pool of windowed layers, and of these those in no request's window. 0: no such pool.
+    window_pages_total: int = 0
+    window_pages_free: int = 0
+    rows_total: int
+    rows_free: int
+    metadata_slots_total: int = 0
+    metadata_slots_free: int = 0
+    # Totals since startup.
+    num_transfer_failed_reqs_total: int = 0
+    # Decode: requests for which this worker computed the prompt itself.
+    num_local_prefill_reqs_total: int = 0
+    num_retracted_requests_total: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # of these, found
+    prefix_cache_host_hits: int = 0  # of these, in host memory
+    num_steps_total: int = 0
+    num_computed_tokens_total: int = 0
+    num_finished_reqs_total: int = 0
+    # Output tokens per second in the last second in which tokens were generated.
+    last_gen_throughput: float = 0.0
+    # Speculation: steps of requests that verified proposals, the proposals in them, and those that were accepted.
+    spec_decode_num_drafts_total: int = 0
+    spec_decode_num_draft_tokens_total: int = 0
+    spec_decode_num_accepted_tokens_total: int = 0
+    # Conservation checks that failed: any value but 0 is a bug.
+    num_invariant_violations_total: int = 0
+    # Prompt and output tokens of all requests in the worker, for load balancing.
+    num_tokens_held: int = 0
+
+
+class StateReply(Message, frozen=True):
+    call_id: int
+    state: SchedulerState
+
+
+class KVIndexReply(Message, frozen=True):
+    call_id: int
+    # JSON of an events.schema.IndexSnapshot: the front end only passes it on.
+    snapshot: bytes
+
+
+class RoleReply(Message, frozen=True):
+    call_id: int
+    # Why the step failed; empty: it succeeded.
+    error: str = ""
+    # HTTP status of the error.
+    status_code: int = 200
+
+
+class SchedulerReady(Message, frozen=True):
+    """Message that the model is loaded, the pool is allocated, and the scheduler takes requests."""
+
+    # Maximum number of prompt and output tokens of a request: the model's context, or the pool if that is smaller.
+    max_total_tokens_per_request: int
+    vocab_size: int
+    pages_total: int
+    page_size: int
+    dtype: str
+    kv_bytes_per_token: int
+    device: str
+    num_parameters: int
+    load_seconds: float
+    # Build of the native kernels that computes the model. None: torch computes it.
+    kernels: str | None = None
+    # CPU threads of the model.
+    threads: int = 0
+    # Endpoints that publish and replay KV events, as bound; one per rank. Empty strings: none.
+    kv_events_endpoints: list[str] = []
+    kv_replay_endpoints: list[str] = []
+
+
+class SchedulerFailed(Message, frozen=True):
+    """Message that the scheduler could not start, or that a rank of its model failed. Its process ends after this."""
+
+    message: str
+
+
+ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
+FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | RoleReply | SchedulerReady | SchedulerFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
+_from_scheduler: msgspec.msgpack.Decoder[FromScheduler] = msgspec.msgpack.Decoder(FromScheduler)
+
+
+def encode(message: ToScheduler | FromScheduler) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_scheduler(frame: bytes) -> ToScheduler:
+    """Return the message. Raises msgspec.DecodeError on anything that is not exactly one of ToScheduler."""
+    return _to_scheduler.decode(frame)
+
+
+def decode_from_scheduler(frame: bytes) -> FromScheduler:
+    """Return the message. Raises msgspec.DecodeError on anything that is not exactly one of FromScheduler."""
+    return _from_scheduler.decode(frame)

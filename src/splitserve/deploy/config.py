@@ -1,0 +1,311 @@
+"""CONFIG.yaml: description of a cluster, the same for this machine, for Ray and for Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splitserve.core.cpus import MAX_THREADS
+from splitserve.core.errors import ConfigError
+from splitserve.core.nodes import misfit
+from splitserve.core.request import DisaggregationMode
+from splitserve.deploy.yaml_keys import duplicate_key
+
+MAX_REPLICAS = 1024
+ROUTER = "router"
+# Names of the pools in the file; null is a reserved word of YAML.
+MODES = {
+    "prefill": DisaggregationMode.PREFILL,
+    "decode": DisaggregationMode.DECODE,
+    "colocated": DisaggregationMode.NULL,
+}
+_NUMBERS_FOR_TEXT = tuple(f"Expected `str`, got `{kind}`" for kind in ("int", "float", "bool"))
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
+# Options that follow from the rest of the file, by process; and the field to set instead.
+OWN_WORKER_OPTIONS = {
+    "--disaggregation-mode": "pools.NAME",
+    "--host": "nothing: it is the node's address",
+    "--port": "nothing: workers take free ports",
+    "--disaggregation-host": "nothing: it is the node's address",
+    "--disaggregation-bootstrap-port": "nothing: workers take free ports",
+    "--router": "nothing: workers register with this cluster's router",
+    "--join": "nothing: workers register with this cluster's router",
+    "--tp-size": "pools.NAME.tp_size",
+    "--pp-size": "pools.NAME.pp_size",
+    "--dp-size": "pools.NAME.dp_size",
+    "--nnodes": "pools.NAME.nodes",
+    "--node-rank": "nothing: it is the pod's place in its set",
+    "--dist-init-addr": "nothing: it is the leader's address",
+    "--threads": "pools.NAME.cpus",
+    "--cluster-token-file": "cluster_token_file",
+    "--router-key-file": "keys.operators",
+    "--router-certificate": "nothing: it is that of --ssl-certfile in router.args",
+    "--api-key-file": "keys.workers",
+    "--drain-timeout": "supervision.drain_timeout",
+    "--load-timeout": "supervision.load_timeout",
+    "--ready-file": "nothing: the supervisor has its own",
+    "--exit-with-parent": "nothing: it is so",
+}
+OWN_ROUTER_OPTIONS = {
+    "--host": "router.host",
+    "--port": "router.port",
+    "--api-key-file": "keys.clients",
+    "--operator-key-file": "keys.operators",
+    "--worker-key-file": "keys.workers",
+    "--drain-timeout": "supervision.drain_timeout",
+    "--ready-file": "nothing: the supervisor has its own",
+    "--exit-with-parent": "nothing: it is so",
+}
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pool of equal workers."""
+
+    replicas: int = 1
+    # Ranks over which a worker's model is sharded. Tensor parallel ranks of a stage are on one node.
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    # On Kubernetes: pods of one worker. Each has the same number of whole pipeline stages.
+    nodes: int = 1
+    # Threads per rank, and CPUs that Ray and Kubernetes reserve for it. None: a fair share of this machine, otherwise
+    # 1.
+    cpus: int | None = None
+    # GPUs per rank, on Ray and Kubernetes. 0: it computes on the CPU.
+    gpus: int = 0
+    # Memory of a pod in Kubernetes, e.g. 64Gi.
+    memory: str | None = None
+    # Options of `splitserve serve`, after those of `worker_args`.
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of one worker."""
+        return self.tp_size * self.pp_size * self.dp_size
+
+
+class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pools of prefill and decode, or of colocated workers, or all three. A missing pool cannot be scaled up later."""
+
+    prefill: PoolConfig | None = None
+    decode: PoolConfig | None = None
+    colocated: PoolConfig | None = None
+
+    def by_name(self) -> dict[str, PoolConfig]:
+        return {name: pool for name, pool in msgspec.structs.asdict(self).items() if pool is not None}
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Address to listen on. None: loopback on this machine, the node's address on Ray.
+    host: str | None = None
+    # 0: any free port.
+    port: int = 8000
+    # Options of `splitserve router`.
+    args: tuple[str, ...] = ()
+
+
+class KeysConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files with API keys, relative to CONFIG.yaml; see docs/access.md."""
+
+    # Keys of clients of the router.
+    clients: str | None = None
+    # Keys of operators of the router. The workers and the supervisor authenticate with its first key.
+    operators: str | None = None
+    # Keys for the workers. The router authenticates with its first key.
+    workers: str | None = None
+
+
+class ScaleDown(StrEnum):
+    # Running requests finish on a worker that is to be removed, as far as the drain timeout allows.
+    COMPLETE = "complete"
+    # Running requests continue on other workers at once.
+    MIGRATE = "migrate"
+
+
+class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Supervision of the processes. Times in seconds."""
+
+    # Time a process may take from its start until it serves.
+    load_timeout: float = 900.0
+    # Time in which running requests may finish when their process has to end. Those left then move to other workers.
+    drain_timeout: float = 120.0
+    scale_down: ScaleDown = ScaleDown.COMPLETE
+    # Pause from a failure to the next start: the first one, and the longest one. It doubles with each failure.
+    backoff: float = 1.0
+    max_backoff: float = 60.0
+    # Serving time after which the failures of a process are forgotten.
+    forgive_after: float = 60.0
+    # Starts of one process that may fail in a row; then the cluster ends with the reason. A start has failed if the
+    # process ends before it has served. None: it is started again without limit.
+    max_failed_starts: int | None = None
+
+
+class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `splitserve cluster render k8s` only."""
+
+    image: str = ""
+    namespace: str = "default"
+    # Name of the Secret. It has the key `cluster-token`, and the keys `clients`, `operators` and `workers` if `keys`
+    # has these fields. If it has `operators`, it also has `router-key`: the first operator key, with which workers
+    # authenticate.
+    secret: str = ""
+    # Claim that all pods mount read-only at `model_path`. None: the model is in the image, or downloaded.
+    model_claim: str | None = None
+    model_path: str = "/models"
+    # Settings of the workers' pods.
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, Any], ...] = ()
+    # Settings of all pods. Only root can read secrets, so a container that runs as another user needs an fsGroup.
+    pod_security_context: dict[str, Any] = {}
+    # Whether to render a ServiceMonitor for the Prometheus operator.
+    service_monitor: bool = True
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "splitserve"
+    model: str = "smollm2"
+    # Token with which workers join. None: a private one is generated.
+    cluster_token_file: str | None = None
+    pools: PoolsConfig = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig())
+    # Options of `splitserve serve` for every worker.
+    worker_args: tuple[str, ...] = ()
+    router: RouterConfig = RouterConfig()
+    keys: KeysConfig = KeysConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    log_level: str = "info"
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(pool.replicas * pool.num_ranks for pool in self.pools.by_name().values())
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Read a config. Raises ConfigError, which names the place in the file and the remedy."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; docs/cluster.md describes the file") from None
+    config = parse_config(raw, str(path))
+    keys = msgspec.structs.asdict(config.keys).items()
+    return msgspec.structs.replace(
+        config,
+        cluster_token_file=_beside(path, config.cluster_token_file),
+        keys=KeysConfig(**{name: _beside(path, file) for name, file in keys}),
+    )
+
+
+def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
+    """Parse a config. Paths stay unresolved. Raises ConfigError."""
+    try:
+        if not msgspec.yaml.decode(raw):
+            raise ConfigError(f"{source}: the file is empty: name at least the model, such as `model: smollm2`")
+        if duplicate := duplicate_key(raw):
+            raise ConfigError(f"{source}, line {duplicate[1]}: the key {duplicate[0]!r} occurs twice; keep one of them")
+        config = msgspec.yaml.decode(raw, type=ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_readable(str(error))}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source}: it is no YAML: {' '.join(str(error).split())}") from None
+    for where, ok, rule in _rules(config):
+        if not ok:
+            raise ConfigError(f"{source}: {where}: {rule}")
+    return config
+
+
+def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
+    """Return the rules, each as field, whether it holds, and its text."""
+    pools, supervision = config.pools.by_name(), config.supervision
+    is_paired = ("prefill" in pools) == ("decode" in pools)
+    missing = "decode" if "prefill" in pools else "prefill"
+    rules = [
+        ("name", bool(_NAME.fullmatch(config.name)), "small letters, digits and -, a letter first, 32 at most"),
+        ("pools", bool(pools), f"name one at least: prefill and decode, or colocated; {_defaults('colocated')}"),
+        ("pools", is_paired, f"prefill and decode need each other; {_defaults(missing)}"),
+        *_replica_rules({name: pool.replicas for name, pool in pools.items()}),
+        ("router.port", 0 <= config.router.port < 65536, "must be in [0, 65535]"),
+    ]
+    rules += _option_rules("router.args", config.router.args, OWN_ROUTER_OPTIONS)
+    rules += _option_rules("worker_args", config.worker_args, OWN_WORKER_OPTIONS)
+    for field in ("load_timeout", "drain_timeout", "backoff", "max_backoff", "forgive_after"):
+        rules.append((f"supervision.{field}", getattr(supervision, field) > 0, "must be above 0 seconds"))
+    limit = supervision.max_failed_starts
+    rules.append(("supervision.max_failed_starts", limit is None or limit >= 1, "must be at least 1"))
+    for name, pool in pools.items():
+        rules += _pool_rules(name, pool)
+    return rules
+
+
+def _replica_rules(replicas: Mapping[str, int]) -> list[tuple[str, bool, str]]:
+    """Return the rules for replicas that can serve. `replicas`: by pool of this cluster."""
+    prefill, decode = replicas.get("prefill", 0), replicas.get("decode", 0)
+    needs_both = "prefill and decode need each other: give both replicas, or none of them"
+    return [
+        ("pools", (prefill > 0) == (decode > 0), needs_both),
+        ("pools", any(replicas.values()), "one worker at least: replicas of 1 or more"),
+    ]
+
+
+def _defaults(pool: str) -> str:
+    """Return the hint how to write a pool with all defaults: in YAML, `decode:` without a value is no pool."""
+    return f"one with all defaults is `{pool}: {{}}`"
+
+
+def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
+    where = f"pools.{name}"
+    rules = [
+        (f"{where}.replicas", 0 <= pool.replicas <= MAX_REPLICAS, f"must be in [0, {MAX_REPLICAS}]"),
+        (f"{where}.cpus", pool.cpus is None or 1 <= pool.cpus <= MAX_THREADS, f"must be in [1, {MAX_THREADS}]"),
+        (f"{where}.gpus", pool.gpus >= 0, "must be 0 or more"),
+    ]
+    for field in ("tp_size", "pp_size", "dp_size", "nodes"):
+        rules.append((f"{where}.{field}", getattr(pool, field) >= 1, "must be at least 1"))
+    if min(pool.tp_size, pool.pp_size, pool.nodes) >= 1:
+        problem = misfit(pool.tp_size, pool.pp_size, pool.nodes)
+        rules.append((f"{where}.nodes", problem is None, str(problem)))
+    return rules + _option_rules(f"{where}.args", pool.args, OWN_WORKER_OPTIONS)
+
+
+def _option_rules(where: str, args: tuple[str, ...], own: dict[str, str]) -> list[tuple[str, bool, str]]:
+    names = [word.partition("=")[0] for word in args]
+    joined = (name for name in names if name.startswith("--") and " " in name)
+    together = [(where, False, f"{word!r} is one word; write the option and its value as two") for word in joined]
+    return together + [(where, False, f"{name} is not for here; say {own[name]}") for name in names if name in own]
+
+
+def _readable(problem: str) -> str:
+    """Move the path to the front of msgspec's message, which ends with " - at `$.pools[...].tp_size`"."""
+    what, _, where = problem.partition(" - at ")
+    if "unknown field" in what:
+        what += "; docs/cluster.md has those there are"
+    elif what in _NUMBERS_FOR_TEXT:
+        what += "; put it in quotes"
+    elif what == "Expected `array`, got `str`":
+        what += "; write a list: [--option, value]"
+    return f"{where.replace('`', '').replace('$.', '')}: {what}" if where else what
+
+
+def _beside(config_path: Path, file: str | None) -> str | None:
+    return None if file is None else str(config_path.parent / file)
+
+
+def check_replicas(config: ClusterConfig, replicas: dict[str, Any], now: Mapping[str, int]) -> dict[str, int]:
+    """Return the replicas after `scale`. `now`: current replicas by pool. Raises ConfigError."""
+    pools = config.pools.by_name()
+    for name, count in replicas.items():
+        if name not in pools:
+            raise ConfigError(f"there is no pool {name!r} in this cluster: {', '.join(pools)}")
+        if not isinstance(count, int) or not 0 <= count <= MAX_REPLICAS:
+            raise ConfigError(f"{name}={count}: give a number in [0, {MAX_REPLICAS}]")
+    after = {**now, **replicas}
+    for _, ok, rule in _replica_rules(after):
+        if not ok:
+            wanted = ", ".join(f"{count} {name}" for name, count in after.items())
+            raise ConfigError(f"nothing could be served with {wanted}: {rule}; `splitserve cluster down` ends all")
+    return replicas

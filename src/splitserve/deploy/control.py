@@ -1,0 +1,231 @@
+"""Control interface of the supervisor for `splitserve cluster scale`, `down` and `status`: HTTP over a Unix socket.
+
+Only this user can access the folder of the socket, so no key and no port are needed. The supervisor owns the folder
+(`process/owned_folder.py`), so a name has one cluster at a time. The folder of a killed supervisor is removed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.deploy.reconciler import SlotState
+from splitserve.process.owned_folder import (
+    RUN_FOLDER_VARIABLE,
+    FolderTakenError,
+    OwnedFolder,
+    remove_run_folder,
+    run_folder,
+)
+
+# Seconds in which the supervisor must answer.
+_ANSWER_SECONDS = 30.0
+_SOCKET_NAME = "control.sock"
+_NUM_ATTEMPTS = 10
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one process, for `status`."""
+
+    name: str
+    # A pool's name, or "router".
+    pool: str
+    # A SlotState.
+    state: str
+    node: str
+    url: str | None
+    pid: int | None
+    num_restarts: int
+    detail: str
+    # On ready workers only: name of the model for clients, dtype, and size of the KV pool.
+    model: str | None = None
+    dtype: str | None = None
+    kv_pool_tokens: int | None = None
+    kv_pool_bytes: int | None = None
+
+
+class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    pid: int
+    router_url: str | None
+    # All desired processes serve, the router sends requests to all workers, and there are no other processes.
+    is_ready: bool
+    # Whether the cluster is shutting down.
+    is_ending: bool
+    # Desired replicas by pool.
+    replicas: dict[str, int]
+    processes: list[ProcessStatus]
+
+    @property
+    def failed(self) -> list[str]:
+        """Return the processes that are not started again."""
+        return [process.name for process in self.processes if process.state == SlotState.FAILED]
+
+
+class Controlled(Protocol):
+    async def status(self) -> ClusterStatus: ...
+
+    def scale(self, replicas: dict[str, Any]) -> None:
+        """Set the desired replicas. Raises ConfigError."""
+        ...
+
+    def down(self, *, now: bool) -> None: ...
+
+
+def socket_path(name: str) -> Path:
+    """Return the socket of the supervisor of this user's cluster of that name. It may not exist.
+
+    Raises ConfigError if its folder is open to other users.
+    """
+    folder = run_folder()
+    with suppress(FileNotFoundError):
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+            raise ConfigError(f"{folder} is open to others: chmod 700 it, or name another with {RUN_FOLDER_VARIABLE}")
+    return folder / name / _SOCKET_NAME
+
+
+@asynccontextmanager
+async def control_server(name: str, controlled: Controlled) -> AsyncIterator[None]:
+    """Serve requests while the context is open. Raises ConfigError if a cluster of that name is up."""
+    folder = _own_folder(name)
+    path = folder.path / _SOCKET_NAME
+    runner = web.AppRunner(_app(controlled), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    try:
+        # Left by a supervisor that was killed.
+        path.unlink(missing_ok=True)
+        await runner.setup()
+        await _listen(runner, path)
+        yield
+    finally:
+        await runner.cleanup()
+        folder.close()
+        remove_run_folder()
+
+
+def _own_folder(name: str) -> OwnedFolder:
+    """Return the folder of a cluster. Raises ConfigError if another supervisor owns it."""
+    for attempt in itertools.count(1):
+        try:
+            run_folder().mkdir(mode=0o700, exist_ok=True)
+            return OwnedFolder(socket_path(name).parent)
+        except FolderTakenError:
+            raise ConfigError(
+                f"a cluster {name!r} is up: splitserve cluster down --name {name}, or choose another name"
+            ) from None
+        except OSError as error:
+            # Another process may have removed the folder of all clusters while it was empty.
+            if not isinstance(error, FileNotFoundError) or attempt == _NUM_ATTEMPTS:
+                problem = f"{run_folder()}: {error.strerror or error}"
+                raise ConfigError(f"{problem}; name another folder with {RUN_FOLDER_VARIABLE}") from None
+    raise AssertionError("unreachable")
+
+
+async def _listen(runner: web.AppRunner, path: Path) -> None:
+    """Listen at a path. Raises ConfigError, for example for a path that is too long for a socket."""
+    try:
+        await web.UnixSite(runner, str(path)).start()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; name another folder with {RUN_FOLDER_VARIABLE}"
+        ) from None
+
+
+def _app(controlled: Controlled) -> web.Application:
+    async def status(_: web.Request) -> web.Response:
+        return _answer(await controlled.status())
+
+    async def scale(request: web.Request) -> web.Response:
+        controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
+        return _answer(await controlled.status())
+
+    async def down(request: web.Request) -> web.Response:
+        controlled.down(now=request.query.get("now") == "true")
+        return _answer(await controlled.status())
+
+    app = web.Application(middlewares=[_tell_errors])
+    app.add_routes([web.get("/status", status), web.post("/scale", scale), web.post("/down", down)])
+    return app
+
+
+@web.middleware
+async def _tell_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (SplitserveError, msgspec.MsgspecError) as error:
+        return web.json_response({"error": str(error)}, status=400)
+
+
+def _answer(status: ClusterStatus) -> web.Response:
+    return web.Response(body=msgspec.json.encode(status), content_type="application/json")
+
+
+class ControlClient:
+    """Client of a supervisor. Raises ConfigError if that rejects an order, WorkerUnavailableError if there is none."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._path = socket_path(name)
+
+    def status(self) -> ClusterStatus:
+        return self._ask("GET", "/status")
+
+    def scale(self, replicas: dict[str, int]) -> ClusterStatus:
+        return self._ask("POST", "/scale", msgspec.json.encode(replicas))
+
+    def down(self, *, now: bool) -> ClusterStatus:
+        return self._ask("POST", f"/down?now={str(now).lower()}")
+
+    def is_up(self) -> bool:
+        return self._path.exists()
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> ClusterStatus:
+        connection = _UnixConnection(self._path)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            names = sorted(path.parent.name for path in run_folder().glob(f"*/{_SOCKET_NAME}"))
+            others = ", ".join(name for name in names if name != self._name)
+            remedy = f"--name selects another of this user: {others}" if others else "start one, as this user"
+            raise WorkerUnavailableError(
+                f"no cluster {self._name!r} answers at {self._path} ({error}): {remedy}; if it was started with "
+                f"{RUN_FOLDER_VARIABLE}, set that here, too"
+            ) from None
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ConfigError(_problem(content))
+        return msgspec.json.decode(content, type=ClusterStatus)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("cluster", timeout=_ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(_ANSWER_SECONDS)
+        # If this fails, `close` closes the socket.
+        self.sock.connect(str(self._path))
+
+
+def _problem(content: bytes) -> str:
+    try:
+        return msgspec.json.decode(content, type=dict[str, str])["error"]
+    except (msgspec.MsgspecError, KeyError):
+        return content.decode(errors="replace")

@@ -1,0 +1,164 @@
+"""Deployment on this machine: the options of a command, and the cluster config derived from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from splitserve.core.cpus import MAX_THREADS
+from splitserve.core.errors import ConfigError
+from splitserve.core.request import DisaggregationMode
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.commands import option_value
+from splitserve.deploy.config import (
+    MODES,
+    ClusterConfig,
+    KeysConfig,
+    PoolConfig,
+    PoolsConfig,
+    RouterConfig,
+    SupervisionConfig,
+)
+from splitserve.transfer.transports import moves_pools_on
+
+ONE_RANK = WorkerShape()
+# Options of the router with key files, and their fields in a cluster config.
+_KEY_OPTIONS = {"--api-key-file": "clients", "--operator-key-file": "operators", "--worker-key-file": "workers"}
+
+
+class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
+    """A router and its workers on this machine. Raises ConfigError if they cannot serve together."""
+
+    model: str = "smollm2"
+    # Number of prefill, decode and colocated workers.
+    prefill: int = 1
+    decode: int = 1
+    null: int = 0
+    # Shape of each prefill and each decode worker.
+    prefill_shape: WorkerShape = ONE_RANK
+    decode_shape: WorkerShape = ONE_RANK
+    dtype: str = "auto"
+    # Transfer backend.
+    backend: str = "tcp"
+    # Whether prefill and decode workers share one pool, so that pages change owner instead of being copied.
+    hand_over: bool = False
+    # Address of the router. Port 0: any free one.
+    host: str = "127.0.0.1"
+    port: int = 0
+    # CPU threads per rank. None: the cores, divided by the number of ranks.
+    threads: int | None = None
+    # Options of `splitserve serve`: for all workers, and only for prefill and decode workers.
+    worker_args: Sequence[str] = ()
+    pair_args: Sequence[str] = ()
+    # Options of `splitserve router`. Key files become keys of the whole cluster.
+    router_args: Sequence[str] = ()
+    # Cluster token of a cluster that other workers join. None: a generated one.
+    cluster_token_file: Path | None = None
+    log_level: str = "info"
+    supervision: SupervisionConfig = SupervisionConfig(max_failed_starts=3)
+
+    def __post_init__(self) -> None:
+        if (self.prefill > 0) != (self.decode > 0):
+            raise ConfigError(f"{self.prefill} prefill and {self.decode} decode workers: each kind needs the other")
+        if min(self.prefill, self.decode, self.null) < 0 or not any(self.replicas.values()):
+            raise ConfigError("a cluster needs at least one worker: give --prefill and --decode 1 or more")
+        shapes = (self.prefill_shape, self.decode_shape)
+        if not self.prefill and shapes != (ONE_RANK, ONE_RANK):
+            raise ConfigError(
+                "--prefill-*-size and --decode-*-size are for pairs, and there are none: give colocated workers "
+                f"their shape after --: {self.model} -- --tp-size N"
+            )
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"--threads {self.threads}: it must be in [1, {MAX_THREADS}]")
+        if self.hand_over and self.backend != "shm":
+            raise ConfigError(
+                f"--hand-over needs --transfer-backend shm, not {self.backend}: pages change owner in memory"
+            )
+        if self.hand_over and any(shape.tp_size * shape.pp_size > 1 for shape in shapes):
+            raise ConfigError(
+                "--hand-over is between workers of one rank each: leave it out, or --*-tp-size and --*-pp-size"
+            )
+
+    @property
+    def replicas(self) -> dict[DisaggregationMode, int]:
+        return {
+            DisaggregationMode.PREFILL: self.prefill,
+            DisaggregationMode.DECODE: self.decode,
+            DisaggregationMode.NULL: self.null,
+        }
+
+    def config(self, shared_pool: Path | None = None) -> ClusterConfig:
+        """Return the config of the cluster. It also contains pools without workers, so that they can be scaled up.
+
+        `shared_pool`: file of the pool of prefill and decode workers. None: each has its own.
+        """
+        keys, router_args = _split_keys(self.router_args)
+        pair_args = [*self.pair_args, *(() if shared_pool is None else ("--shared-pool", str(shared_pool)))]
+        return ClusterConfig(
+            name=f"up-{self.port or os.getpid()}",
+            model=self.model,
+            cluster_token_file=None if self.cluster_token_file is None else str(self.cluster_token_file),
+            pools=PoolsConfig(
+                prefill=self._pool(self.prefill, self.prefill_shape, pair_args),
+                decode=self._pool(self.decode, self.decode_shape, pair_args),
+                colocated=self._pool(self.null, ONE_RANK, ()),
+            ),
+            worker_args=self._worker_args(),
+            router=RouterConfig(host=self.host, port=self.port, args=tuple(router_args)),
+            keys=keys,
+            supervision=self.supervision,
+            log_level=self.log_level,
+        )
+
+    @contextmanager
+    def shared_pool(self) -> Iterator[Path | None]:
+        """Yield the file of the pool that prefill and decode workers share. None: they share no pool."""
+        if not self.hand_over:
+            yield None
+            return
+        descriptor = os.memfd_create("splitserve-pool", os.MFD_CLOEXEC)
+        try:
+            yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+
+    def _pool(self, replicas: int, shape: WorkerShape, args: Sequence[str]) -> PoolConfig:
+        return PoolConfig(
+            replicas=replicas,
+            tp_size=shape.tp_size,
+            pp_size=shape.pp_size,
+            dp_size=shape.dp_size,
+            cpus=self.threads,
+            args=tuple(args),
+        )
+
+    def _worker_args(self) -> tuple[str, ...]:
+        args = ["--dtype", self.dtype, "--disaggregation-transfer-backend", self.backend, *self.worker_args]
+        if option_value(self.worker_args, "--device") is None:
+            # The user chose no device: choose one from which the backend can transfer KV.
+            is_movable = not self.prefill or moves_pools_on(self.backend, "cuda")
+            args += ["--device", "auto" if is_movable else "cpu"]
+        return tuple(args)
+
+
+def pool_of(mode: DisaggregationMode) -> str:
+    """Return the name of a mode's pool in a cluster config."""
+    return next(name for name, found in MODES.items() if found is mode)
+
+
+def _split_keys(router_args: Sequence[str]) -> tuple[KeysConfig, list[str]]:
+    """Return the key files in the router's options, and the other options."""
+    rest: list[str] = []
+    words = list(router_args)
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if name not in _KEY_OPTIONS:
+            rest.append(word)
+        elif not equals and words:
+            words.pop(0)
+    return KeysConfig(**{field: option_value(router_args, option) for option, field in _KEY_OPTIONS.items()}), rest

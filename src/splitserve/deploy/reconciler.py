@@ -1,0 +1,281 @@
+"""State machine of processes: which to start and to end, from desired and actual state. Pure: no network, no Ray.
+
+Each desired process has a slot, such as decode-1. This table is the life cycle of a slot:
+
+    waiting   its pause is over, and the router's URL is known -> start                     -> starting
+    starting  it serves                                                                     -> ready
+    starting, ready: it ended, was lost, or loads for too long -> remove                    -> removing
+    ready     it is no longer desired -> drain                                              -> draining
+    starting  it is no longer desired -> remove                                             -> removing
+    draining  it ended, or the time for that is over -> remove                              -> removing
+    removing  it has been removed: desired                                                  -> waiting
+                                   desired, but given up                                    -> failed
+                                   not desired                                              the slot is gone
+    failed    it is no longer desired                                                       the slot is gone
+
+A failure is followed by a pause, which doubles with each failure until the process has served for some time. After the
+loss of a node there is no pause the first time, as the process is not at fault.
+
+A process is given up, so it is not started again:
+- if its exit code shows that its options are wrong, and its slot has never served;
+- after `max_failed_starts` starts in a row that ended before it served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from splitserve.core.errors import USAGE_EXIT_CODE
+from splitserve.deploy.config import ROUTER, SupervisionConfig
+from splitserve.deploy.placer import Observation, Phase
+
+# Seconds in which a process must end, beyond the time for its requests.
+_END_MARGIN = 15.0
+
+
+class SlotState(StrEnum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    REMOVING = "removing"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Slot:
+    pool: str
+    ordinal: int
+    state: SlotState = SlotState.WAITING
+    # Clock time of its last change of state. For a start: since its node has room for it.
+    since: float = 0.0
+    # While waiting: clock time before which it is not started.
+    start_at: float = 0.0
+    # Failures in a row, without `forgive_after` seconds of serving between them.
+    num_failures: int = 0
+    # Starts in a row that ended before it served.
+    num_failed_starts: int = 0
+    num_starts: int = 0
+    is_wanted: bool = True
+    # Whether it has served in any of its starts.
+    has_served: bool = False
+    # True: it is not started again.
+    is_given_up: bool = False
+    # Reason of the last failure, or what it waits for.
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        return ROUTER if self.pool == ROUTER else f"{self.pool}-{self.ordinal}"
+
+
+@dataclass(frozen=True, slots=True)
+class StartAction:
+    name: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Report for operators; it needs no action."""
+
+    name: str
+    why: str
+    log_tail: str
+    # Seconds until the next start. None: it is not started again.
+    pause: float | None
+    # Failed starts after which it was given up. 0: given up for another reason, or not at all.
+    num_failed_starts: int = 0
+
+
+Action = StartAction | Drain | Remove | Failed
+
+
+class Reconciler:
+    """State machine of all slots.
+
+    `replicas`: by pool, without the router. `router_first`: workers start when the router serves.
+    """
+
+    def __init__(
+        self, replicas: Mapping[str, int], settings: SupervisionConfig, now: float, *, router_first: bool = True
+    ) -> None:
+        self._settings = settings
+        self._router_first = router_first
+        self._slots: dict[str, Slot] = {}
+        self._replicas: dict[str, int] = {}
+        self._is_ending = self._is_hurried = False
+        self._add(ROUTER, 0, now)
+        for pool, count in replicas.items():
+            self.scale(pool, count, now)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Return the desired replicas by pool."""
+        return dict(self._replicas)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether all desired processes serve, and there are no others."""
+        is_there = all(slot.is_wanted and slot.state is SlotState.READY for slot in self._slots.values())
+        return is_there and not self._is_ending
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_ending and not self._slots
+
+    def scale(self, pool: str, count: int, now: float) -> None:
+        """Set the number of workers of a pool. Those that do not serve end first, then those with the highest numbers.
+
+        No-op while the cluster ends.
+        """
+        if self._is_ending:
+            return
+        self._replicas[pool] = count
+        wanted = [slot for slot in self._slots.values() if slot.pool == pool and slot.is_wanted]
+        wanted.sort(key=lambda slot: (slot.state is SlotState.READY, -slot.ordinal))
+        for slot in wanted[: max(0, len(wanted) - count)]:
+            slot.is_wanted = False
+        free = (n for n in range(len(self._slots) + count + 1) if f"{pool}-{n}" not in self._slots)
+        for _ in range(count - len(wanted)):
+            self._add(pool, next(free), now)
+
+    def shut_down(self) -> None:
+        """Drain the router, then the workers."""
+        self._is_ending = True
+        if router := self._slots.get(ROUTER):
+            router.is_wanted = False
+
+    def stop_now(self) -> None:
+        """End all processes at once."""
+        self._is_ending = self._is_hurried = True
+        for slot in self._slots.values():
+            slot.is_wanted = False
+
+    def tick(self, now: float, seen: Mapping[str, Observation]) -> list[Action]:
+        """Return the actions to take now. `seen` must contain their effects from the next call on."""
+        if self._is_ending and ROUTER not in self._slots:
+            for slot in self._slots.values():
+                slot.is_wanted = False
+        return [action for slot in list(self._slots.values()) for action in self._step(slot, now, seen)]
+
+    def _step(self, slot: Slot, now: float, seen: Mapping[str, Observation]) -> Iterator[Action]:
+        found = seen.get(slot.name)
+        match slot.state:
+            case SlotState.WAITING:
+                yield from self._wait(slot, now)
+            case SlotState.STARTING | SlotState.READY if not slot.is_wanted:
+                yield from self._give_up(slot, now)
+            case SlotState.STARTING | SlotState.READY:
+                yield from self._watch(slot, now, found)
+            case SlotState.DRAINING:
+                is_late = now - slot.since > self._settings.drain_timeout + _END_MARGIN
+                if is_late or self._is_hurried or found is None or found.phase in (Phase.ENDED, Phase.LOST):
+                    yield self._remove(slot, now)
+            case SlotState.REMOVING if found is None and slot.is_given_up and slot.is_wanted:
+                self._move(slot, SlotState.FAILED, now)
+            case SlotState.REMOVING if found is None:
+                self._move(slot, SlotState.WAITING, now)
+                yield from self._wait(slot, now)
+            case SlotState.FAILED if not slot.is_wanted:
+                del self._slots[slot.name]
+
+    def _wait(self, slot: Slot, now: float) -> Iterator[Action]:
+        if not slot.is_wanted:
+            del self._slots[slot.name]
+        elif now >= slot.start_at and self._may_start(slot):
+            slot.num_starts += 1
+            self._move(slot, SlotState.STARTING, now)
+            yield StartAction(slot.name, slot.pool)
+
+    def _may_start(self, slot: Slot) -> bool:
+        """Return whether the address of the router is known, which is an option of workers."""
+        router = self._slots.get(ROUTER)
+        is_known = not self._router_first or (router is not None and router.state is SlotState.READY)
+        return slot.pool == ROUTER or is_known
+
+    def _give_up(self, slot: Slot, now: float) -> Iterator[Action]:
+        if slot.state is SlotState.STARTING or self._is_hurried:
+            yield self._remove(slot, now)
+        else:
+            self._move(slot, SlotState.DRAINING, now)
+            yield Drain(slot.name)
+
+    def _watch(self, slot: Slot, now: float, found: Observation | None) -> Iterator[Action]:
+        if found is None:
+            yield from self._fail(slot, now, Observation(phase=Phase.LOST, detail="its node does not know it any more"))
+        elif found.phase in (Phase.ENDED, Phase.LOST):
+            yield from self._fail(slot, now, found)
+        elif found.phase is Phase.READY:
+            self._serve(slot, now)
+        elif found.phase is Phase.PENDING:
+            slot.since, slot.detail = now, found.detail
+        elif now - slot.since > self._settings.load_timeout:
+            detail = f"not ready after {self._settings.load_timeout:g} s (supervision.load_timeout)"
+            yield from self._fail(slot, now, msgspec.structs.replace(found, detail=detail))
+
+    def _serve(self, slot: Slot, now: float) -> None:
+        if slot.state is SlotState.STARTING:
+            self._move(slot, SlotState.READY, now)
+            slot.has_served, slot.num_failed_starts, slot.detail = True, 0, ""
+        elif slot.num_failures and now - slot.since >= self._settings.forgive_after:
+            slot.num_failures = 0
+
+    def _fail(self, slot: Slot, now: float, found: Observation) -> Iterator[Action]:
+        slot.num_failures += 1
+        slot.num_failed_starts += slot.state is SlotState.STARTING and found.phase is not Phase.LOST
+        slot.detail = found.detail
+        has_wrong_options = not slot.has_served and found.exit_code == USAGE_EXIT_CODE
+        is_too_often = slot.num_failed_starts == self._settings.max_failed_starts
+        slot.is_given_up = has_wrong_options or is_too_often
+        if slot.is_given_up:
+            slot.detail = last_line(found.log_tail) or found.detail
+            num_failed_starts = 0 if has_wrong_options else slot.num_failed_starts
+            yield Failed(slot.name, found.detail, found.log_tail, None, num_failed_starts)
+        else:
+            num_own = slot.num_failures - (found.phase is Phase.LOST)
+            pause = self._pause(num_own)
+            slot.start_at = now + pause
+            yield Failed(slot.name, found.detail, found.log_tail, pause)
+        yield self._remove(slot, now)
+
+    def _pause(self, num_failures: int) -> float:
+        if num_failures == 0:
+            return 0.0
+        # The limit of doublings only keeps the number small; the pause has reached its maximum before.
+        doubled: float = self._settings.backoff * 2 ** min(num_failures - 1, 32)
+        return min(self._settings.max_backoff, doubled)
+
+    def _remove(self, slot: Slot, now: float) -> Remove:
+        self._move(slot, SlotState.REMOVING, now)
+        return Remove(slot.name)
+
+    def _move(self, slot: Slot, state: SlotState, now: float) -> None:
+        slot.state, slot.since = state, now
+
+    def _add(self, pool: str, ordinal: int, now: float) -> None:
+        slot = Slot(pool, ordinal, since=now, start_at=now)
+        self._slots[slot.name] = slot
+
+
+def last_line(log: str) -> str:
+    """Return the last line of a log: the error of a process that could not start."""
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "").removeprefix("error: ")

@@ -1,0 +1,126 @@
+"""HTTP client of a supervisor for the router of its cluster."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+
+from splitserve.api.api_keys import key_header
+from splitserve.core.errors import WorkerUnavailableError
+from splitserve.core.request import DisaggregationMode
+from splitserve.process.ready_file import ReadyInfo
+from splitserve.router.addresses import connector
+from splitserve.router.register import register_disaggregation_server
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+
+class RouterClient:
+    """HTTP to the router, and to workers. Use as a context manager. All methods raise WorkerUnavailableError.
+
+    `operator_key`: for a router with keys. `address`: the address of the router's name to connect to. None: any.
+    `tls`: for a router with https, `worker_tls`: for workers with https. None: the system's trusted certificates.
+    """
+
+    def __init__(
+        self,
+        operator_key: str | None,
+        address: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        worker_tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._key = operator_key
+        self._address = address
+        self._tls = tls
+        self._worker_tls = worker_tls
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
+        """Return how many requests run or wait on a worker."""
+        answer = await self._send("GET", f"{worker_url}/get_load", key=worker_key, tls=self._worker_tls)
+        return sum(int(load["num_reqs"]) for load in answer)
+
+    async def workers(self, router_url: str) -> list[dict[str, Any]]:
+        """Return the entries of GET /workers."""
+        answer = await self._ask("GET", f"{router_url}/workers")
+        workers: list[dict[str, Any]] = answer["workers"]
+        return workers
+
+    async def ready_workers(self, router_url: str) -> set[str]:
+        """Return the URLs of the workers that get requests."""
+        return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
+
+    async def num_running(self, router_url: str, worker_url: str) -> int:
+        """Return how many requests of this router run on that worker."""
+        return sum(worker["num_running"] for worker in await self.workers(router_url) if worker["url"] == worker_url)
+
+    async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
+        """Stop new requests to the worker. `migrate`: the running ones move to other workers now."""
+        await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
+
+    async def forget(self, router_url: str, worker_url: str) -> None:
+        """Remove a lost worker. Never raises: the router also detects the loss, within a minute."""
+        try:
+            await self._ask("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
+        except WorkerUnavailableError as error:
+            logger.info("could not remove %s: %s", worker_url, error)
+
+    async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
+        """Register a worker on its behalf. Never raises, because the caller repeats it."""
+        parts = urlsplit(ready.url)
+        host = parts.netloc.rpartition(":")[0]
+        try:
+            await register_disaggregation_server(
+                mode,
+                ready.port,
+                ready.bootstrap_port,
+                router_url,
+                host,
+                self._key,
+                tls=self._tls,
+                scheme=parts.scheme,
+            )
+        except WorkerUnavailableError as error:
+            logger.warning("could not announce %s: %s", ready.url, error)
+
+    async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._send(method, url, body, key=self._key, tls=self._tls)
+        return answer
+
+    async def _send(
+        self,
+        method: str,
+        url: str,
+        body: dict[str, Any] | None = None,
+        *,
+        key: str | None,
+        tls: ssl.SSLContext | None,
+    ) -> Any:
+        assert self._session is not None, "used outside of its context"
+        try:
+            async with self._session.request(
+                method, url, json=body, headers=key_header(key), ssl=True if tls is None else tls
+            ) as response:
+                answer = await response.json()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise WorkerUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
+        if response.status != 200:
+            raise WorkerUnavailableError(f"{url}: {answer.get('error', {}).get('message', answer)}")
+        return answer

@@ -1,0 +1,331 @@
+"""Supervisor: keeps a cluster in its desired state. It observes, lets the reconciler decide and the placer act,
+repeatedly.
+
+It also connects workers and router. A dead worker is removed from the router at once. If the router restarts at
+another address, the supervisor registers the workers that were started with the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from splitserve.api.http_server import port_of, reachable_host
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.errors import ClusterError, ConfigError, SplitserveError, WorkerUnavailableError, clause
+from splitserve.deploy.commands import Credentials, router_spec, threads_of, worker_spec
+from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, ScaleDown, check_replicas
+from splitserve.deploy.control import ClusterStatus, ProcessStatus
+from splitserve.deploy.placer import Observation, Phase, Placer
+from splitserve.deploy.reconciler import (
+    Action,
+    Drain,
+    Failed,
+    Reconciler,
+    Remove,
+    Slot,
+    SlotState,
+    StartAction,
+    last_line,
+)
+from splitserve.deploy.router_client import RouterClient
+from splitserve.process.ready_file import ReadyInfo
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two observations, and between two registrations at a router that workers were not started with.
+_INTERVAL = 0.25
+# During shutdown: each step waits for the end of the processes of the previous step.
+_ENDING_INTERVAL = 0.05
+_ANNOUNCE_INTERVAL = 10.0
+# Maximum number of processes that are ended in parallel.
+_NUM_REMOVERS = 32
+
+
+class Supervisor:
+    """Supervisor of one cluster.
+
+    `num_cores`: cores of the machine that all processes share. None: the processes have nodes of their own.
+
+    `router_host`: where the router listens if the config names no host. `router_socket`: listener of a router on this
+    machine, which survives a restart of the router. None: the router opens one. `on_event`: gets event texts for
+    operators.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        credentials: Credentials,
+        placer: Placer,
+        *,
+        router_host: str,
+        num_cores: int | None,
+        router_socket: socket.socket | None = None,
+        on_event: Callable[[str], None] = logger.info,
+        clock: Clock | None = None,
+        router: RouterClient | None = None,
+    ) -> None:
+        self._config = config
+        self._credentials = credentials
+        self._placer = placer
+        self._router_host = config.router.host or router_host
+        self._num_cores = num_cores
+        self._router_socket = router_socket
+        self._on_event = on_event
+        self._clock = clock or SystemClock()
+        replicas = {name: pool.replicas for name, pool in config.pools.by_name().items()}
+        self._reconciler = Reconciler(
+            replicas, config.supervision, self._clock.now(), router_first=router_socket is None
+        )
+        self._router = router or RouterClient(
+            credentials.operator_key, tls=credentials.tls, worker_tls=credentials.worker_tls
+        )
+        self._seen: Mapping[str, Observation] = {}
+        # URL of the router that each worker was started with.
+        self._started_with: dict[str, str] = {}
+        # Last known URL of each worker.
+        self._urls: dict[str, str] = {}
+        self._router_port = config.router.port if router_socket is None else port_of(router_socket)
+        self._announced_at = float("-inf")
+        # Whether all processes have served at the same time.
+        self.has_served = False
+        # Set when it is shutting down.
+        self.ending = asyncio.Event()
+        # Error with which the cluster ends by itself. None: none.
+        self.failure: SplitserveError | None = None
+        self._woken = asyncio.Event()
+        self._removers = ThreadPoolExecutor(_NUM_REMOVERS, thread_name_prefix="remove")
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    @property
+    def router_url(self) -> str | None:
+        if self._router_socket is not None:
+            scheme = "http" if self._credentials.certificate is None else "https"
+            return f"{scheme}://{reachable_host(self._router_host)}:{self._router_port}"
+        found = self._seen.get(ROUTER)
+        return found.ready.url if found is not None and found.ready is not None else None
+
+    async def run(self) -> None:
+        """Return when the cluster has gone down and all its processes have ended."""
+        async with self._router:
+            try:
+                while not self._reconciler.is_over:
+                    await self.turn()
+                    self._woken.clear()
+                    try:
+                        async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
+                            await self._woken.wait()
+                    except TimeoutError:
+                        pass
+            finally:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                self._removers.shutdown()
+
+    async def turn(self) -> None:
+        """Observe once, and act on the result."""
+        before = self._states()
+        self._seen = await asyncio.to_thread(self._placer.observe)
+        for action in self._reconciler.tick(self._clock.now(), self._seen):
+            await self._do(action)
+        self._report_changes(before)
+        self.has_served = self.has_served or self._reconciler.is_settled
+        await self._announce()
+
+    async def status(self) -> ClusterStatus:
+        is_settled = self._reconciler.is_settled and await self._is_proven()
+        return ClusterStatus(
+            name=self._config.name,
+            pid=os.getpid(),
+            router_url=self.router_url,
+            is_ready=is_settled,
+            is_ending=self.ending.is_set(),
+            replicas=self._reconciler.replicas,
+            processes=[self._describe(slot) for slot in self._reconciler.slots],
+        )
+
+    async def num_requests(self) -> int | None:
+        """Return how many requests run or wait on workers that generate. None: a worker does not answer."""
+        urls = [
+            ready.url
+            for slot in self._reconciler.slots
+            if slot.pool in ("decode", "colocated") and (ready := self._ready_info(slot.name)) is not None
+        ]
+        key = self._credentials.worker_key
+        try:
+            return sum(await asyncio.gather(*(self._router.num_requests(url, key) for url in urls)))
+        except WorkerUnavailableError:
+            return None
+
+    def scale(self, replicas: dict[str, Any]) -> None:
+        """Set the desired replicas. Raises ConfigError."""
+        if self.ending.is_set():
+            raise ConfigError(f"the cluster {self._config.name!r} is going down")
+        for pool, count in check_replicas(self._config, replicas, self._reconciler.replicas).items():
+            self._on_event(f"scale {pool} from {self._reconciler.replicas[pool]} to {count}")
+            self._reconciler.scale(pool, count, self._clock.now())
+        self._woken.set()
+
+    def down(self, *, now: bool) -> None:
+        """End the cluster: the router first, after its requests have ended. `now`: everything at once."""
+        self.ending.set()
+        if self._router_socket is not None:
+            # The router rejects new connections; they must not wait for this process instead.
+            self._router_socket.close()
+        if now:
+            self._reconciler.stop_now()
+        else:
+            self._reconciler.shut_down()
+        self._woken.set()
+
+    async def _do(self, action: Action) -> None:
+        match action:
+            case StartAction(name, pool):
+                await self._start(name, pool)
+            case Drain(name):
+                self._spawn(self._drain(name))
+            case Remove(name):
+                loop = asyncio.get_running_loop()
+                self._keep(loop.run_in_executor(self._removers, self._placer.remove, name))
+            case Failed():
+                self._report_failure(action)
+                url, router_url = self._urls.pop(action.name, None), self.router_url
+                if url is not None and router_url is not None:
+                    self._spawn(self._router.forget(router_url, url))
+
+    def _report_failure(self, failed: Failed) -> None:
+        why = clause(failed.why)
+        tail = f"; the end of its log:\n{failed.log_tail}" if failed.log_tail else ""
+        if failed.pause is not None:
+            again = f"starting it again in {failed.pause:.0f} s" if failed.pause else "starting it again"
+            self._on_event(f"{failed.name}: {why}, {again}{tail}")
+            return
+        failure: SplitserveError | None = None
+        if failed.num_failed_starts:
+            count = f"{failed.num_failed_starts} starts in a row have failed"
+            failure = ClusterError(f"{failed.name}: {why}; {count}{tail}")
+        elif not self.has_served:
+            failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")
+        if failure is None:
+            self._on_event(f"{failed.name}: {why}; it is not started again, as its options are wrong{tail}")
+        elif self.failure is None:
+            self.failure = failure
+            self._on_event(f"{failed.name}: {why}; it is not started again, so the cluster ends")
+            self.down(now=not self.has_served)
+
+    async def _start(self, name: str, pool: str) -> None:
+        config, credentials = self._config, self._credentials
+        if pool == ROUTER:
+            listen_fd = None if self._router_socket is None else self._router_socket.fileno()
+            spec = router_spec(config, credentials, self._router_host, self._router_port, listen_fd)
+        else:
+            # The reconciler starts no worker before this is known.
+            url = self._started_with[name] = self.router_url or ""
+            threads = threads_of(config, config.pools.by_name()[pool], self._num_cores)
+            spec = worker_spec(config, credentials, name, pool, threads=threads, router_url=url)
+        await asyncio.to_thread(self._placer.start, spec)
+
+    async def _drain(self, name: str) -> None:
+        """End a process in order. If the config says so, move its requests to other workers first."""
+        found, router_url = self._seen.get(name), self.router_url
+        moves = self._config.supervision.scale_down is ScaleDown.MIGRATE and not self.ending.is_set()
+        if moves and found is not None and found.ready is not None and router_url is not None:
+            try:
+                await self._router.drain(router_url, found.ready.url, migrate=True)
+            except WorkerUnavailableError as error:
+                self._on_event(f"{name}: its requests end there: {error.message}")
+        await asyncio.to_thread(self._placer.terminate, name)
+
+    async def _announce(self) -> None:
+        """Register workers that were started with the address of another router."""
+        router_url, now = self.router_url, self._clock.now()
+        strangers = [
+            (MODES[slot.pool], ready)
+            for slot in self._reconciler.slots
+            if slot.state is SlotState.READY
+            and slot.pool != ROUTER
+            and self._started_with.get(slot.name) != router_url
+            and (ready := self._ready_info(slot.name)) is not None
+        ]
+        if router_url is None or not strangers or now - self._announced_at < _ANNOUNCE_INTERVAL:
+            return
+        self._announced_at = now
+        for mode, ready in strangers:
+            self._spawn(self._router.announce(router_url, mode, ready))
+
+    async def _is_proven(self) -> bool:
+        """Return whether the router sends requests to every worker."""
+        workers = {slot.name for slot in self._reconciler.slots if slot.pool != ROUTER}
+        urls = {ready.url for name in workers if (ready := self._ready_info(name)) is not None}
+        if self.router_url is None:
+            return False
+        try:
+            return urls <= await self._router.ready_workers(self.router_url)
+        except WorkerUnavailableError:
+            return False
+
+    def _ready_info(self, name: str) -> ReadyInfo | None:
+        found = self._seen.get(name)
+        return None if found is None else found.ready
+
+    def _states(self) -> dict[str, SlotState]:
+        return {slot.name: slot.state for slot in self._reconciler.slots}
+
+    def _report_changes(self, before: Mapping[str, SlotState]) -> None:
+        for slot in self._reconciler.slots:
+            if slot.state is before.get(slot.name):
+                continue
+            if slot.state is SlotState.READY:
+                ready = self._ready_info(slot.name)
+                assert ready is not None
+                self._report(f"{slot.name}: ready at {ready.url} on {self._seen[slot.name].node}")
+                if slot.pool == ROUTER:
+                    # Keep the port, so that clients find the router at the same address after a restart.
+                    self._router_port = ready.port
+                else:
+                    self._urls[slot.name] = ready.url
+            elif slot.state is SlotState.DRAINING:
+                self._report(f"{slot.name}: draining")
+        for name in before.keys() - self._states().keys():
+            self._started_with.pop(name, None)
+            self._urls.pop(name, None)
+            self._report(f"{name}: gone")
+
+    def _report(self, event: str) -> None:
+        """Report a change of a running cluster. Its start and its end have progress lines of their own."""
+        (self._on_event if self.has_served and not self.ending.is_set() else logger.debug)(event)
+
+    def _describe(self, slot: Slot) -> ProcessStatus:
+        found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
+        ready = found.ready
+        return ProcessStatus(
+            name=slot.name,
+            pool=slot.pool,
+            state=slot.state.value,
+            node=found.node,
+            url=None if ready is None else ready.url,
+            pid=found.pid,
+            num_restarts=max(0, slot.num_starts - 1),
+            detail=slot.detail,
+            model=None if ready is None else ready.model,
+            dtype=None if ready is None else ready.dtype,
+            kv_pool_tokens=None if ready is None else ready.kv_pool_tokens,
+            kv_pool_bytes=None if ready is None else ready.kv_pool_bytes,
+        )
+
+    def _spawn(self, doing: Awaitable[None]) -> None:
+        self._keep(asyncio.ensure_future(doing))
+
+    def _keep(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("supervision step failed: %r", error)
+        self._woken.set()

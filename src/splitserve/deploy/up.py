@@ -1,0 +1,206 @@
+"""`splitserve up` and `splitserve cluster up`: a supervisor in a terminal.
+
+1. It starts: one line of progress with the state of each process.
+2. It is ready: a table on standard output. From then on one line for each event, such as a restart.
+3. The first signal, or `cluster down`, drains: one line of progress with the number of running requests. The second
+   signal stops at once. A signal before it is ready stops at once, too.
+4. Every process has ended. If the cluster ended by itself, the reason is raised, and the logs of failed starts stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from splitserve.api.http_server import bind
+from splitserve.core.cpus import num_cores
+from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.deploy.commands import Credentials, check_startable
+from splitserve.deploy.config import ClusterConfig
+from splitserve.deploy.control import ClusterStatus, control_server
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local_placer import ADDRESS, LocalPlacer
+from splitserve.deploy.show import describe
+from splitserve.deploy.supervisor import Supervisor
+from splitserve.engine.fit import check_fit
+from splitserve.engine.sources import resolve_model
+from splitserve.process.console import progress, standard_output
+from splitserve.process.lifecycle import Lifecycle, drain_line
+from splitserve.process.logs import setup_logger
+from splitserve.process.ready_file import ReadyInfo, write_ready_file
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two lines of progress.
+_INTERVAL = 0.5
+
+
+def run_up(deployment: LocalDeployment) -> int:
+    """Run a cluster of this machine. Return and raise as `run_cluster_up`."""
+    folder = resolve_model(deployment.model)
+    for shape in (deployment.prefill_shape, deployment.decode_shape):
+        check_fit(folder, deployment.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
+    with deployment.shared_pool() as pool:
+        return run_cluster_up(deployment.config(pool), None)
+
+
+def run_cluster_up(
+    config: ClusterConfig, ray_address: str | None, *, ready_file: Path | None = None, exit_with_parent: bool = False
+) -> int:
+    """Run a cluster until it ends. Return the exit code of the signal that ended it, 0 after `cluster down`.
+
+    Raises ConfigError before anything has started, and if the options of a process are wrong; ClusterError if the
+    starts of a process fail again and again.
+    """
+    check_startable(config)
+    credentials = Credentials.read(config)
+    setup_logger(config.log_level)
+    return asyncio.run(_Up(config, credentials, ray_address).run(ready_file, exit_with_parent))
+
+
+class _Up:
+    def __init__(self, config: ClusterConfig, credentials: Credentials, ray_address: str | None) -> None:
+        self._config = config
+        self._credentials = credentials
+        self._ray_address = ray_address
+        self._lifecycle = Lifecycle()
+        self._console = Console(stderr=True, highlight=False)
+
+    async def run(self, ready_file: Path | None, exit_with_parent: bool) -> int:
+        async with AsyncExitStack() as closing:
+            if self._ray_address is not None:
+                # Connect before `watch`, because Ray installs signal handlers of its own.
+                supervisor = await self._on_ray(self._ray_address, closing)
+            closing.enter_context(self._lifecycle.watch(exit_with_parent=exit_with_parent))
+            if self._ray_address is None:
+                supervisor = await self._on_this_machine(closing)
+            await closing.enter_async_context(control_server(self._config.name, supervisor))
+            tasks = [
+                asyncio.create_task(self._end_at_signal(supervisor)),
+                asyncio.create_task(self._report(supervisor, ready_file)),
+            ]
+            closing.push_async_callback(_cancelled, tasks)
+            await supervisor.run()
+        is_early = not supervisor.has_served and self._lifecycle.draining.is_set()
+        self._print(f"{'interrupted' if is_early else 'stopped'}: every process has ended")
+        if supervisor.failure is not None:
+            raise supervisor.failure
+        return self._lifecycle.exit_code(has_served=supervisor.has_served)
+
+    async def _on_this_machine(self, closing: AsyncExitStack) -> Supervisor:
+        host = self._config.router.host or ADDRESS
+        sock = closing.enter_context(bind(host, self._config.router.port))
+        placer = LocalPlacer()
+        supervisor = Supervisor(
+            self._config,
+            self._credentials,
+            placer,
+            router_host=ADDRESS,
+            num_cores=num_cores(),
+            router_socket=sock,
+            on_event=self._print,
+        )
+
+        async def close() -> None:
+            if isinstance(supervisor.failure, ClusterError):
+                placer.keep_logs()
+                self._print(f"the logs stay in {placer.log_folder}")
+            await asyncio.to_thread(placer.close)
+
+        closing.push_async_callback(close)
+        return supervisor
+
+    async def _on_ray(self, address: str, closing: AsyncExitStack) -> Supervisor:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("--ray needs the Python package 'ray' on every node: pip install 'splitserve[ray]'")
+        from splitserve.deploy.ray_placer import RayPlacer
+
+        placer = RayPlacer(address, f"splitserve-{self._config.name}")
+        closing.push_async_callback(asyncio.to_thread, placer.close)
+        return Supervisor(
+            self._config,
+            self._credentials,
+            placer,
+            router_host=placer.address,
+            num_cores=None,
+            on_event=self._print,
+        )
+
+    async def _end_at_signal(self, supervisor: Supervisor) -> None:
+        await self._lifecycle.draining.wait()
+        supervisor.down(now=not supervisor.has_served)
+        await self._lifecycle.stopping.wait()
+        supervisor.down(now=True)
+
+    async def _report(self, supervisor: Supervisor, ready_file: Path | None) -> None:
+        """Report its start, once that it is ready, and its end."""
+        await self._report_start(supervisor)
+        if not supervisor.ending.is_set():
+            status = await supervisor.status()
+            self._show(status)
+            if ready_file is not None and status.router_url is not None:
+                port = int(status.router_url.rpartition(":")[2])
+                write_ready_file(ready_file, ReadyInfo(pid=os.getpid(), port=port, url=status.router_url))
+        await supervisor.ending.wait()
+        if supervisor.has_served:
+            await self._report_drain(supervisor)
+
+    async def _report_start(self, supervisor: Supervisor) -> None:
+        began = time.monotonic()
+        with progress(self._console, "starting") as show:
+            while not supervisor.ending.is_set() and not (status := await supervisor.status()).is_ready:
+                # Without a terminal each text is a line, so it must not change with the time.
+                seconds = f" ({time.monotonic() - began:.0f} s)" if self._console.is_terminal else ""
+                states = ", ".join(f"{process.name} {process.state}" for process in status.processes)
+                show(f"starting{seconds}: {states}")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_INTERVAL):
+                        await supervisor.ending.wait()
+
+    async def _report_drain(self, supervisor: Supervisor) -> None:
+        """Show the progress of the drain until the workers have ended too."""
+        timeout = self._config.supervision.drain_timeout
+        with progress(self._console, drain_line(await supervisor.num_requests(), timeout)) as show:
+            while True:
+                await asyncio.sleep(_INTERVAL)
+                if (num_running := await supervisor.num_requests()) is not None:
+                    show(drain_line(num_running, timeout))
+
+    def _show(self, status: ClusterStatus) -> None:
+        """Print on standard output the running processes and a request to try."""
+        console = standard_output()
+        model = next((process.model for process in status.processes if process.model), self._config.model)
+        body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        header = [] if self._credentials.clients is None else ["-H", "Authorization: Bearer KEY"]
+        call = ["curl", f"{status.router_url}/v1/chat/completions", "-H", "Content-Type: application/json", *header]
+        lines = (
+            describe(status),
+            f"ready at {status.router_url} (OpenAI API at {status.router_url}/v1)",
+            shlex.join([*call, "-d", json.dumps(body)]),
+            "Ctrl-C drains and stops; from another terminal: "
+            f"splitserve cluster status --name {status.name}, scale, down",
+        )
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        sys.stdout.flush()
+
+    def _print(self, event: str) -> None:
+        self._console.print(event, markup=False, soft_wrap=True)
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            logger.error("terminal output failed: %r", result)

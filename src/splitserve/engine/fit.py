@@ -1,0 +1,77 @@
+"""Check by config.json whether a model can be sharded as configured, before any rank imports torch.
+
+The ranks check all that and more when they have loaded the model (`engine/parallel/plan.py`), a minute later. A config
+with other names for its sizes is left to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from splitserve.core.config import WorkerConfig
+from splitserve.core.errors import ConfigError
+from splitserve.core.parallel import stage_layers
+from splitserve.engine.parallel.heads import Heads
+from splitserve.engine.sources import has_experts
+
+
+def check_worker_fit(config: WorkerConfig, folder: Path) -> None:
+    """Run `check_fit` with all settings of a worker."""
+    parallel, model = config.parallel, config.model
+    check_fit(
+        folder,
+        model.model,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pp_layers=parallel.pp_layers,
+        dp_attention=model.dp_attention,
+    )
+
+
+def check_fit(
+    folder: Path,
+    name: str,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    pp_layers: Sequence[int] = (),
+    dp_attention: bool = False,
+) -> None:
+    """Raise ConfigError, with the sizes that would fit. `folder`: of the model; `name`: as given by the user."""
+    config = text_config(folder)
+    heads, layers = _heads(config), config.get("num_hidden_layers")
+    if tp_size > 1 and heads is not None:
+        heads.check(tp_size, name)
+    if pp_size > 1 and isinstance(layers, int):
+        try:
+            stage_layers(layers, pp_size, pp_layers)
+        except ValueError as error:
+            raise ConfigError(f"Model {name}: {error}") from None
+    if dp_attention and config and not has_experts(config):
+        raise ConfigError(
+            f"--enable-dp-attention deals a model's experts out to ranks, and {name} has none: leave it out, then each "
+            "of --dp-size ranks has the whole model"
+        )
+
+
+def text_config(folder: Path) -> Mapping[str, Any]:
+    """Return the config of the model's text part, or the whole config if it has no parts. Empty: not found."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    part = config.get("text_config", config) if isinstance(config, dict) else {}
+    return part if isinstance(part, dict) else {}
+
+
+def _heads(config: Mapping[str, Any]) -> Heads | None:
+    """Return the heads of every attention layer; None: not in the config."""
+    num_query = config.get("num_attention_heads")
+    # Latents belong to no head: all ranks hold them.
+    num_kv = 1 if config.get("kv_lora_rank") else config.get("num_key_value_heads") or num_query
+    if not isinstance(num_query, int) or not isinstance(num_kv, int) or min(num_query, num_kv) < 1:
+        return None
+    return Heads(num_query, num_kv)

@@ -1,1 +1,0 @@
-"""KV events: what a worker's prefix cache holds, told to routers and indexers that subscribe."""

@@ -1,1 +1,0 @@
-"""Composition: builds the parts, hands them to each other, starts processes and ends them without leftovers."""

@@ -1,1 +1,0 @@
-"""What an operator watches, in Prometheus' form."""

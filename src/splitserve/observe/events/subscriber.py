@@ -1,0 +1,202 @@
+"""Subscriber of one worker's KV events, without gaps.
+
+1. It subscribes, then loads the worker's whole index, which contains the sequence number up to which it is complete.
+2. Batches are applied in the order of their numbers; repeated ones are dropped.
+3. If a number is missing, it requests the batches from the replay socket. If that does not have them any more, it
+   loads the index again.
+4. If a new batch has a smaller number, the worker was restarted: it loads the index.
+5. If no batch arrives for some time, it also requests the replay socket, as no later number reveals that the last
+   batch was lost.
+
+Works with every publisher of the public format. Without an index to load, it begins empty and misses lost batches.
+This module does not know how the index is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+import zmq
+import zmq.asyncio
+
+from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.publisher import END_OF_REPLAY
+from splitserve.observe.events.schema import EventBatch, EventFormatError, IndexSnapshot, decode
+
+logger = logging.getLogger(__name__)
+
+# Seconds without another message after which a replay has failed, and between attempts to load an index.
+_REPLAY_TIMEOUT = 2.0
+_RETRY_SECONDS = 1.0
+# Seconds without a message after which it requests the replay socket.
+QUIET_SECONDS = 5.0
+# Messages that may wait here while a gap is repaired.
+_RECEIVE_HWM = 100_000
+
+
+# Raises OSError if the worker cannot be reached.
+LoadIndex = Callable[[], Awaitable[IndexSnapshot]]
+
+
+class Verdict(enum.Enum):
+    NEXT = "apply it"
+    OLD = "it was applied before"
+    GAP = "some before it are missing"
+    RESTART = "the publisher began again"
+
+
+class Sequencer:
+    """Order of the batches. Pure."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        # Time of the newest applied batch, seconds since the epoch.
+        self._last_ts = 0.0
+
+    def judge(self, number: int, ts: float) -> Verdict:
+        if number == self.expected:
+            return Verdict.NEXT
+        if number > self.expected:
+            return Verdict.GAP
+        return Verdict.RESTART if ts > self._last_ts else Verdict.OLD
+
+    def advance(self, number: int, ts: float) -> None:
+        self.expected, self._last_ts = number + 1, max(ts, self._last_ts)
+
+    def begin_at(self, number: int, ts: float) -> None:
+        """Expect the batch `number` next. Batches with a smaller number that are not newer than `ts` count as old."""
+        self.expected, self._last_ts = number, ts
+
+
+class KVEventSubscriber:
+    """Subscriber with `index`: the known blocks of the worker. `replay_endpoint`: empty if there is none."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        topic: str = "",
+        load_index: LoadIndex | None = None,
+        quiet_seconds: float = QUIET_SECONDS,
+    ) -> None:
+        self.index = BlockIndex()
+        self.num_replays = 0
+        self.num_loads = 0
+        self._endpoint = endpoint
+        self._replay_endpoint = replay_endpoint
+        self._topic = topic.encode()
+        self._load_index = load_index
+        self._quiet_seconds = quiet_seconds
+        self._sequencer = Sequencer()
+
+    @property
+    def next_sequence(self) -> int:
+        """Return the number before which all batches are in the index."""
+        return self._sequencer.expected
+
+    async def run(self) -> None:
+        """Follow the events until cancelled."""
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+            socket.connect(self._endpoint)
+            await self._load()
+            while True:
+                try:
+                    if await socket.poll(int(self._quiet_seconds * 1000)):
+                        await self._take(context, *_parse(await socket.recv_multipart()))
+                    else:
+                        await self._ask_for_news(context)
+                except EventFormatError as error:
+                    logger.warning("KV events of %s: %s", self._endpoint, error)
+
+    async def _take(self, context: zmq.asyncio.Context, number: int, batch: EventBatch) -> None:
+        verdict = self._sequencer.judge(number, batch.ts)
+        if verdict is Verdict.GAP:
+            has_restarted = not await self._replay(context)
+            verdict = Verdict.RESTART if has_restarted else self._sequencer.judge(number, batch.ts)
+        if verdict in (Verdict.GAP, Verdict.RESTART):
+            if await self._load():
+                verdict = self._sequencer.judge(number, batch.ts)
+            if verdict in (Verdict.GAP, Verdict.RESTART):
+                # The missed batches are unknown.
+                self.index.replace(())
+                self._sequencer.begin_at(number, batch.ts)
+                verdict = Verdict.NEXT
+        if verdict is Verdict.NEXT:
+            self._apply(number, batch)
+
+    def _apply(self, number: int, batch: EventBatch) -> None:
+        for event in batch.events:
+            self.index.apply(event)
+        self._sequencer.advance(number, batch.ts)
+
+    async def _ask_for_news(self, context: zmq.asyncio.Context) -> None:
+        if await self._replay(context) or await self._load():
+            return
+        # All batches of the new publisher are still to be applied.
+        self.index.replace(())
+        self._sequencer.begin_at(0, 0.0)
+
+    async def _replay(self, context: zmq.asyncio.Context) -> bool:
+        """Apply the publisher's batches from the expected number on. Return False if it is another publisher."""
+        if not self._replay_endpoint:
+            return True
+        self.num_replays += 1
+        # The batch before is known, and reveals whether the numbers are still those of the same publisher.
+        start = max(0, self._sequencer.expected - 1)
+        async with aclosing(_replayed(context, self._replay_endpoint, start)) as batches:
+            async for number, batch in batches:
+                verdict = self._sequencer.judge(number, batch.ts)
+                if verdict is Verdict.RESTART:
+                    return False
+                if verdict is Verdict.NEXT:
+                    self._apply(number, batch)
+        return True
+
+    async def _load(self) -> bool:
+        """Load the worker's whole index, with retries until the worker answers. False: it has no index."""
+        if self._load_index is None:
+            return False
+        while True:
+            try:
+                snapshot = await self._load_index()
+                break
+            except OSError as error:
+                logger.warning("the KV index of %s cannot be loaded: %s", self._endpoint, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+        self.num_loads += 1
+        self.index.replace(snapshot.events)
+        self._sequencer.begin_at(snapshot.next_sequence, snapshot.ts)
+        return True
+
+
+async def _replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> AsyncGenerator[tuple[int, EventBatch]]:
+    """Yield the batches of a replay socket, until its end marker or a timeout."""
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        socket.connect(endpoint)
+        await socket.send_multipart((b"", start.to_bytes(8, "big")))
+        while True:
+            try:
+                async with asyncio.timeout(_REPLAY_TIMEOUT):
+                    frames = await socket.recv_multipart()
+            except TimeoutError:
+                logger.info("KV events: the replay at %s fell silent", endpoint)
+                return
+            if frames[-2] == END_OF_REPLAY:
+                return
+            yield _parse(frames)
+
+
+def _parse(frames: Sequence[bytes]) -> tuple[int, EventBatch]:
+    """Return number and batch of the frames [.., number, payload]. Raises EventFormatError."""
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise EventFormatError(f"not a batch of KV events: {[len(f) for f in frames]} bytes in its frames")
+    return int.from_bytes(frames[-2], "big"), decode(frames[-1])

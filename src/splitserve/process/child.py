@@ -1,0 +1,169 @@
+"""Child process that runs splitserve: its log, its ready file, its end.
+
+The child ends when its standard input does (`--exit-with-parent`), so it also ends if this process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from splitserve.core.errors import ClusterError
+from splitserve.process.ready_file import ReadyInfo, read_ready_file
+
+PROGRAM = (sys.executable, "-m", "splitserve")
+# Seconds between two checks of a child.
+POLL_INTERVAL = 0.05
+# Seconds until a child that has to stop at once is killed.
+_STOP_TIMEOUT = 12.0
+# Bytes of a log. A longer one is moved to NAME.log.1, which replaces the one before.
+_MAX_LOG_BYTES = 64 << 20
+# The part of a log in which its last lines are searched.
+_TAIL_BYTES = 1 << 16
+
+
+class ChildProcess:
+    """Child with the command `PROGRAM ARGS`, started by the constructor.
+
+    `folder`: folder of its ready file, and of its log without `log_folder`. The log of an earlier process of the same
+    name is continued.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[str],
+        folder: Path,
+        *,
+        log_folder: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self.name = name
+        self.log_path = (log_folder or folder) / f"{name}.log"
+        self.ready_path = folder / f"{name}.ready.json"
+        self._ready: ReadyInfo | None = None
+        # Child processes at the time when its standard input was closed. None: it is still open.
+        self._left: list[psutil.Process] | None = None
+        command = [*program, *args, "--exit-with-parent", "--ready-file", str(self.ready_path)]
+        with self.log_path.open("ab") as log:
+            # Position at which the lines of this process begin.
+            self._log_start = log.tell()
+            # Start the child in its own session, so that a Ctrl-C in the terminal does not reach it.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return its exit code. None: it runs; negative: the signal that killed it."""
+        return self._process.poll()
+
+    @property
+    def ready(self) -> ReadyInfo | None:
+        """Return the content of its ready file. None: it is not ready yet."""
+        if self._ready is None:
+            self._ready = read_ready_file(self.ready_path)
+        return self._ready
+
+    def wait_ready(self, timeout: float, interval: float = POLL_INTERVAL) -> ReadyInfo:
+        """Wait until it is ready. Raises ClusterError with the end of its log."""
+        deadline = time.monotonic() + timeout
+        while (ready := self.ready) is None:
+            if (code := self.exit_code) is not None:
+                raise ClusterError(f"{self.name} ended with code {code} before it was ready:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{self.name} was not ready after {timeout:g} s:\n{self.log_tail()}")
+            time.sleep(interval)
+        return ready
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """Return the last lines of its log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def bound_log(self, max_bytes: int = _MAX_LOG_BYTES) -> None:
+        """Move a log of more than `max_bytes` to NAME.log.1. Lines that the process writes meanwhile may be lost."""
+        if self.log_path.stat().st_size > max_bytes:
+            shutil.copyfile(self.log_path, f"{self.log_path}.1")
+            # The process appends, so it continues at the beginning.
+            os.truncate(self.log_path, 0)
+            self._log_start = 0
+
+    def send_signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send it a signal: the first SIGTERM drains it, the second stops it at once. No-op if it has ended."""
+        if self.exit_code is None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout: float) -> bool:
+        """Return whether it has ended within `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def let_go(self) -> None:
+        """Close its standard input, so that it stops at once. Does not wait; `close` does. Idempotent."""
+        if self._left is None:
+            # Collect the children before the process ends, because they get another parent then.
+            self._left = self._family()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def close(self) -> None:
+        """Stop it at once and wait until it and its own children are gone; kill those that do not end. Idempotent."""
+        self.let_go()
+        if not self.wait(_STOP_TIMEOUT):
+            self._process.kill()
+            self._process.wait()
+        _, alive = psutil.wait_procs(self._left or [], timeout=_STOP_TIMEOUT)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive)
+
+    def _family(self) -> list[psutil.Process]:
+        """Return its children. psutil also compares start times, so a pid that is in use again is not touched."""
+        try:
+            children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
+            return children
+        except psutil.NoSuchProcess:
+            return self._orphan()
+
+    def _orphan(self) -> list[psutil.Process]:
+        """Return the schedulers of a worker that died: they end by themselves, which takes a while."""
+        found = []
+        for pid in (*self.ready.scheduler_pids, *self.ready.follower_pids) if self.ready else ():
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if any("splitserve" in word for word in process.cmdline()):
+                    found.append(process)
+        return found
+
+
+def wait_until_ended(children: Sequence[ChildProcess], timeout: float) -> bool:
+    """Return whether all of them ended within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    return all(child.wait(max(0.0, deadline - time.monotonic())) for child in children)

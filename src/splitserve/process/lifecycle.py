@@ -1,0 +1,95 @@
+"""Shutdown of a serving process: the first SIGTERM or SIGINT drains it, the second stops it at once.
+
+With `exit_with_parent` the end of standard input also stops it at once: its parent process has ended, or has closed
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from splitserve.api.http_server import HttpServer
+from splitserve.process.process_end import exit_code_of, watch_starter
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds from the end of standard input until a process that does not stop is ended by force.
+_STOP_GRACE = 60.0
+
+
+class Lifecycle:
+    def __init__(self) -> None:
+        # Set to finish the running requests, accept no new ones, and then end.
+        self.draining = asyncio.Event()
+        # Set to end now. Implies `draining`.
+        self.stopping = asyncio.Event()
+        # The first signal. None: there was none.
+        self._signal: signal.Signals | None = None
+
+    def request_end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Handle a signal: the first one drains, the second stops."""
+        if self._signal is not None:
+            self.stop()
+            return
+        self._signal = number
+        self.drain()
+
+    def drain(self) -> None:
+        """Drain without a signal. Idempotent; the first signal after it has no further effect."""
+        self.draining.set()
+
+    def stop(self) -> None:
+        self.draining.set()
+        self.stopping.set()
+
+    def exit_code(self, *, has_served: bool) -> int:
+        """Return the exit code of an orderly end: 130 after SIGINT, 0 after SIGTERM, 143 if it never served."""
+        if self._signal is signal.SIGINT or (self._signal is not None and not has_served):
+            return exit_code_of(self._signal)
+        return 0
+
+    @contextmanager
+    def watch(self, *, exit_with_parent: bool) -> Iterator[None]:
+        """Handle signals, and the end of standard input, inside a running event loop."""
+        loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.request_end, number)
+        if exit_with_parent:
+            watch_starter(lambda: loop.call_soon_threadsafe(self._stop_without_starter), _STOP_GRACE)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                # None: a handler that was not installed from Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _stop_without_starter(self) -> None:
+        logger.warning("standard input has ended, so the process that started this one is gone: stopping")
+        self.stop()
+
+
+def drain_line(num_running: int | None, timeout: float) -> str:
+    """Return a progress line of a drain. `num_running`: requests. None: unknown. `timeout`: seconds for the drain."""
+    if num_running == 0:
+        return "draining: no requests are running"
+    requests = "requests" if num_running is None else f"{num_running} request{'s' if num_running > 1 else ''} running"
+    return f"draining: {requests}, at most {timeout:g} s; Ctrl-C or SIGTERM again stops at once"
+
+
+async def end_server(server: HttpServer, lifecycle: Lifecycle, deadline: float) -> None:
+    """Let running requests finish for `deadline` seconds, or until the process has to stop at once."""
+    logger.info(drain_line(server.num_requests, deadline))
+    stop = asyncio.create_task(server.stop(deadline))
+    stopping = asyncio.create_task(lifecycle.stopping.wait())
+    await asyncio.wait({stop, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.done():
+        await server.abort()
+    stopping.cancel()
+    await asyncio.gather(stop, stopping, return_exceptions=True)

@@ -1,0 +1,171 @@
+"""The end of a process: by a signal, together with the process that started it, or in order.
+
+Signals of a process that is not serving (while it serves, `process/lifecycle.py` handles them):
+
+1. `install` runs before the imports, which take seconds. SIGINT or SIGTERM then prints one line and ends the process at
+   once, because it owns nothing yet.
+2. Code that owns folders or processes runs inside `unwinding`: a signal raises, and `with` blocks release them.
+3. Inside `deferred`, signals wait for the end of the block: for starts and releases that must not stop halfway.
+
+`watch_starter` ends the process when its standard input ends. `leave` ends it without the teardown of its modules.
+
+Only the standard library is imported, so that `install` is effective within milliseconds. Nothing here changes a
+program that has its own handlers, such as one that uses `splitserve.Engine`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LINES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+# Restores a terminal in which a progress line hides the cursor: start of the line, erase it, show the cursor.
+_RESTORE_TERMINAL = "\r\x1b[K\x1b[?25h"
+
+
+def exit_code_of(number: int) -> int:
+    """Return the exit code of a process that a signal has ended, as shells report it."""
+    return 128 + number
+
+
+def install() -> None:
+    """Let SIGINT and SIGTERM end this process at once. Call it in the main thread, before the heavy imports."""
+    for number in _SIGNALS:
+        signal.signal(number, _end_at_once)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let signals raise while the block owns what must be released: KeyboardInterrupt, or SystemExit for SIGTERM.
+
+    No-op inside another such block, in other threads, and if the program has its own handlers.
+    """
+    if not _is_main_thread() or signal.getsignal(signal.SIGINT) is not _end_at_once:
+        yield
+        return
+    # asyncio replaces only this handler, by a cancellation of its main task.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        # The command line's library converts KeyboardInterrupt to SystemExit.
+        if isinstance(end, KeyboardInterrupt) or end.code == exit_code_of(signal.SIGINT):
+            _print_line(signal.SIGINT)
+        raise
+    finally:
+        install()
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block ends, then deliver the first of them. No-op in other threads."""
+    if not _is_main_thread():
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, _: FrameType | None) -> None:
+        held.append(number)
+
+    before = {number: signal.signal(number, hold) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: a handler that was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
+class _Starter:
+    """Process that started this one. It holds the other end of standard input."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._on_end: Callable[[], object] = _end_without_starter
+        # Seconds from `on_end` until the process is ended by force.
+        self._grace = 0.0
+
+    def watch(self, on_end: Callable[[], object], grace: float) -> None:
+        self._on_end, self._grace = on_end, grace
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="end-of-input", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        # Read the descriptor, not sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's
+        # exit.
+        with suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with suppress(RuntimeError):
+            # RuntimeError: its event loop is closed, so the process is ending.
+            self._on_end()
+        threading.Event().wait(self._grace)
+        _end_without_starter()
+
+
+def _end_without_starter() -> NoReturn:
+    os._exit(1)
+
+
+_starter = _Starter()
+
+
+def watch_starter(on_end: Callable[[], object] = _end_without_starter, grace: float = 0.0) -> None:
+    """Call `on_end` in a thread when standard input ends; `grace` seconds later the process is ended by force.
+
+    A later call replaces both, for the next stage of the life of the process.
+    """
+    _starter.watch(on_end, grace)
+
+
+def leave(code: int | str | None) -> NoReturn:
+    """End the process as `sys.exit` does, but without the teardown of its modules: with torch that takes seconds."""
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code or 0)
+
+
+def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
+    _print_line(number)
+    _flush()
+    os._exit(exit_code_of(number))
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    # The release of what is owned takes bounded time: a second SIGTERM must not interrupt it.
+    signal.signal(number, signal.SIG_IGN)
+    _print_line(number)
+    sys.exit(exit_code_of(number))
+
+
+def _print_line(number: int) -> None:
+    """Write past `sys.stderr`: the signal may have interrupted a write to it."""
+    prefix = _RESTORE_TERMINAL if os.isatty(2) else ""
+    with suppress(OSError):
+        os.write(2, f"{prefix}{_LINES[signal.Signals(number)]}\n".encode())
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # RuntimeError: the signal interrupted a write to the stream. ValueError: the stream is closed.
+        with suppress(OSError, RuntimeError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

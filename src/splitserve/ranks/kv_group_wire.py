@@ -1,0 +1,103 @@
+"""Messages about rooms between the driver of a worker and its followers: orders to them, reports from them.
+
+A room of the group has a number, assigned by the driver. Each rank has an end of the room. The links between ranks are
+ordered and lose nothing, so an order needs no answer of its own: a report contains the number of orders of its room
+that were carried out before it. Pure data: no sockets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from splitserve.core.messages import TransferStats
+from splitserve.core.request import BootstrapInfo
+from splitserve.transfer.state import KVPoll
+from splitserve.transfer.wire import RoomFailureCause
+
+
+class FollowerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base class of orders from the driver to every follower. The class name is the tag."""
+
+    # The room's number in the group.
+    number: int
+
+
+class OpenSender(FollowerCommand, frozen=True):
+    rid: str
+    bootstrap: BootstrapInfo
+
+
+class OpenReceiver(FollowerCommand, frozen=True):
+    """Order to open a receiver. `attempt`: the driver's number of this use of the room, announced by all its ranks."""
+
+    rid: str
+    bootstrap: BootstrapInfo
+    attempt: int
+
+
+class SendPages(FollowerCommand, frozen=True):
+    """Order with the arguments of `SenderPort.send`."""
+
+    pages: list[int]
+    is_last: bool
+    metadata_index: int | None
+    window_pages: list[int] = []
+
+
+class AnnouncePages(FollowerCommand, frozen=True):
+    """Order with the arguments of `ReceiverPort.init`, except the prompt: only the driver requests prompts."""
+
+    pages: list[int]
+    metadata_index: int
+    num_tokens: int
+    num_held_tokens: int
+    window_pages: list[int] = []
+
+
+class GiveUp(FollowerCommand, frozen=True):
+    """Order to fail a room that failed on another rank or was aborted."""
+
+    cause: RoomFailureCause
+
+
+class Clear(FollowerCommand, frozen=True):
+    """Order to forget a room. Every rank's end is final and quiescent."""
+
+
+AnyOrder = OpenSender | OpenReceiver | SendPages | AnnouncePages | GiveUp | Clear
+
+
+class RoomReport(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a follower's end of a room, sent after each change."""
+
+    number: int
+    # Orders of this room carried out so far, including the one that opened it.
+    num_orders: int
+    state: KVPoll
+    is_quiescent: bool
+    # Cause of a failure, in state Failed.
+    failure: RoomFailureCause | None = None
+    # Statistics of a sender, after Success.
+    stats: TransferStats | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyOrder)
+_reports = msgspec.msgpack.Decoder(RoomReport)
+
+
+def encode(message: AnyOrder | RoomReport) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_order(frame: bytes) -> AnyOrder:
+    """Decode an order. Raises msgspec.DecodeError."""
+    order: AnyOrder = _orders.decode(frame)
+    return order
+
+
+def decode_report(frame: bytes) -> RoomReport:
+    """Decode a report. Raises msgspec.DecodeError."""
+    return _reports.decode(frame)

@@ -1,0 +1,253 @@
+"""Channels between the processes of one scheduler's ranks: the driver's orders, and frames about rooms both ways.
+
+Each follower has one ZMQ pipe of each kind, so that an order never waits behind frames about rooms:
+
+    orders   driver -> follower    one per step, carried out in order; an empty one is the last
+    rooms    both ways             frames of the group manager and its followers
+
+The receiver binds, so that frames sent before it has started wait for it. Frames of one pipe keep their order, frames
+of two pipes have no order. This module does not read the frames. Between ranks of one host a pipe is a file in their
+folder, between hosts a TCP connection (`pipe_net.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from splitserve.core.errors import EngineError, WorkerUnavailableError
+from splitserve.core.parallel import ParallelRank
+from splitserve.ranks.kv_group import followers_of
+from splitserve.ranks.pipe_net import TCP, PipeNet
+from splitserve.transfer.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+# Maximum number of queued orders. A loop has a few steps in flight; a follower with a longer queue is lost.
+MAX_ORDERS = 256
+# Maximum number of queued frames about rooms.
+MAX_ROOM_FRAMES = 65_536
+# Seconds that a rank waits for the others while all start.
+EXCHANGE_TIMEOUT = 120.0
+# Frames received per turn, and milliseconds for which a closed pipe still tries to deliver.
+_FRAMES_A_TURN = 1000
+_LINGER_MS = 1000
+# Milliseconds between two checks of the links when nothing else happens. A link may also end because our own send
+# failed.
+_TICK_MS = 500
+_LAST_ORDER = b""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses by which the ranks of one scheduler reach each other."""
+
+    # torch.distributed init method: file:///tmp/x, or tcp://address:port at which the driver listens.
+    init_method: str
+    # ZMQ endpoints by `ParallelRank.index`, at which: that rank receives orders, that rank receives frames about rooms,
+    # and the driver receives frames about rooms from it.
+    orders: tuple[str, ...]
+    to_rank: tuple[str, ...]
+    from_rank: tuple[str, ...]
+
+    @classmethod
+    def in_folder(cls, folder: str, name: str, num_ranks: int) -> RankEndpoints:
+        """Return endpoints for ranks on this host. `name`: unique in the folder. Only this user may access it."""
+        pipes = {
+            kind: tuple(f"ipc://{folder}/{name}-{i}-{kind}" for i in range(num_ranks))
+            for kind in ("orders", "to_rank", "from_rank")
+        }
+        return cls(init_method=f"file://{folder}/{name}-rendezvous", **pipes)
+
+
+class RankLinkEnd:
+    """One end of a link: frames about rooms between the driver and one follower.
+
+    `send` may be called from any thread, all else from one.
+    """
+
+    def __init__(self, context: Context, *, hears: str, says: str, net: PipeNet | None = None) -> None:
+        self.pull_socket = open_pull(context, hears, MAX_ROOM_FRAMES, net)
+        self._push = open_push(context, says, MAX_ROOM_FRAMES, net)
+        # A ZMQ socket may be used by one thread at a time.
+        self._lock = threading.Lock()
+        # False once a frame was lost, because the other rank receives no more.
+        self.is_open = True
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame without waiting. A frame that cannot be queued ends the link."""
+        with self._lock:
+            if self.is_open:
+                try:
+                    self._push.send(frame, zmq.NOBLOCK)
+                except zmq.Again:
+                    # LinkThread checks this.
+                    self.is_open = False
+
+    def collect(self) -> list[bytes]:
+        """Return the received frames."""
+        frames: list[bytes] = []
+        with suppress(zmq.Again):
+            while len(frames) < _FRAMES_A_TURN:
+                frames.append(self.pull_socket.recv(zmq.NOBLOCK))
+        return frames
+
+    def wait(self, timeout: float) -> bytes:
+        """Return the next frame. Raises WorkerUnavailableError after `timeout` seconds."""
+        if not self.pull_socket.poll(int(timeout * 1000)):
+            raise WorkerUnavailableError(f"another rank of this worker said nothing for {timeout:g} s: see its log")
+        return self.pull_socket.recv()
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_open = False
+            self._push.close()
+        self.pull_socket.close()
+
+
+class LinkThread:
+    """Thread that calls `tick` when a link has frames, after `wake`, and periodically. `close` it before the links.
+
+    `on_lost` is called once, with the reason, when ticks stop: one failed, or a link has ended. The ranks then disagree
+    about their rooms, and pages would be held forever. The process must end.
+    """
+
+    def __init__(self, links: Sequence[RankLinkEnd], tick: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+        self._links = links
+        self._tick = tick
+        self._on_lost = on_lost
+        self._waker = Waker()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="rank-links", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Call `tick` soon. From any thread."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._is_closing = True
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._waker.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for link in self._links:
+            poller.register(link.pull_socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll(_TICK_MS)
+            self._waker.clear()
+            try:
+                self._tick()
+            except Exception as error:
+                logger.exception("word of rooms could not be taken in")
+                self._on_lost(
+                    f"word of rooms could not be taken in: {error!r}: see the log, and start the worker again"
+                )
+                return
+            if not all(link.is_open for link in self._links):
+                self._on_lost("another rank of this worker takes no word of rooms any more: start the worker again")
+                return
+
+
+class DriverChannel:
+    """The driver's ends. `close` sends every follower its last order. `net`: for followers on other hosts."""
+
+    def __init__(self, endpoints: RankEndpoints, rank: ParallelRank, net: PipeNet | None = None) -> None:
+        self._context: Context = zmq.Context()
+        followers = [other.index for other in followers_of(rank)]
+        self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS, net) for i in followers}
+        # Sorted by `ParallelRank.index`.
+        self.links = [
+            RankLinkEnd(self._context, hears=endpoints.from_rank[i], says=endpoints.to_rank[i], net=net)
+            for i in followers
+        ]
+        self._rank = rank
+
+    def tell(self, order: bytes) -> None:
+        """Send a step's order to every follower, from one thread at a time. Raises EngineError."""
+        for index, socket in self._orders.items():
+            try:
+                socket.send(order, zmq.NOBLOCK)
+            except zmq.Again:
+                raise EngineError(f"rank {index} of this worker does not take its orders: restart the worker") from None
+
+    def exchange(self, own: bytes, timeout: float) -> list[bytes]:
+        """Exchange one value per rank, by `ParallelRank.index`. All ranks call it before any other message."""
+        said = [link.wait(timeout) for link in self.links]
+        said.insert(self._rank.index, own)
+        frame = msgspec.msgpack.encode(said)
+        for link in self.links:
+            link.send(frame)
+        return said
+
+    def close(self) -> None:
+        """Send the last orders and close. Idempotent."""
+        for link in self.links:
+            link.close()
+        for socket in self._orders.values():
+            with suppress(zmq.Again):
+                socket.send(_LAST_ORDER, zmq.NOBLOCK)
+            socket.close()
+        self.links, self._orders = [], {}
+        self._context.term()
+
+
+class FollowerChannel:
+    """A follower's ends. `net`: given if its driver is on another host."""
+
+    def __init__(self, endpoints: RankEndpoints, rank: ParallelRank, net: PipeNet | None = None) -> None:
+        self._context: Context = zmq.Context()
+        hears, says = endpoints.to_rank[rank.index], endpoints.from_rank[rank.index]
+        self._orders = open_pull(self._context, endpoints.orders[rank.index], MAX_ORDERS, net)
+        self.link = RankLinkEnd(self._context, hears=hears, says=says, net=net)
+
+    def orders(self) -> Iterator[bytes]:
+        """Yield orders as they arrive, up to the last."""
+        while order := self._orders.recv():
+            yield order
+
+    def exchange(self, own: bytes, timeout: float) -> list[bytes]:
+        """Exchange values as `DriverChannel.exchange`."""
+        self.link.send(own)
+        return msgspec.msgpack.decode(self.link.wait(timeout), type=list[bytes])
+
+    def close(self) -> None:
+        self.link.close()
+        self._orders.close()
+        self._context.term()
+
+
+def open_pull(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PULL)
+    socket.set_hwm(high_water_mark)
+    socket.linger = 0
+    if endpoint.startswith(TCP) and net is not None:
+        net.bind(socket, endpoint)
+    else:
+        socket.bind(endpoint)
+    return socket
+
+
+def open_push(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.set_hwm(high_water_mark)
+    # Orders that a lost rank has not received are dropped.
+    socket.linger = _LINGER_MS
+    if endpoint.startswith(TCP) and net is not None:
+        net.connect(socket, endpoint)
+    else:
+        socket.connect(endpoint)
+    return socket

@@ -1,0 +1,1 @@
+"""Benchmarks: each command measures one thing and prints one table or JSON."""

@@ -1,0 +1,109 @@
+"""Growth of a measured time with its size, compared with the growth of its work. Pure.
+
+A series is one measurement at increasing sizes. Each point has its amount of work: the number of sequences, tokens or
+requests, or of floating-point operations if work does not grow evenly with the size.
+
+cost     Time per unit of work. It falls with the size while fixed costs dominate, and is flat in the end.
+growth   Exponent between two neighbours: time ~ work ^ growth. 0: no additional cost. 1: proportional to the work.
+excess   A point's cost over the least cost at any smaller size. Time grows faster than work if it stays above 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splitserve.tools.bench.stats import median
+
+# Excess attributed to measurement noise, and to caches that one size fits into and the next does not.
+TOLERANCE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesPoint:
+    size: int
+    # Amount of work in the series' unit.
+    work: float
+    # Seconds of each repeat.
+    times: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return median(self.times)
+
+    @property
+    def cost(self) -> float:
+        """Return the seconds per unit of work."""
+        return self.seconds / self.work
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    # Name of the measurement, and its conditions.
+    name: str
+    conditions: str
+    # Unit of the sizes, e.g. "sequences".
+    size_name: str
+    # One unit of work, e.g. "sequence".
+    work_name: str
+    # Unit of times in reports: "ms" or "µs".
+    time_unit: str
+    # Points in increasing order of size.
+    points: Sequence[SeriesPoint]
+
+    def shown(self, seconds: float) -> float:
+        """Convert seconds into the series' time unit."""
+        return seconds * {"ms": 1e3, "µs": 1e6}[self.time_unit]
+
+    def growths(self) -> list[float | None]:
+        """Return the growth at each point. None for the first."""
+        pairs = zip(self.points, self.points[1:], strict=False)
+        return [None, *(math.log(b.seconds / a.seconds) / math.log(b.work / a.work) for a, b in pairs)]
+
+    def worst(self) -> tuple[SeriesPoint, float]:
+        """Return the point with the largest excess, and its excess. Raises ValueError with fewer than two points."""
+        found: list[tuple[SeriesPoint, float]] = []
+        least = self.points[0].cost
+        for point in self.points[1:]:
+            found.append((point, point.cost / least))
+            least = min(least, point.cost)
+        return max(found, key=lambda pair: pair[1])
+
+    @property
+    def outgrows_work(self) -> bool:
+        return self.worst()[1] > TOLERANCE
+
+    def verdict(self) -> str:
+        point, excess = self.worst()
+        where = f"{excess:.2f} x the least cost at a smaller size, at {point.size:,} {self.size_name}"
+        if self.outgrows_work:
+            return f"GROWS FASTER THAN ITS WORK: up to {where}"
+        return f"no faster than its work: at most {where}"
+
+
+def measure(
+    sizes: Sequence[int],
+    work: Callable[[int], float],
+    run: Callable[[int], float],
+    repeats: int,
+    *,
+    warm_ups: int | None = None,
+) -> list[SeriesPoint]:
+    """Time `run`, which returns seconds, at each of the sizes.
+
+    The sizes alternate, so that a disturbance of the machine affects all of them. The first `warm_ups` sizes run once
+    before that. None: all.
+    """
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in sizes[:warm_ups]:
+        run(size)
+    for _ in range(repeats):
+        for size in sizes:
+            times[size].append(run(size))
+    return [SeriesPoint(size, work(size), tuple(times[size])) for size in sizes]
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """Return first, 2 x first, ... up to and including `last`. Empty if `last` is below `first`."""
+    return [first << i for i in range((last // first).bit_length())]

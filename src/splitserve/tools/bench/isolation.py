@@ -1,0 +1,161 @@
+"""Effect of other clients' long prompts on running streams: one measurement.
+
+1. A few streams start and decode. When each has its first token, the quiet window begins.
+2. After it the loaded window begins. A long prompt is sent at once and then at even intervals, whether answered or not.
+3. At its end the measurement waits for each stream's next token, so that a current stall counts. It also waits for the
+   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled.
+
+A gap that overlaps the loaded window counts for it. A gap entirely within the quiet window counts for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from splitserve.tools.bench.load import client_session
+from splitserve.tools.bench.prompts import PromptMaker
+from splitserve.tools.bench.stats import StreamRecord, median, percentile
+from splitserve.tools.bench.stream import Endpoint, LoadError, MeasuredStream, wait_closed
+from splitserve.tools.bench.workload import LoadRequest
+
+# Seconds between two checks of the streams.
+_POLL_INTERVAL = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationPlan:
+    num_streams: int = 4
+    stream_prompt_tokens: int = 128
+    # More than a stream produces, so that it does not end by itself.
+    stream_output_tokens: int = 4096
+    # Seconds of each window.
+    window: float = 10.0
+    long_prompt_tokens: int = 2048
+    # Seconds between two long prompts.
+    interval: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationFigures:
+    """Figures of one run, or medians over several, in seconds and tokens per second."""
+
+    quiet_itl_p50: float
+    quiet_itl_p99: float
+    loaded_itl_p50: float
+    loaded_itl_p99: float
+    quiet_output_tokens_per_second: float
+    loaded_output_tokens_per_second: float
+    # TTFT of the long prompts that were answered before the end.
+    ttft_p50: float
+    num_sent: float
+    # Number of long prompts answered within the window.
+    num_answered: float
+    prompt_tokens_per_second: float
+
+    @classmethod
+    def median_of(cls, runs: Sequence[IsolationFigures]) -> IsolationFigures:
+        return cls(**{name: median([getattr(run, name) for run in runs]) for name in cls.__dataclass_fields__})
+
+
+async def measure_isolation(
+    endpoint: Endpoint, plan: IsolationPlan, prompts: PromptMaker, timeout: float
+) -> IsolationFigures:
+    """Run the measurement once. `timeout`: seconds for a wait for the streams' tokens. Raises LoadError."""
+    async with client_session(timeout + 2 * plan.window) as session:
+        run = _Run(endpoint, plan, session)
+        try:
+            return await run.measure(prompts, timeout)
+        finally:
+            await wait_closed(run.tasks)
+
+
+class _Run:
+    def __init__(self, endpoint: Endpoint, plan: IsolationPlan, session: aiohttp.ClientSession) -> None:
+        self._endpoint = endpoint
+        self._plan = plan
+        self._session = session
+        # All tasks in flight, streams first.
+        self.tasks: list[asyncio.Task[StreamRecord]] = []
+
+    async def measure(self, prompts: PromptMaker, timeout: float) -> IsolationFigures:
+        plan = self._plan
+        # Create the prompts before the streams start, because that takes time.
+        requests = [LoadRequest(prompts.make(plan.long_prompt_tokens), 1) for _ in range(self._num_long_prompts())]
+        streams = [
+            self._start(LoadRequest(prompts.make(plan.stream_prompt_tokens), plan.stream_output_tokens))
+            for _ in range(plan.num_streams)
+        ]
+        await self._until(lambda: all(s.arrived_at for s in streams), timeout)
+        began = time.perf_counter()
+        await asyncio.sleep(plan.window)
+        loaded_from = time.perf_counter()
+        long_prompts = []
+        for number, request in enumerate(requests):
+            await asyncio.sleep(loaded_from + number * plan.interval - time.perf_counter())
+            long_prompts.append(self._start(request))
+        await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
+        loaded_to = time.perf_counter()
+        await self._until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams), timeout)
+        await self._until(lambda: any(s.arrived_at for s in long_prompts), timeout)
+        return figures_of(streams, long_prompts, plan, began, loaded_from, loaded_to)
+
+    def _num_long_prompts(self) -> int:
+        return max(1, int(self._plan.window / self._plan.interval))
+
+    def _start(self, request: LoadRequest) -> MeasuredStream:
+        stream = MeasuredStream(self._endpoint, request)
+        self.tasks.append(asyncio.create_task(stream.run(self._session)))
+        return stream
+
+    async def _until(self, is_true: Callable[[], bool], timeout: float) -> None:
+        deadline = time.perf_counter() + timeout
+        while not is_true():
+            for task in self.tasks[: self._plan.num_streams]:
+                if task.done():
+                    task.result()
+                    raise LoadError(f"{self._endpoint.url}: a stream ended by itself: give the streams more tokens")
+            if time.perf_counter() > deadline:
+                raise LoadError(f"{self._endpoint.url}: streams or long prompts brought no token for {timeout:g} s")
+            await asyncio.sleep(_POLL_INTERVAL)
+
+
+def figures_of(
+    streams: Sequence[MeasuredStream],
+    long_prompts: Sequence[MeasuredStream],
+    plan: IsolationPlan,
+    began: float,
+    loaded_from: float,
+    loaded_to: float,
+) -> IsolationFigures:
+    """Return the figures of both windows: quiet [began, loaded_from), loaded [loaded_from, loaded_to).
+
+    Raises LoadError.
+    """
+    gaps = [(a, b) for s in streams for a, b in zip(s.arrived_at, s.arrived_at[1:], strict=False)]
+    quiet = [b - a for a, b in gaps if began <= a and b < loaded_from]
+    loaded = [b - a for a, b in gaps if a < loaded_to and b >= loaded_from]
+    answered = [s for s in long_prompts if s.arrived_at]
+    if not quiet or not loaded or not answered:
+        raise LoadError(f"too few tokens in windows of {plan.window:g} s to speak of gaps: the server is too slow")
+    num_in_time = sum(s.arrived_at[0] < loaded_to for s in answered)
+    return IsolationFigures(
+        quiet_itl_p50=percentile(quiet, 50),
+        quiet_itl_p99=percentile(quiet, 99),
+        loaded_itl_p50=percentile(loaded, 50),
+        loaded_itl_p99=percentile(loaded, 99),
+        quiet_output_tokens_per_second=_tokens(streams, began, loaded_from) / (loaded_from - began),
+        loaded_output_tokens_per_second=_tokens(streams, loaded_from, loaded_to) / (loaded_to - loaded_from),
+        ttft_p50=median([s.arrived_at[0] - s.sent_at for s in answered]),
+        num_sent=len(long_prompts),
+        num_answered=num_in_time,
+        prompt_tokens_per_second=num_in_time * plan.long_prompt_tokens / (loaded_to - loaded_from),
+    )
+
+
+def _tokens(streams: Sequence[MeasuredStream], start: float, end: float) -> int:
+    return sum(n for s in streams for at, n in zip(s.arrived_at, s.arrived, strict=True) if start <= at < end)

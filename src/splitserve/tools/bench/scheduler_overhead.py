@@ -1,0 +1,153 @@
+"""Scheduler overhead per step: the time between two steps that is not the model's, by running requests and loop.
+
+1. A null worker's scheduler decodes for the running requests. Messages to the front end are encoded but not sent.
+2. The model is a sleep, during which other threads can compute, as during kernels. The overhead is the time of a step
+   beyond a sleep without a scheduler, which is measured first.
+3. Loops and sizes take turns. The fastest step of each round counts, because it is disturbed least by a busy machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.messages import FromScheduler, GenerateRequest, encode
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
+from splitserve.testing.sim import ColocatedWorld, ListInbox
+from splitserve.tools.bench.growth_scheduler import InstantEngine
+from splitserve.tools.bench.growth_series import Series, SeriesPoint
+
+LOOPS = ("normal", "overlapped")
+# Seconds of a step: longer than the overlapped loop's work during a step, as with a real model.
+STEP_SECONDS = 0.005
+_PAGE_SIZE = 16
+_PROMPT_TOKENS = 100
+# Prompt tokens that one step admits.
+_TOKEN_BUDGET = 64 * _PROMPT_TOKENS
+
+
+class SleepingEngine(InstantEngine):
+    """Engine that sleeps for `STEP_SECONDS` and records when each step began."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.began: list[float] = []
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self._sleep, plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._sleep(plan)
+
+    def _sleep(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        self.began.append(began)
+        result = super().execute(plan)
+        time.sleep(max(0.0, began + STEP_SECONDS - time.perf_counter()))
+        return result
+
+
+class WakingInbox(ListInbox):
+    """Inbox with a real wait, until any thread calls `wake`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event = threading.Event()
+        self.wake = self._event.set
+
+    def wait(self, timeout: float) -> None:
+        self._event.wait(timeout)
+        self._event.clear()
+
+
+class BusyWorker(ColocatedWorld):
+    """Worker with `num_running` requests that do not end, in one of the loops."""
+
+    def __init__(self, loop: str, num_running: int, num_steps: int, engine_thread: ThreadPoolExecutor) -> None:
+        # Tokens for the requested steps, and for the steps that admit the prompts.
+        num_tokens = num_steps + 2 * (1 + num_running * _PROMPT_TOKENS // _TOKEN_BUDGET)
+        inbox = WakingInbox()
+        super().__init__(
+            num_pages=num_running * -(-(_PROMPT_TOKENS + num_tokens) // _PAGE_SIZE),
+            page_size=_PAGE_SIZE,
+            token_budget=_TOKEN_BUDGET,
+            max_running=num_running,
+            num_reserved_decode_tokens=num_tokens,
+            make_engine=SleepingEngine,
+            tells=False,
+            inbox=inbox,
+        )
+        params = ResolvedSampling(max_new_tokens=num_tokens, temperature=0.0)
+        for i in range(num_running):
+            ids = [(i * _PROMPT_TOKENS + j) for j in range(_PROMPT_TOKENS)]
+            self.submit(GenerateRequest(rid=f"request-{i:024d}", prompt_ids=ids, params=params))
+        normal = NormalLoop(self.scheduler, self.engine)
+        overlapped = OverlappedLoop(self.scheduler, self.engine, engine_thread, inbox.wake)
+        self._turn = normal.run_once if loop == "normal" else partial(self._turn_beside_a_step, overlapped)
+        self._under_way: StepInFlight | None = None
+        self._run_until(lambda: not self.running.waiting and len(self.running.running) == num_running)
+
+    def seconds_a_step(self, num_steps: int) -> float:
+        """Return the shortest time between the starts of two decode steps, over `num_steps` of them."""
+        assert isinstance(self.engine, SleepingEngine)
+        began = self.engine.began
+        # The first step may have waited for its turn, and the next one for the first.
+        first = len(began) + 2
+        self._run_until(lambda: len(began) > first + num_steps)
+        return min(b - a for a, b in itertools.pairwise(began[first:]))
+
+    def _run_until(self, is_done: Callable[[], bool]) -> None:
+        while True:
+            self._turn()
+            if is_done():
+                return
+
+    def _turn_beside_a_step(self, loop: OverlappedLoop) -> None:
+        self._under_way = loop.turn(self._under_way)
+
+    def _collect(self, message: FromScheduler) -> None:
+        encode(message)
+
+
+def measure_overhead(sizes: Sequence[int], rounds: int, num_steps: int) -> list[Series]:
+    """Return one series per loop over the numbers of running requests."""
+    times: dict[tuple[str, int], list[float]] = {(loop, size): [] for loop in LOOPS for size in sizes}
+    with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine_thread:
+        # Steps of all rounds, with a few at the start of each that do not count.
+        total = (rounds + 1) * (num_steps + 5)
+        workers = {case: BusyWorker(*case, total, engine_thread) for case in times}
+        for number in range(rounds + 1):
+            for case, worker in workers.items():
+                asleep = _seconds_asleep(num_steps)
+                seconds = max(0.0, worker.seconds_a_step(num_steps) - asleep)
+                # The first round warms up.
+                if number:
+                    times[case].append(seconds)
+    conditions = f"a model of {STEP_SECONDS * 1e3:g} ms a step, {num_steps} steps a round"
+    return [
+        Series(
+            f"{loop} loop",
+            conditions,
+            "running requests",
+            "running request",
+            "µs",
+            [SeriesPoint(size, float(size), tuple(times[loop, size])) for size in sizes],
+        )
+        for loop in LOOPS
+    ]
+
+
+def _seconds_asleep(num_sleeps: int) -> float:
+    found = []
+    for _ in range(num_sleeps):
+        began = time.perf_counter()
+        time.sleep(STEP_SECONDS)
+        found.append(time.perf_counter() - began)
+    return min(found)

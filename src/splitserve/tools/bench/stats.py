@@ -1,0 +1,123 @@
+"""Definitions of the figures of benchmarks. Pure. All times are in seconds.
+
+TTFT              From sending a request to its first token.
+ITL               Each gap between two arrivals of tokens at the client.
+TPOT              (E2E - TTFT) / (n - 1) of a request with n output tokens.
+output tokens/s   All output tokens of a run, over the time from its first request to its last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """One request, measured at its client. All records of a run have the same clock."""
+
+    sent_at: float
+    # Arrival times of tokens, in order. Several tokens may arrive at once.
+    arrived_at: tuple[float, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def ttft(self) -> float:
+        return self.arrived_at[0] - self.sent_at
+
+    @property
+    def e2e(self) -> float:
+        return self.arrived_at[-1] - self.sent_at
+
+    @property
+    def itls(self) -> list[float]:
+        """Return the gaps between arrivals. Empty: all tokens arrived at once."""
+        return [later - earlier for earlier, later in zip(self.arrived_at, self.arrived_at[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Return the time per output token. None: there is only one token."""
+        n = self.num_output_tokens
+        return None if n < 2 else (self.e2e - self.ttft) / (n - 1)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Return the smallest value that at least q percent of the values do not exceed, 0 < q <= 100."""
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    return sorted(values)[max(0, math.ceil(q / 100 * len(values)) - 1)]
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the middle value, or the mean of the two middle ones."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def elapsed(run: Sequence[StreamRecord]) -> float:
+    """Return the time from the first request to the last token."""
+    return max(r.arrived_at[-1] for r in run) - min(r.sent_at for r in run)
+
+
+def output_tokens_per_second(run: Sequence[StreamRecord]) -> float:
+    return sum(r.num_output_tokens for r in run) / elapsed(run)
+
+
+def prompt_tokens_per_second(run: Sequence[StreamRecord]) -> float:
+    return sum(r.num_prompt_tokens for r in run) / elapsed(run)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsFigures:
+    """Figures of several streams at once.
+
+    Values that exist once per run are medians over the runs. The others are over all records of all runs.
+    """
+
+    num_streams: int
+    num_runs: int
+    output_tokens_per_second: float
+    itl_mean: float
+    itl_p50: float
+    itl_p99: float
+    tpot_median: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> StreamsFigures:
+        """Compute the figures. Raises ValueError if a stream has fewer than two tokens."""
+        records = [record for run in runs for record in run]
+        itls = [gap for record in records for gap in record.itls]
+        tpots = [record.tpot for record in records if record.tpot is not None]
+        if not itls or len(tpots) != len(records):
+            raise ValueError("streams of at least two tokens are needed")
+        return cls(
+            num_streams=len(runs[0]),
+            num_runs=len(runs),
+            output_tokens_per_second=median([output_tokens_per_second(run) for run in runs]),
+            itl_mean=mean(itls),
+            itl_p50=percentile(itls, 50),
+            itl_p99=percentile(itls, 99),
+            tpot_median=median(tpots),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TtftFigures:
+    """Figures of one prompt at a time on an idle system."""
+
+    num_prompt_tokens: int
+    num_runs: int
+    ttft_median: float
+    ttft_min: float
+    ttft_max: float
+
+    @classmethod
+    def of(cls, num_prompt_tokens: int, records: Sequence[StreamRecord]) -> TtftFigures:
+        ttfts = [record.ttft for record in records]
+        return cls(num_prompt_tokens, len(ttfts), median(ttfts), min(ttfts), max(ttfts))

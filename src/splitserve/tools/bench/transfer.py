@@ -1,0 +1,219 @@
+"""`splitserve bench transfer`: each transport compared with its limit, between two processes of this machine.
+
+1. For each total size, a receiving process and the sending end in this process start, with all memory touched and one
+   session open.
+2. For each case of that size there are several runs. In a run the limit and the transport write in turn, so that a
+   disturbance of the machine affects both. Small writes are sent several at once, and the limit moves the bytes of all
+   of them. The first writes of a run are not counted on either side, because connections and memory are new. Each run
+   opens the limit again, because the location of its memory matters.
+3. Then a write alone, and single pages in sequence, for the latency of small transfers.
+4. The table is printed, and appended to a log if requested.
+
+`transports/` has the transports, and `limits.py` their limits.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from splitserve.core.errors import ConfigError, SplitserveError
+from splitserve.process.console import progress
+from splitserve.testing.transfer_peer import End, PeerProcess
+from splitserve.tools.bench.backends import choose_backends
+from splitserve.tools.bench.extras import measure_extras
+from splitserve.tools.bench.limits import LIMITS, OpenLimit
+from splitserve.tools.bench.machine import check_writable, describe_machine
+from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.stats import median, percentile
+from splitserve.tools.bench.transfer_plan import (
+    FULL,
+    GIB,
+    QUICK,
+    TransferCase,
+    TransferPlan,
+    batch_of,
+    batches_a_run,
+    copies_of,
+    fits,
+    latency_writes,
+    memory_of,
+)
+from splitserve.tools.bench.transfer_report import TransferFigures, TransferReport, size_text
+from splitserve.transfer.copies import Copies, joined, num_bytes
+from splitserve.transfer.transports.base import PeerAddress, WriteState
+
+# Seconds for one write.
+_WRITE_TIMEOUT = 60.0
+
+
+class TransferBenchError(SplitserveError):
+    """A write of the benchmark failed."""
+
+    reason = "transfer_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBenchOptions:
+    # Empty: all that are present.
+    backends: tuple[str, ...]
+    # Markdown file to append a section to. None: no file.
+    append_to: Path | None
+    as_json: bool
+    quick: bool
+
+
+def run_transfer_bench(options: TransferBenchOptions) -> int:
+    """Run the benchmark and return the exit code.
+
+    Raises ConfigError if a named backend is absent, and SplitserveError.
+    """
+    console = Console(stderr=True)
+    if options.append_to is not None:
+        check_writable(options.append_to)
+    backends = _choose(options.backends, console)
+    plan = QUICK if options.quick else FULL
+    figures = [f for backend in backends for f in measure_backend(backend, plan, console)]
+    if not options.backends:
+        figures += measure_extras(plan)
+    report = TransferReport(_command(options), describe_machine(), plan.runs, figures)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    return 0
+
+
+def _choose(named: Sequence[str], console: Console) -> list[str]:
+    if unknown := [backend for backend in named if backend not in LIMITS]:
+        raise ConfigError(f"--backend {unknown[0]!r}: choose one of {', '.join(LIMITS)}, which move memory of the CPU")
+    return choose_backends(named, LIMITS, "--backend", console)
+
+
+def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferFigures]:
+    """Measure all cases that fit into memory. Raises SplitserveError."""
+    open_limit = LIMITS[backend].load()
+    for total in plan.totals:
+        available = psutil.virtual_memory().available
+        if not fits(total, available):
+            room = f"{available / GIB:.1f} GiB of memory are available"
+            console.print(f"{backend}: {size_text(total)} in all is left out: {room}", highlight=False)
+            continue
+        with (
+            progress(console, f"{backend}: {size_text(total)} in all") as show,
+            _Pair(backend, memory_of(total)) as pair,
+        ):
+            for case in plan.cases(total):
+                order = "scattered" if case.scattered else "contiguous"
+                pages = f"pages of {size_text(case.page_bytes)}, {order}"
+                show(f"{backend}: {size_text(total)} in {pages}")
+                yield measure_case(pair, case, plan.runs, open_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    gb_per_s: float
+    limit_gb_per_s: float
+    # CPU seconds of our transport: user and system time of both processes.
+    cpu_seconds: float
+
+
+class _Pair:
+    """Both ends of one backend, each with `num_bytes` of touched memory. The sending end is in this process."""
+
+    def __init__(self, backend: str, num_bytes: int) -> None:
+        self.backend = backend
+        self._receiver = PeerProcess(backend, [num_bytes])
+        self._sender = End(backend, [num_bytes], write_timeout=_WRITE_TIMEOUT)
+
+    def __enter__(self) -> _Pair:
+        self._sender.memory[0][:] = 1
+        self._receiver.ask("set", region=0, value=2)
+        self._session: PeerAddress = self._receiver.open_session()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._sender.close()
+        self._receiver.kill()
+
+    def write(self, *writes: Copies) -> float:
+        """Return the seconds from the first submission until all bytes are confirmed. Raises TransferBenchError."""
+        began = time.perf_counter()
+        tickets = [self._sender.transport.write(self._session, copies) for copies in writes]
+        # Writes complete in order, so the wait for the last comes first.
+        statuses = [self._sender.outcome(ticket, 2 * _WRITE_TIMEOUT) for ticket in reversed(tickets)]
+        seconds = time.perf_counter() - began
+        for status in statuses:
+            if status.state is not WriteState.DONE:
+                raise TransferBenchError(f"{self.backend}: a write ended as {status.state.name}: {status.error}")
+        return seconds
+
+    def receiver_cpu_seconds(self) -> float:
+        seconds: float = self._receiver.ask("cpu_seconds")
+        return seconds
+
+
+def measure_case(pair: _Pair, case: TransferCase, runs: int, open_limit: OpenLimit) -> TransferFigures:
+    writes, repeats = batch_of(case), batches_a_run(case.total_bytes)
+    all_bytes = joined(writes)
+    found = [_run(pair, writes, all_bytes, repeats, open_limit) for _ in range(runs)]
+    gb_per_s, limit_gb_per_s = run_of_median_ratio([r.gb_per_s for r in found], [r.limit_gb_per_s for r in found])
+    alone = [pair.write(writes[i % len(writes)]) for i in range(max(runs, len(writes)))]
+    latencies = _latencies(pair, case)
+    return TransferFigures.of(
+        pair.backend,
+        case,
+        gb_per_s=gb_per_s,
+        limit_gb_per_s=limit_gb_per_s,
+        alone=median(alone),
+        p50=percentile(latencies, 50),
+        p99=percentile(latencies, 99),
+        cpu_seconds_per_gb=sum(r.cpu_seconds for r in found) / (runs * repeats * num_bytes(all_bytes) / 1e9),
+        num_writes=len(writes[0]),
+    )
+
+
+def run_of_median_ratio(ours: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
+    """Return our speed and the limit's of the run with the median ratio.
+
+    The machine's speed may change for minutes, and so between the runs of a case. Separate medians could be from
+    different times.
+    """
+    by_ratio = sorted(zip(ours, limits, strict=True), key=lambda run: run[0] / run[1])
+    return by_ratio[len(by_ratio) // 2]
+
+
+def _run(pair: _Pair, writes: Sequence[Copies], all_bytes: Copies, repeats: int, open_limit: OpenLimit) -> _Run:
+    ours, limits, cpu_seconds = [], [], 0.0
+    with open_limit(all_bytes) as write_bare:
+        pair.write(*writes)
+        cpu_seconds -= pair.receiver_cpu_seconds()
+        for _ in range(repeats):
+            limits.append(write_bare())
+            # The limit's sender is in this process, too.
+            cpu_seconds -= time.process_time()
+            ours.append(pair.write(*writes))
+            cpu_seconds += time.process_time()
+        cpu_seconds += pair.receiver_cpu_seconds()
+    num_gb = num_bytes(all_bytes) / 1e9
+    return _Run(num_gb / median(ours), num_gb / median(limits), cpu_seconds)
+
+
+def _latencies(pair: _Pair, case: TransferCase) -> list[float]:
+    """Return the seconds of writes of one page each, at random places if the case is scattered."""
+    one_by_one = copies_of(TransferCase(case.page_bytes, case.total_bytes, scattered=True), seed=1)
+    if not case.scattered:
+        one_by_one = np.sort(one_by_one, order="src_offset")
+    count = latency_writes(case.page_bytes)
+    return [pair.write(one_by_one[i % len(one_by_one)][None]) for i in range(count)]
+
+
+def _command(options: TransferBenchOptions) -> str:
+    words = ["splitserve", "bench", "transfer"]
+    for backend in options.backends:
+        words += ["--backend", backend]
+    return shlex.join([*words, *(["--quick"] if options.quick else [])])

@@ -1,0 +1,238 @@
+"""`splitserve chaos`: a local cluster under load while its workers die, stop and restart.
+
+1. A router, prefill and decode workers start. A fixed set of requests of all forms runs undisturbed. All later outcomes
+   are compared with its outcomes.
+2. Clients repeat these requests, and some disconnect halfway. Two fault injectors (see `saboteur.py`) break workers.
+3. After the given time the faults end first, then the load. Then no worker may hold any resource.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster
+from splitserve.engine.sources import resolve_model
+from splitserve.observe.leaks import held
+from splitserve.process.child import POLL_INTERVAL
+from splitserve.tools.bench.machine import check_writable, describe_machine
+from splitserve.tools.bench.publish import publish
+from splitserve.tools.chaos.orders import PROGRAM
+from splitserve.tools.chaos.report import ChaosReport, Tally
+from splitserve.tools.chaos.saboteur import Saboteur
+from splitserve.tools.chaos.streams import (
+    StreamOutcome,
+    StreamRequest,
+    follow,
+    follow_undisturbed,
+    make_requests,
+    open_session,
+)
+from splitserve.tools.metrics_page import sum_samples
+
+# Number of different requests.
+_NUM_REQUESTS = 30
+# Share of the requests with a client that disconnects halfway.
+_LEAVING = 0.05
+# Seconds for the workers to load, for a stream, and for the release of all resources at the end.
+_READY, _STREAM, _SETTLE = 600.0, 300.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    # Command line that repeats this run.
+    command: str
+    model: str
+    seconds: float
+    # Number of streams in flight at any time.
+    num_streams: int
+    prefill: int
+    decode: int
+    # Tokens of each output.
+    num_tokens: int
+    backend: str
+    hang_timeout: float
+    seed: int
+    append_to: Path | None
+    as_json: bool
+
+
+def run_chaos(options: ChaosOptions) -> int:
+    """Run the test and return the exit code: 0 if no client lost anything and nothing leaked."""
+    console = Console(stderr=True)
+    if options.append_to is not None:
+        check_writable(options.append_to)
+    resolve_model(options.model)
+    report = _run(options, console)
+    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    return 0 if report.is_good else 1
+
+
+def _run(options: ChaosOptions, console: Console) -> ChaosReport:
+    requests = make_requests(_NUM_REQUESTS, options.num_tokens)
+    tally = Tally()
+    with _cluster(options) as cluster:
+        console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
+        cluster.wait_ready(_READY)
+        expected = follow_undisturbed(cluster.router_url, requests, timeout=_STREAM)
+        console.print(f"now with faults, for {options.seconds:.0f} s (seed {options.seed})", highlight=False)
+        try:
+            _disturb(_Run(options, cluster, requests, expected, tally))
+            leaks = asyncio.run(_await_release(cluster))
+            num_migrations, num_retries = (_count_moves(cluster.router_url, kind) for kind in ("migration", "retry"))
+        except BaseException:
+            cluster.keep_logs()
+            raise
+        if tally.errors or tally.differences or leaks:
+            cluster.keep_logs()
+            console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
+    return ChaosReport(
+        command=options.command,
+        machine=describe_machine(),
+        seed=options.seed,
+        seconds=options.seconds,
+        tally=tally,
+        num_migrations=num_migrations,
+        num_retries=num_retries,
+        leaks=leaks + _processes_left(),
+    )
+
+
+def _disturb(run: _Run) -> None:
+    try:
+        asyncio.run(run.run())
+    except ExceptionGroup as group:
+        # The first error is the cause. The others were cancelled for it, or have the same cause.
+        raise group.exceptions[0] from None
+
+
+def _cluster(options: ChaosOptions) -> LocalCluster:
+    return LocalCluster(
+        LocalDeployment(
+            model=options.model,
+            prefill=options.prefill,
+            decode=options.decode,
+            # Outputs are compared. In other dtypes the sums of a step depend on its other requests.
+            dtype="float32",
+            backend=options.backend,
+            threads=1,
+            # Long prompts take several chunks.
+            worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
+            # A request meets more faults in a minute than others in a year, so three retries are not enough.
+            router_args=[
+                *("--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"),
+                *("--max-retries", "8", "--max-prefill-retries", "8"),
+            ],
+        ),
+        worker_program=PROGRAM,
+    )
+
+
+class _Run:
+    def __init__(
+        self,
+        options: ChaosOptions,
+        cluster: LocalCluster,
+        requests: list[StreamRequest],
+        expected: dict[int, StreamOutcome],
+        tally: Tally,
+    ) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._requests = requests
+        self._expected = expected
+        self._tally = tally
+        self._clients_rng = random.Random(f"clients {options.seed}")
+
+    async def run(self) -> None:
+        faults_over, load_over = asyncio.Event(), asyncio.Event()
+        async with open_session(_STREAM) as session, asyncio.TaskGroup() as group:
+            for _ in range(self._options.num_streams):
+                group.create_task(self._client(session, load_over))
+            saboteurs = [group.create_task(s.run(faults_over)) for s in self._saboteurs()]
+            await asyncio.wait(saboteurs, timeout=self._options.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            faults_over.set()
+            # The injectors restart the workers that they broke.
+            await asyncio.wait(saboteurs)
+            load_over.set()
+
+    def _saboteurs(self) -> list[Saboteur]:
+        return [
+            Saboteur(
+                self._cluster,
+                role,
+                self._tally,
+                self._options.hang_timeout,
+                random.Random(f"{role} {self._options.seed}"),
+            )
+            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+        ]
+
+    async def _client(self, session: aiohttp.ClientSession, is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            i = self._clients_rng.randrange(len(self._requests))
+            if self._clients_rng.random() < _LEAVING:
+                await self._leave_halfway(session, i)
+            else:
+                await self._follow(session, i)
+
+    async def _follow(self, session: aiohttp.ClientSession, i: int) -> None:
+        outcome, name = StreamOutcome(), f"request {i} ({self._requests[i].path})"
+        try:
+            await follow(session, self._cluster.router_url, self._requests[i], outcome)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            self._tally.errors.append(f"{name}: {type(error).__name__} {error}")
+        else:
+            self._tally.judge(name, outcome, self._expected[i])
+
+    async def _leave_halfway(self, session: aiohttp.ClientSession, i: int) -> None:
+        outcome = StreamOutcome()
+        stream = asyncio.create_task(follow(session, self._cluster.router_url, self._requests[i], outcome))
+        await asyncio.wait({stream}, timeout=self._clients_rng.uniform(0.1, 5.0))
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        self._tally.num_left += 1
+
+
+async def _await_release(cluster: LocalCluster) -> list[str]:
+    """Wait until workers have released everything. Return what they still hold after the timeout."""
+    deadline = time.monotonic() + _SETTLE
+    async with aiohttp.ClientSession() as client:
+        while found := [problem for url in _urls(cluster) if (problem := await _problem(client, url))]:
+            if time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(POLL_INTERVAL * 10)
+    return []
+
+
+def _urls(cluster: LocalCluster) -> list[str]:
+    return [url for role in DisaggregationMode for url in cluster.urls(role)]
+
+
+async def _problem(client: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with client.get(f"{url}/server_info") as response:
+            states = (await response.json())["internal_states"]
+    except aiohttp.ClientError as error:
+        return f"{url} does not answer: {error or type(error).__name__}"
+    return "; ".join(f"{url} keeps {what}" for state in states if (what := held(state)))
+
+
+def _count_moves(router_url: str, kind: str) -> int:
+    """Return the number of requests continued elsewhere: "migration" in a stream, "retry" before the first byte."""
+    return int(sum_samples(router_url, kind=kind).get("splitserve_router:retries_total", 0.0))
+
+
+def _processes_left() -> list[str]:
+    """Return the processes that are left after the end of the cluster."""
+    family = psutil.Process().children(recursive=True)
+    return [f"process {p.pid} is left" for p in family if p.status() != psutil.STATUS_ZOMBIE]

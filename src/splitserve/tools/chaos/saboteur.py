@@ -1,0 +1,191 @@
+"""Fault injector for the workers of one role: it breaks one at a time and waits until each is back.
+
+A run has two, one for each role. So each role always has a working worker, and no request has a reason to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from splitserve.core.errors import ClusterError
+from splitserve.core.request import DisaggregationMode
+from splitserve.deploy.local import LocalCluster
+from splitserve.process.child import POLL_INTERVAL, ChildProcess
+from splitserve.tools.chaos.orders import Fault, FaultOrder
+from splitserve.tools.chaos.points import FaultStage
+from splitserve.tools.chaos.report import Tally
+
+# Seconds to reach a stage, for a worker to load, drain or end, and between two faults.
+_MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)
+
+
+class Saboteur:
+    """Fault injector of one role. `hang_timeout`: the router's, seconds."""
+
+    def __init__(
+        self, cluster: LocalCluster, role: DisaggregationMode, tally: Tally, hang_timeout: float, rng: random.Random
+    ) -> None:
+        self._cluster = cluster
+        self._role = role
+        self._tally = tally
+        self._hang_timeout = hang_timeout
+        self._rng = rng
+        self._num_replaced = 0
+        self._kinds: list[Callable[[ChildProcess], Awaitable[str]]] = [
+            self._kill,
+            self._stop,
+            self._pause,
+            self._kill_scheduler,
+            self._kill_front_end,
+            self._restart,
+            self._change_role,
+        ]
+
+    async def run(self, is_over: asyncio.Event) -> None:
+        """Inject faults until `is_over` is set. Raises ClusterError if a worker does not come back."""
+        while not is_over.is_set():
+            victim = self._rng.choice(self._cluster.children_of(self._role))
+            name = await self._weighted_kind()(victim)
+            self._tally.faults[f"{self._role} {name}"] += 1
+            await self._wait_usable()
+            try:
+                async with asyncio.timeout(self._rng.uniform(*_CALM)):
+                    await is_over.wait()
+            except TimeoutError:
+                continue
+
+    def _weighted_kind(self) -> Callable[[ChildProcess], Awaitable[str]]:
+        # Faults with stages are the most frequent.
+        return self._rng.choices(self._kinds, [6, 4, 1, 1, 1, 2, 3])[0]
+
+    async def _kill(self, victim: ChildProcess) -> str:
+        stage = await self._strike(victim, signal.SIGKILL)
+        await self._replace(victim)
+        return f"killed {stage}"
+
+    async def _stop(self, victim: ChildProcess) -> str:
+        """Stop the worker long enough to be considered hung."""
+        stage = await self._strike(victim, signal.SIGSTOP)
+        await asyncio.sleep(self._hang_timeout * 2)
+        signal_worker(victim, signal.SIGCONT)
+        return f"stopped {stage}"
+
+    async def _pause(self, victim: ChildProcess) -> str:
+        """Stop the worker for less than the hang timeout."""
+        signal_worker(victim, signal.SIGSTOP)
+        await asyncio.sleep(self._hang_timeout / 3)
+        signal_worker(victim, signal.SIGCONT)
+        return "paused"
+
+    async def _kill_scheduler(self, victim: ChildProcess) -> str:
+        assert victim.ready is not None
+        os.kill(victim.ready.scheduler_pids[0], signal.SIGKILL)
+        await self._replace(victim)
+        return "scheduler killed"
+
+    async def _kill_front_end(self, victim: ChildProcess) -> str:
+        victim.send_signal(signal.SIGKILL)
+        await self._replace(victim)
+        return "front end killed"
+
+    async def _restart(self, victim: ChildProcess) -> str:
+        """Restart the worker as an operator does: drain, stop, start."""
+        assert victim.ready is not None
+        await self._post("/workers/drain", {"url": victim.ready.url, "migrate": True})
+        victim.send_signal()
+        if not await asyncio.to_thread(victim.wait, _COME_BACK):
+            raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")
+        await self._replace(victim)
+        return "drained and restarted"
+
+    async def _change_role(self, victim: ChildProcess) -> str:
+        """Change the worker to another role and back."""
+        assert victim.ready is not None
+        away = self._rng.choice([role for role in DisaggregationMode if role is not self._role])
+        for role in (away, self._role):
+            order = {"url": victim.ready.url, "role": role, "timeout": _COME_BACK, "force": True}
+            await self._post("/role", order | {"drain": self._rng.choice(["complete", "migrate"])})
+        return f"made {away} and {self._role} again"
+
+    async def _strike(self, victim: ChildProcess, number: signal.Signals) -> str:
+        """Fail the worker at a random stage. Return the stage, or "anywhere" if it was not reached in time."""
+        stage = self._rng.choice(list(FaultStage))
+        order = order_fault(victim, Fault(stage, number, skip=self._rng.randrange(6)))
+        deadline = time.monotonic() + _MEET
+        while time.monotonic() < deadline:
+            if order.is_taken:
+                return str(stage)
+            await asyncio.sleep(POLL_INTERVAL)
+        if not order.withdraw():
+            return str(stage)
+        signal_worker(victim, number)
+        return "anywhere"
+
+    async def _replace(self, victim: ChildProcess) -> None:
+        self._num_replaced += 1
+        name = f"{self._role}-again-{self._num_replaced}"
+        await asyncio.to_thread(replace_worker, self._cluster, self._role, victim, name)
+
+    async def _wait_usable(self) -> None:
+        """Wait until the router uses every worker of the role."""
+        began = time.monotonic()
+        while not await self._all_usable():
+            if time.monotonic() - began > _COME_BACK:
+                states = "\n".join(child.log_tail() for child in self._cluster.children_of(self._role))
+                raise ClusterError(f"not all {self._role} workers came back within {_COME_BACK:g} s:\n{states}")
+            await asyncio.sleep(POLL_INTERVAL * 4)
+        self._tally.recoveries.append(time.monotonic() - began)
+
+    async def _all_usable(self) -> bool:
+        children = self._cluster.children_of(self._role)
+        known = {w["url"]: w for w in (await self._get("/workers"))["workers"]}
+        return all(
+            c.ready is not None and (worker := known.get(c.ready.url)) and worker["healthy"] and worker["ready"]
+            for c in children
+        )
+
+    async def _get(self, path: str) -> Any:
+        try:
+            async with aiohttp.ClientSession() as client, client.get(self._cluster.router_url + path) as response:
+                return await response.json()
+        except aiohttp.ClientError as error:
+            raise ClusterError(f"the router does not answer {path}: {error or type(error).__name__}") from error
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(self._cluster.router_url + path, json=body) as response,
+        ):
+            if response.status != 200:
+                raise ClusterError(f"{path} {body}: {response.status} {(await response.text())[:500]}")
+
+
+def order_fault(child: ChildProcess, fault: Fault) -> FaultOrder:
+    """Order a worker to fail when it reaches the stage. It must run `orders.PROGRAM`.
+
+    A withdrawn order has no effect.
+    """
+    return FaultOrder.give(child.ready_path, fault)
+
+
+def signal_worker(child: ChildProcess, number: signal.Signals) -> None:
+    """Send a signal to the front end and all schedulers of a worker, as if its whole machine failed or resumed."""
+    assert child.ready is not None
+    for pid in (child.pid, *child.ready.scheduler_pids, *child.ready.follower_pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def replace_worker(cluster: LocalCluster, role: DisaggregationMode, child: ChildProcess, name: str) -> ChildProcess:
+    """Remove a worker and start another one for it, which still loads when this returns."""
+    cluster.remove_worker(child)
+    return cluster.add_worker(role, name)

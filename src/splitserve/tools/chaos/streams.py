@@ -1,0 +1,215 @@
+"""Streams of all forms, assembled as a client does it, to compare a disturbed stream with an undisturbed one.
+
+Equal means the same tokens, texts, finish reasons and token counts, with nothing lost or sent twice, and logprobs that
+agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from splitserve.tools.bench.stream import LoadError
+
+# Logprobs of the same token may differ by the effect of another order of float32 sums.
+_LOGPROB_TOLERANCE = 1e-3
+_OUTPUT = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}
+
+
+@dataclass
+class Choice:
+    """One choice of a stream, assembled."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Any = None
+
+
+@dataclass
+class StreamOutcome:
+    """Outcome of one request at the client."""
+
+    choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
+    # Prompt and output tokens. None: the server did not report them.
+    usage: tuple[int, int] | None = None
+    num_events: int = 0
+    # Error object, from an event or from the body of a response with an error status.
+    error: dict[str, Any] | None = None
+    # Whether the stream ended properly, even after an error.
+    is_done: bool = False
+    # Longest time between two events, or from sending to the first event, seconds.
+    longest_pause: float = 0.0
+
+    def take(self, data: dict[str, Any]) -> None:
+        """Add one event. Raises ValueError if it contradicts earlier tokens."""
+        self.num_events += 1
+        if "error" in data:
+            self.error = data["error"]
+        elif "meta_info" in data:
+            self._take_native(data)
+        else:
+            self._take_openai(data)
+
+    def difference(self, expected: StreamOutcome) -> str:
+        """Return the first difference from the expected outcome, in words. Empty: none."""
+        if self.error is not None:
+            return f"error: {self.error.get('message')}"
+        if not self.is_done:
+            return "the stream has no end"
+        if self.usage != expected.usage:
+            return f"usage {self.usage} instead of {expected.usage}"
+        for index, choice in expected.choices.items():
+            if problem := _difference(self.choices[index], choice):
+                return f"choice {index}: {problem}"
+        return ""
+
+    def _take_native(self, data: dict[str, Any]) -> None:
+        """Add an event with everything so far."""
+        meta, choice = data["meta_info"], self.choices[data.get("index", 0)]
+        if data["output_ids"][: len(choice.token_ids)] != choice.token_ids:
+            raise ValueError(f"{choice.token_ids} became {data['output_ids']}")
+        choice.text, choice.token_ids, choice.finish = data["text"], data["output_ids"], meta["finish_reason"]
+        choice.logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+
+    def _take_openai(self, data: dict[str, Any]) -> None:
+        """Add an event with the new tokens only."""
+        if usage := data.get("usage"):
+            self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+        for part in data["choices"]:
+            choice = self.choices[part["index"]]
+            choice.text += part["text"] if "text" in part else part["delta"].get("content") or ""
+            choice.token_ids += part.get("token_ids", [])
+            choice.logprobs += (part.get("logprobs") or {}).get("token_logprobs", [])
+            choice.finish = part["finish_reason"]
+
+
+def _difference(found: Choice, expected: Choice) -> str:
+    for name in ("token_ids", "text", "finish"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        if ours != theirs:
+            return f"{name} {ours!r} instead of {theirs!r}"
+    if len(found.logprobs) != len(expected.logprobs):
+        return f"{len(found.logprobs)} logprobs instead of {len(expected.logprobs)}"
+    for i, (ours, theirs) in enumerate(zip(found.logprobs, expected.logprobs, strict=True)):
+        if not math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE):
+            return f"logprob {i} is {ours} instead of {theirs}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    path: str
+    body: dict[str, Any]
+
+
+def make_requests(count: int, num_tokens: int) -> list[StreamRequest]:
+    """Return requests of all forms in turn, with outputs of `num_tokens`.
+
+    No two have the same prompt. Any model accepts them.
+    """
+    return [_make_request(i, num_tokens) for i in range(count)]
+
+
+def _make_request(i: int, num_tokens: int) -> StreamRequest:
+    prompt = [(i * 37 + j * 11) % 250 for j in range(20 + 7 * i)]
+    drawn = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+    penal = {"frequency_penalty": 0.3, "repetition_penalty": 1.1}
+    native = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    long = {"max_tokens": num_tokens, "min_tokens": num_tokens, "return_token_ids": True}
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("/generate", {"input_ids": prompt, "sampling_params": {"temperature": 0.0, **native}}),
+        ("/generate", {"input_ids": prompt, "sampling_params": {**drawn, **penal, **native}, "return_logprob": True}),
+        ("/v1/completions", {"prompt": prompt, "n": 2, "logprobs": 1, **drawn, **long}),
+        ("/v1/completions", {"prompt": prompt, "temperature": 0, **long, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"prompt": prompt, "json_schema": _OUTPUT, **drawn, **long, "min_tokens": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"say {i}"}], **drawn, **penal, **long}),
+    ]
+    path, body = forms[i % len(forms)]
+    return StreamRequest(path, body | {"stream": True})
+
+
+def open_session(timeout: float) -> aiohttp.ClientSession:
+    """Open a session. `timeout`: seconds for a whole stream. The buffer must hold one event, which is one line."""
+    limits = aiohttp.ClientTimeout(total=timeout)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits, read_bufsize=1 << 22)
+
+
+async def follow(
+    session: aiohttp.ClientSession,
+    url: str,
+    request: StreamRequest,
+    outcome: StreamOutcome,
+    on_event: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill `outcome` as the stream arrives.
+
+    Raises ValueError and the errors of the connection, such as TimeoutError.
+    """
+    last_at = time.monotonic()
+    async with session.post(url + request.path, json=request.body) as response:
+        if response.status != 200:
+            outcome.error, outcome.is_done = (await response.json())["error"], True
+            return
+        async for line in response.content:
+            now = time.monotonic()
+            if line.startswith(b"data: "):
+                outcome.longest_pause = max(outcome.longest_pause, now - last_at)
+                last_at = now
+            if line.startswith(b"data: [DONE]"):
+                outcome.is_done = True
+            elif line.startswith(b"data: "):
+                outcome.take(json.loads(line[6:]))
+                on_event()
+            elif line != b"\n":
+                raise ValueError(f"not an event: {line!r}")
+
+
+def follow_all(
+    url: str,
+    requests: Mapping[int, StreamRequest] | Sequence[StreamRequest],
+    *,
+    timeout: float,
+    disturb: Callable[[], None] | None = None,
+    after: int = 0,
+) -> dict[int, StreamOutcome]:
+    """Run all requests at once to their ends. `disturb` is called when each has received `after` events.
+
+    Raises ValueError if that never happens.
+    """
+    numbered = dict(requests.items() if isinstance(requests, Mapping) else enumerate(requests))
+    outcomes = {i: StreamOutcome() for i in numbered}
+    is_due = disturb is not None
+
+    def on_event() -> None:
+        nonlocal is_due
+        if is_due and all(o.num_events >= after for o in outcomes.values()):
+            is_due = False
+            assert disturb is not None
+            disturb()
+
+    async def run() -> None:
+        async with open_session(timeout) as session:
+            await asyncio.gather(*(follow(session, url, r, outcomes[i], on_event) for i, r in numbered.items()))
+
+    asyncio.run(run())
+    if is_due:
+        raise ValueError(f"no moment at which each of {len(outcomes)} streams had had {after} events")
+    return outcomes
+
+
+def follow_undisturbed(url: str, requests: Sequence[StreamRequest], *, timeout: float) -> dict[int, StreamOutcome]:
+    """Return outcomes to compare disturbed streams with. Raises LoadError if one of them does not end well."""
+    outcomes = follow_all(url, requests, timeout=timeout)
+    failed = {i: o.error for i, o in outcomes.items() if o.error is not None or not o.is_done}
+    if failed:
+        raise LoadError(f"requests failed though nothing disturbed them: {failed}")
+    return outcomes

@@ -1,0 +1,86 @@
+"""`splitserve demo`: one question over a prefill and a decode process, measured and compared with a colocated worker.
+
+1. A router, a prefill worker and a decode worker start as separate processes.
+2. The question goes through the router. The answer is printed as it arrives.
+3. A colocated worker starts and receives the same question.
+4. A table shows the times, and whether both gave the same tokens. All processes end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from openai import OpenAIError
+from openai.types.chat import ChatCompletionMessageParam
+from rich.console import Console
+from rich.table import Table
+
+from splitserve.core.errors import ClusterError
+from splitserve.core.request import DisaggregationMode
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.engine.sources import resolve_model
+from splitserve.process.console import standard_output
+from splitserve.tools.streaming import StreamedAnswer, open_client, stream_chat
+from splitserve.tools.transfers import Transfers, read_transfers
+
+_READY_TIMEOUT = 300.0
+# Tokens in the KV pool of each worker: the demo needs no more.
+_POOL_TOKENS = 8192
+
+
+def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
+    """Run the demo and return the exit code: 0 if both outputs are equal token for token."""
+    console = Console(stderr=True)
+    resolve_model(model)
+    started = time.monotonic()
+    worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]
+    try:
+        with LocalCluster(LocalDeployment(model=model, dtype=dtype, worker_args=worker_args)) as cluster:
+            wait_ready(cluster, console, _READY_TIMEOUT)
+            start_seconds = time.monotonic() - started
+            standard_output().print(f"> {prompt}", markup=False, highlight=False)
+            split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
+            transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
+            cluster.add_worker(DisaggregationMode.NULL, "colocated")
+            wait_ready(cluster, console, _READY_TIMEOUT)
+            colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
+    except (ClusterError, OpenAIError) as error:
+        console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    equal = split.token_ids == colocated.token_ids and bool(split.token_ids)
+    standard_output().print(_table(split, transfer, start_seconds, dtype, equal))
+    return 0 if equal else 1
+
+
+def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> StreamedAnswer:
+    def show(piece: str) -> None:
+        if echo:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
+    with open_client(url) as client:
+        answer = stream_chat(client, model, messages, max_tokens=max_tokens, temperature=0.0, on_text=show)
+    show("\n")
+    return answer
+
+
+def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, dtype: str, equal: bool) -> Table:
+    table = Table("", "", show_header=False)
+    rows = (
+        ("prompt tokens", str(answer.prompt_tokens)),
+        ("output tokens", str(answer.completion_tokens)),
+        ("start of the processes", f"{start_seconds:.1f} s"),
+        ("time to first token", f"{answer.ttft * 1e3:.0f} ms"),
+        ("inter-token latency, mean", f"{answer.mean_itl * 1e3:.1f} ms"),
+        ("inter-token latency, p99", f"{answer.p99_itl * 1e3:.1f} ms"),
+        ("KV cache moved", f"{transfer.num_bytes / 1e6:.2f} MB"),
+        ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
+        ("KV transfer speed", f"{transfer.gb_per_s:.2f} GB/s"),
+        (f"equal to colocated, token for token, in {dtype}", "yes" if equal else "NO"),
+    )
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,226 @@
+"""`splitserve verify`: the same prompts colocated and disaggregated on this machine, compared token by token.
+
+1. A router, a prefill, a decode and a colocated worker start as separate processes on free ports.
+2. Both sides receive every prompt four times, at the same time: greedy and seeded, with cold and warm prefix caches,
+   alone and several at once.
+3. All processes end. The comparison is reported. The exit code is 0 if the output is equal.
+
+`verify_compare.py` defines what counts as equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from splitserve.core.errors import ConfigError
+from splitserve.core.request import DisaggregationMode
+from splitserve.core.shape import WorkerShape
+from splitserve.deploy.deployment import ONE_RANK, LocalDeployment
+from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.engine.fit import check_fit
+from splitserve.engine.sources import resolve_model
+from splitserve.process.console import progress, standard_output
+from splitserve.tools.passage import PASSAGE
+from splitserve.tools.verify_compare import Comparison, VerifiedAnswer, VerifyError, VerifyReport
+from splitserve.tools.verify_prompts import CHUNK_TOKENS, Prompt, built_in_prompts, read_prompts
+from splitserve.tools.verify_report import render, report_object
+from splitserve.transfer.transports import USER_BACKENDS
+
+_READY_TIMEOUT = 900.0
+# Seconds for one answer.
+_ANSWER_TIMEOUT = 1800.0
+_AT_A_TIME = 6
+# Top logprobs requested per position, to compare the rankings at the position where two answers diverge.
+_NUM_TOP = 5
+_SEEDED_TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    model: str
+    dtype: str
+    # None: the built-in prompts.
+    prompts_file: Path | None
+    # Maximum output tokens of each answer.
+    max_tokens: int
+    transfer_backend: str
+    # Zero-copy transfer: pages change owner in one shared pool instead of being copied. Needs shm.
+    hand_over: bool
+    # CPU threads of each rank. None: the cores divided evenly.
+    threads: int | None
+    # Quantization of the pair's weights, to measure its effect. The colocated worker keeps its own weights. None:
+    # equal.
+    quantization: str | None = None
+    # Shapes of the pair. The colocated worker has one rank.
+    prefill_shape: WorkerShape = ONE_RANK
+    decode_shape: WorkerShape = ONE_RANK
+
+    @property
+    def pair(self) -> str:
+        """Return the shapes of the pair in words. Empty: both workers have one rank."""
+        if self.prefill_shape == self.decode_shape == ONE_RANK:
+            return ""
+        return f"prefill {self.prefill_shape} to decode {self.decode_shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """URLs of a deployment: the colocated worker, the router of the pair, and all workers, to flush their caches."""
+
+    colocated: str
+    disaggregated: str
+    workers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One round: every prompt once on both sides."""
+
+    pass_name: str
+    # A cold round starts with empty prefix caches. A warm round uses what the round before it left there.
+    is_warm: bool
+    at_a_time: int
+
+    @property
+    def setting(self) -> str:
+        company = "alone" if self.at_a_time == 1 else f"{self.at_a_time} at a time"
+        return f"{'warm' if self.is_warm else 'cold'}, {company}"
+
+    def params(self, prompt: int, max_tokens: int) -> dict[str, Any]:
+        if self.pass_name == "greedy":
+            return {"temperature": 0.0, "max_new_tokens": max_tokens}
+        return {"temperature": _SEEDED_TEMPERATURE, "seed": prompt, "max_new_tokens": max_tokens}
+
+
+_ROUNDS = (
+    _Round("greedy", is_warm=False, at_a_time=_AT_A_TIME),
+    _Round("greedy", is_warm=True, at_a_time=1),
+    _Round("seeded", is_warm=False, at_a_time=1),
+    _Round("seeded", is_warm=True, at_a_time=_AT_A_TIME),
+)
+
+
+def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
+    """Run all rounds and return the exit code: 0 if the output is equal, or if a quantization is measured.
+
+    Raises ConfigError, ClusterError, VerifyError.
+    """
+    if options.transfer_backend not in USER_BACKENDS:
+        raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
+    prompts = None if options.prompts_file is None else read_prompts(options.prompts_file)
+    folder = resolve_model(options.model)
+    for shape in (options.prefill_shape, options.decode_shape):
+        check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
+    report = _run(options, prompts, Console(stderr=True))
+    if as_json:
+        sys.stdout.write(json.dumps(report_object(report)) + "\n")
+    else:
+        standard_output().print(render(report))
+    return 0 if report.equal or report.quantization is not None else 1
+
+
+def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
+    cluster = LocalCluster(
+        LocalDeployment(
+            model=options.model,
+            null=1,
+            dtype=options.dtype,
+            backend=options.transfer_backend,
+            hand_over=options.hand_over,
+            prefill_shape=options.prefill_shape,
+            decode_shape=options.decode_shape,
+            threads=options.threads,
+            worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
+            pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
+        )
+    )
+    with cluster:
+        wait_ready(cluster, console, _READY_TIMEOUT)
+        colocated = cluster.urls(DisaggregationMode.NULL)[0]
+        workers = [w.url for w in cluster.workers if w.url is not None]
+        sides = Sides(colocated, cluster.router_url, workers)
+        with progress(console, "comparing") as show:
+            return asyncio.run(compare_sides(options, prompts, sides, show))
+
+
+async def compare_sides(
+    options: VerifyOptions,
+    prompts: list[Prompt] | None,
+    sides: Sides,
+    show: Callable[[str], None],
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> VerifyReport:
+    """Send the prompts of every round to both sides. `show` receives a line of progress. Raises VerifyError."""
+    async with httpx.AsyncClient(
+        timeout=_ANSWER_TIMEOUT, limits=httpx.Limits(max_connections=None), transport=transport
+    ) as http:
+        client = _Client(http)
+        colocated = sides.colocated
+        dtype = (await client.get(f"{colocated}/server_info"))["dtype"]
+        if prompts is None:
+            text = await client.post(f"{colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
+            prompts = built_in_prompts(text["tokens"], text["max_model_len"] - options.max_tokens)
+        comparisons: list[Comparison] = []
+        for number, this in enumerate(_ROUNDS, start=1):
+            show(
+                f"comparing {len(prompts)} prompts, round {number} of {len(_ROUNDS)}: {this.pass_name}, {this.setting}"
+            )
+            if not this.is_warm:
+                await asyncio.gather(*(client.post(f"{url}/flush_cache", {}) for url in sides.workers))
+            ours, theirs = await asyncio.gather(
+                _ask_all(client, colocated, prompts, this, options.max_tokens),
+                _ask_all(client, sides.disaggregated, prompts, this, options.max_tokens),
+            )
+            comparisons += [
+                Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))
+            ]
+    return VerifyReport(options.model, dtype, options.transfer_backend, comparisons, options.quantization, options.pair)
+
+
+async def _ask_all(
+    client: _Client, url: str, prompts: Sequence[Prompt], this: _Round, max_tokens: int
+) -> list[VerifiedAnswer]:
+    """Return one side's answers in the order of the prompts."""
+    places = asyncio.Semaphore(this.at_a_time)
+
+    async def ask(i: int) -> VerifiedAnswer:
+        body = {**prompts[i], "sampling_params": this.params(i, max_tokens)}
+        async with places:
+            answer = await client.post(
+                f"{url}/generate", {**body, "return_logprob": True, "top_logprobs_num": _NUM_TOP}, f"prompt {i}, "
+            )
+        return VerifiedAnswer.of(answer)
+
+    return list(await asyncio.gather(*(ask(i) for i in range(len(prompts)))))
+
+
+class _Client:
+    """HTTP client that raises VerifyError with the server's message if a worker rejects a request or is gone."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def get(self, url: str) -> dict[str, Any]:
+        return await self._send("GET", url, None, "")
+
+    async def post(self, url: str, body: dict[str, Any], what: str = "") -> dict[str, Any]:
+        return await self._send("POST", url, body, what)
+
+    async def _send(self, method: str, url: str, body: dict[str, Any] | None, what: str) -> dict[str, Any]:
+        try:
+            response = await self._http.request(method, url, json=body)
+        except httpx.HTTPError as error:
+            raise VerifyError(f"{what}{method} {url}: {str(error) or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise VerifyError(f"{what}{method} {url}: HTTP {response.status_code}: {response.text[:500]}")
+        parsed: dict[str, Any] = response.json()
+        return parsed

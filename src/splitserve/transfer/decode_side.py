@@ -1,0 +1,402 @@
+"""Decode half of a manager: prefill peers (lookup, handshake, heartbeat) and rooms to receive.
+
+It decides which pages prefill may write to: those of an announced room, until each source sends TransferStatus or is
+fenced. `_lose` sets the fence: a drained and fenced session lets no more writes through, and a prefill that is still
+alive must register for a new session. A prefill is lost as a whole, with all its ranks. Its announced rooms then fail.
+Rooms not announced yet look the prefill up again and find its successor without a restart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+from splitserve.core.errors import (
+    CapacityError,
+    DuplicateRoomError,
+    IncompatiblePeerError,
+    PeerLostError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
+from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.transfer.backoff import Backoff
+from splitserve.transfer.peers import (
+    BootstrapAddress,
+    Directory,
+    LookupFailure,
+    PeerState,
+    PrefillPeer,
+    Source,
+    sources_among,
+)
+from splitserve.transfer.receiver import KVReceiver, Target
+from splitserve.transfer.room import Context
+from splitserve.transfer.state import KVEvent, KVPoll
+from splitserve.transfer.wire import (
+    AbortRoom,
+    KVArgsRegisterInfo,
+    Mail,
+    Ping,
+    PrefillInfo,
+    RegisterReply,
+    RoomFailureCause,
+    TransferInfo,
+    TransferStatus,
+    Unregistered,
+    VersionMismatch,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeSide:
+    def __init__(self, context: Context, directory: Directory) -> None:
+        self._context = context
+        self._directory = directory
+        self._rooms: dict[RoomKey, KVReceiver] = {}
+        self._peers: dict[BootstrapAddress, PrefillPeer] = {}
+        self._backoff: Backoff[BootstrapAddress] = Backoff()
+        # Drained sessions that may have a write in flight -> rooms that keep their pages until the session is fenced.
+        self._fencing: dict[str, list[KVReceiver]] = {}
+        # Starts at a random number, so that two decode workers never use the same one.
+        self._attempts = itertools.count(context.mailbox.epoch >> 1)
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    # -- rooms ----------------------------------------------------------------------------------------------------
+
+    def open(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
+        key = bootstrap.key
+        if key in self._rooms:
+            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
+        if len(self._rooms) >= self._context.limits.max_rooms:
+            raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
+        peer = self._peer_of(bootstrap)
+        number = next(self._attempts) if attempt is None else attempt
+        receiver = KVReceiver(self, self._context, bootstrap, rid, number, peer)
+        self._rooms[key] = receiver
+        self._pair_if_ready(receiver)
+        return receiver
+
+    def announce(self, receiver: KVReceiver, target: Target) -> None:
+        for source in receiver.peer.sources:
+            self._post(source, receiver.announcement_to(source, target))
+
+    def fail(self, receiver: KVReceiver, error: SplitserveError) -> None:
+        """Fail a room and notify prefill as soon as its address is known."""
+        if not receiver.fail(error):
+            return
+        self._abort_rest(receiver)
+
+    def fail_all(self, error: SplitserveError) -> None:
+        for receiver in list(self._rooms.values()):
+            self.fail(receiver, error)
+
+    def remove(self, receiver: KVReceiver) -> None:
+        self._rooms.pop(receiver.key, None)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def handle(self, mail: Mail) -> None:
+        for peer, source in self._sources_at(mail.sender):
+            if source.info.epoch != mail.epoch:
+                self._lose(peer, "it was restarted", at=source, is_replaced=True)
+            else:
+                source.speaks()
+                self._pair_rooms(peer)
+        match mail.body:
+            case RegisterReply() as body:
+                self._on_register_reply(mail, body)
+            case TransferStatus() as body:
+                if room := self._room_of(mail, body.key, body.attempt):
+                    self._on_status(*room, body)
+            case AbortRoom() as body:
+                room = self._room_of(mail, body.key, body.attempt)
+                if room is not None and room[0].fail(body.cause.to_error(body.key)):
+                    # The sender needs no abort; its TransferStatus follows. If that is lost, our repeated abort
+                    # requests it again.
+                    self._abort_rest(room[0], knows=room[1])
+            case Unregistered(session_id=session_id, why=why):
+                if lost := self._source_of_session(session_id):
+                    self._lose(lost[0], why, at=lost[1])
+            case _:
+                pass
+
+    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+        for peer in list(self._peers.values()):
+            if any(source.info.control_address == mismatch.envelope.sender for source in peer.sources):
+                self._reject(peer, str(mismatch))
+
+    def _on_register_reply(self, mail: Mail, body: RegisterReply) -> None:
+        found = self._source_of_session(body.session_id)
+        if found is None or found[1].info.epoch != mail.epoch:
+            return
+        peer, source = found
+        if body.refusal is not None:
+            self._reject(peer, f"prefill refuses: {body.refusal}")
+            return
+        source.is_registered = True
+        if all(other.is_registered for other in peer.sources):
+            peer.state = PeerState.READY
+            self._pair_rooms(peer)
+
+    def _on_status(self, receiver: KVReceiver, source: Source, status: TransferStatus) -> None:
+        """Record the final status that a source sent for a room."""
+        receiver.said[source.session_id] = status.checksum
+        # Update `unsettled` before the state: a thread that reads Success must find the room quiescent.
+        receiver.unsettled = receiver.unsettled - {source.session_id}
+        receiver.note_change()
+        if status.failure is not None:
+            if receiver.fail(status.failure.to_error(receiver.key)):
+                self._abort_rest(receiver, knows=source)
+        elif not receiver.unsettled and receiver.poll() is KVPoll.TRANSFERRING:
+            receiver.complete()
+        if not receiver.unsettled:
+            receiver.abort_again_at = None
+
+    def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
+        """Return the announced room that a message concerns, and its source. None for another attempt of the room."""
+        receiver = self._rooms.get(key)
+        if receiver is None or receiver.attempt != attempt or receiver.announced_at is None:
+            return None
+        return next(((receiver, source) for source in receiver.peer.sources if source.info.epoch == mail.epoch), None)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for session_id in list(self._fencing):
+            self._settle_if_fenced(session_id)
+        for peer in list(self._peers.values()):
+            if peer.state is PeerState.WAITING:
+                self._ask_if_due(peer)
+            elif peer.state is PeerState.RESOLVING:
+                self._look_up(peer)
+            else:
+                self._heartbeat(peer, now)
+        for receiver in list(self._rooms.values()):
+            self._check_deadline(receiver, now)
+            if receiver.abort_again_at is not None and now >= receiver.abort_again_at:
+                receiver.abort_again_at = now + self._context.config.heartbeat_interval
+                self._send_abort(receiver)
+
+    def close(self, why: str) -> None:
+        for peer in list(self._peers.values()):
+            self._lose(peer, why)
+
+    def _ask_if_due(self, peer: PrefillPeer) -> None:
+        if self._context.clock.now() >= peer.retry_at:
+            peer.state = PeerState.RESOLVING
+            self._directory.request(peer.address, self._context.config.bootstrap_timeout)
+
+    def _look_up(self, peer: PrefillPeer) -> None:
+        match self._directory.result(peer.address):
+            case list() as infos:
+                self._resolved(peer, infos)
+            case LookupFailure(message=message, is_definitive=definitive):
+                del self._peers[peer.address]
+                error = WorkerUnavailableError(f"{peer} was not found: {message}")
+                logger.warning("%s", error.message)
+                if definitive:
+                    self._fail_waiting(peer, error)
+                else:
+                    self._look_again(peer)
+            case None:
+                pass
+
+    def _heartbeat(self, peer: PrefillPeer, now: float) -> None:
+        config = self._context.config
+        for source in peer.sources:
+            if not source.beat(now, config.heartbeat_interval):
+                continue
+            if source.misses >= config.heartbeat_misses:
+                seconds = config.heartbeat_interval * config.heartbeat_misses
+                self._lose(peer, f"it did not answer for {seconds:g} s", at=source)
+                return
+            if source.is_registered:
+                self._post(source, Ping(session_id=source.session_id))
+            else:
+                self._register(source)
+
+    def _check_deadline(self, receiver: KVReceiver, now: float) -> None:
+        config = self._context.config
+        if receiver.is_final:
+            return
+        if receiver.announced_at is not None:
+            if now - receiver.announced_at > config.transfer_timeout:
+                stage = "waiting for its KV cache"
+                self.fail(receiver, receiver.deadline_error(stage, config.transfer_timeout, "transfer_timeout"))
+        elif now - receiver.opened_at > config.bootstrap_timeout:
+            is_paired = receiver.poll() is KVPoll.WAITING_FOR_INPUT
+            stage = "waiting for free pages" if is_paired else f"reaching the {receiver.peer}"
+            self.fail(receiver, receiver.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
+
+    # -- peers ----------------------------------------------------------------------------------------------------
+
+    def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
+        """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown."""
+        host, port = bootstrap.host, bootstrap.port
+        sizes = (p.dp_size for p in self._peers.values() if p.address[:2] == (host, port))
+        dp_size = next((size for size in sizes if size), 1)
+        return self._peer_at(BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size)))
+
+    def _peer_at(self, address: BootstrapAddress) -> PrefillPeer:
+        """Return the prefill at a bootstrap address. Request a lookup if it is not known yet."""
+        peer = self._peers.get(address)
+        if peer is None:
+            if len(self._peers) >= self._context.limits.max_peers:
+                raise CapacityError(f"{len(self._peers)} prefill workers are known, and there is no room for another")
+            retry_at = self._backoff.retry_at(address, self._context.clock.now())
+            peer = self._peers[address] = PrefillPeer(address, retry_at=retry_at)
+            self._ask_if_due(peer)
+        return peer
+
+    def _resolved(self, peer: PrefillPeer, infos: list[PrefillInfo]) -> None:
+        try:
+            peer.sources = sources_among(infos, self._context.args, self._context.group_args)
+        except ValueError as error:
+            peer.sources = [Source(info) for info in infos]
+            self._send_waiting(peer)
+            self._reject(peer, str(error))
+            return
+        self._send_waiting(peer)
+        peer.state = PeerState.REGISTERING
+        for source in peer.sources:
+            source.session = self._context.transport.open_session()
+            source.next_beat_at = self._context.clock.now() + self._context.config.heartbeat_interval
+            self._register(source)
+        if infos[0].args.rank.dp_size > 1:
+            self._look_again(peer)
+
+    def _send_waiting(self, peer: PrefillPeer) -> None:
+        """Send the aborts that waited for an address, each to the rank of its room."""
+        for bootstrap, abort in peer.unsent_aborts:
+            try:
+                rank = self._peer_of(bootstrap)
+            except CapacityError:
+                # Prefill's own deadline ends the room.
+                continue
+            if not rank.sources:
+                rank.unsent_aborts.append((bootstrap, abort))
+            for source in rank.sources:
+                self._post(source, abort)
+        peer.unsent_aborts.clear()
+
+    def _register(self, source: Source) -> None:
+        assert source.session is not None
+        args = self._context.args
+        body = KVArgsRegisterInfo(args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets)
+        self._post(source, body)
+
+    def _reject(self, peer: PrefillPeer, why: str) -> None:
+        """Fail the rooms of an incompatible prefill. The next room looks it up again: it may have been replaced."""
+        logger.warning("%s cannot be used: %s", peer, why)
+        self._fence(peer)
+        for receiver in self._rooms_of(peer):
+            self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
+        self._forget(peer)
+
+    def _lose(self, peer: PrefillPeer, why: str, *, at: Source | None = None, is_replaced: bool = False) -> None:
+        """Fence a prefill that was lost at one of its ranks (`at`) or as a whole.
+
+        Announced rooms fail. The others look for its successor, at once if there is one.
+        """
+        name = str(peer) if at is None else peer.name_of(at)
+        for source in peer.sources:
+            if source.session is not None:
+                self._post(source, Unregistered(session_id=source.session_id, why=why))
+        if not is_replaced:
+            self._backoff.lost(peer.address, self._context.clock.now())
+        self._fence(peer)
+        for receiver in self._rooms_of(peer):
+            receiver.abort_again_at = None
+            lost = PeerLostError(receiver.key.room, f"{name} was lost: {why}")
+            if receiver.poll() is not KVPoll.BOOTSTRAPPING and receiver.fail(lost):
+                # The prefill may still be alive and wait for pages announced through the lost sessions.
+                self._send_abort(receiver)
+        self._forget(peer)
+        self._look_again(peer)
+        self._context.changed = True
+
+    def _fence(self, peer: PrefillPeer) -> None:
+        """Fence a prefill. Its rooms settle when the fence is proven: at once, or when the last write has ended."""
+        self._peers.pop(peer.address, None)
+        for source in peer.sources:
+            if source.session is not None:
+                self._context.transport.drain(source.session_id)
+                # Rooms that had not announced anything are left out: they continue with a successor and depend on
+                # its session.
+                self._fencing[source.session_id] = [r for r in self._rooms_of(peer) if r.announced_at is not None]
+                self._settle_if_fenced(source.session_id)
+
+    def _settle_if_fenced(self, session_id: str) -> None:
+        if self._context.transport.is_fenced(session_id):
+            for receiver in self._fencing.pop(session_id):
+                receiver.unsettled = receiver.unsettled - {session_id}
+                receiver.note_change()
+            self._context.changed = True
+
+    def _forget(self, peer: PrefillPeer) -> None:
+        for source in peer.sources:
+            self._context.mailbox.forget(source.info.control_address)
+
+    def _look_again(self, peer: PrefillPeer) -> None:
+        """Look up the prefill again for rooms that waited for this peer. Their deadlines are unchanged."""
+        for receiver in self._rooms_of(peer):
+            if receiver.poll() is not KVPoll.BOOTSTRAPPING:
+                continue
+            try:
+                receiver.peer = self._peer_of(receiver.bootstrap)
+            except CapacityError as error:
+                receiver.fail(error)
+            else:
+                self._pair_if_ready(receiver)
+
+    def _fail_waiting(self, peer: PrefillPeer, error: SplitserveError) -> None:
+        for receiver in self._rooms_of(peer):
+            if receiver.poll() is KVPoll.BOOTSTRAPPING:
+                receiver.fail(error)
+
+    def _pair_rooms(self, peer: PrefillPeer) -> None:
+        if peer.is_ready:
+            for receiver in self._rooms_of(peer):
+                self._pair_if_ready(receiver)
+
+    def _pair_if_ready(self, receiver: KVReceiver) -> None:
+        if receiver.peer.is_ready and receiver.poll() is KVPoll.BOOTSTRAPPING:
+            receiver.advance(KVEvent.PAIRED)
+
+    def _abort_rest(self, receiver: KVReceiver, knows: Source | None = None) -> None:
+        """Send AbortRoom to all sources except `knows`. Repeat until all have sent their TransferStatus."""
+        if receiver.unsettled:
+            receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
+        self._send_abort(receiver, knows)
+
+    def _send_abort(self, receiver: KVReceiver, knows: Source | None = None) -> None:
+        abort = AbortRoom(key=receiver.key, attempt=receiver.attempt, cause=RoomFailureCause.of(receiver.failure()))
+        if not receiver.peer.sources:
+            receiver.peer.unsent_aborts.append((receiver.bootstrap, abort))
+        for source in receiver.peer.sources:
+            if source is not knows and (source.session is None or source.session_id not in receiver.said):
+                self._post(source, abort)
+
+    def _rooms_of(self, peer: PrefillPeer) -> list[KVReceiver]:
+        return [receiver for receiver in self._rooms.values() if receiver.peer is peer]
+
+    def _sources_at(self, control_address: str) -> list[tuple[PrefillPeer, Source]]:
+        """Return the ranks of all known prefills that have this control address."""
+        everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources)
+        return [(peer, source) for peer, source in everyone if source.info.control_address == control_address]
+
+    def _source_of_session(self, session_id: str) -> tuple[PrefillPeer, Source] | None:
+        everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources if source.session)
+        return next(((peer, source) for peer, source in everyone if source.session_id == session_id), None)
+
+    def _post(self, source: Source, body: KVArgsRegisterInfo | TransferInfo | AbortRoom | Ping | Unregistered) -> None:
+        self._context.mailbox.post(source.info.control_address, source.info.epoch, body)

@@ -1,0 +1,47 @@
+"""An asyncio loop in a thread of its own, for HTTP in a process with a thread that must not block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            # Ctrl-C while the thread starts. The caller has no object to close yet.
+            self._end()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` in the loop. Return a future for the caller's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel running tasks and end the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self.submit(_cancel_others()).result()
+        self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,220 @@
+"""KVManager: the KV transfers of one rank. It has no sockets and no threads; `tick` does its work.
+
+A tick does this, in order:
+1. Read the messages of peers. This precedes all deadlines: after a pause of this process, its peers' messages are
+   already there.
+2. Advance every room: writes, completions, heartbeats and deadlines, all by the injected clock.
+3. Send the queued messages.
+
+The owner calls `tick` after an event of the channel, the transport or the scheduler, and a few times a second anyway.
+One lock guards the manager, because its ports may be used from another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splitserve.cache.shared_pages import SharedPages
+from splitserve.core.clock import Clock
+from splitserve.core.config import DisaggregationConfig
+from splitserve.core.errors import SplitserveError, WorkerUnavailableError
+from splitserve.core.request import BootstrapInfo, DisaggregationMode
+from splitserve.transfer.arrival import Arrivals
+from splitserve.transfer.checksum import Checksums
+from splitserve.transfer.decode_side import DecodeSide
+from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVReceiver, FakeKVSender
+from splitserve.transfer.mail import ControlChannel, Mailbox
+from splitserve.transfer.metadata import MetadataBuffers
+from splitserve.transfer.peers import Directory
+from splitserve.transfer.ports import AskedPrompt, RankReceiver, RankSender
+from splitserve.transfer.prefill_side import PrefillSide
+from splitserve.transfer.room import Context, RoomLimits
+from splitserve.transfer.staging import StagingArea
+from splitserve.transfer.transports.base import Transport
+from splitserve.transfer.wire import KVArgs, Mail, PrefillInfo, Unregistered, VersionMismatch, new_epoch
+
+
+def _nobody_to_wake() -> None:
+    """Do nothing: the wake function of owners that tick periodically."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVManagerPorts:
+    """Connections of a manager to its peers and its owner."""
+
+    clock: Clock
+    channel: ControlChannel
+    # Its regions are those of the layout, of the metadata and of the staging memory, in this order.
+    transport: Transport
+    # On decode workers: lookup of prefill workers.
+    directory: Directory | None = None
+    # Requests a tick soon; called from any thread.
+    wake: Callable[[], None] = _nobody_to_wake
+
+
+@dataclass(frozen=True, slots=True)
+class KVManagerMemory:
+    """Memory that a manager reads and writes beside the KV pool."""
+
+    metadata: MetadataBuffers
+    # On prefill workers: converts KV. None: KV cannot be converted.
+    staging: StagingArea | None = None
+    # On decode workers: widens KV that arrives in a narrower dtype. None: all KV arrives in the pool's dtype.
+    arrivals: Arrivals | None = None
+    # None: the CPU cannot read the pool.
+    checksums: Checksums | None = None
+    # None: no other worker computes in this pool.
+    shared: SharedPages | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVManagerIdentity:
+    """Values under which peers know a manager."""
+
+    args: KVArgs
+    # On decode workers: KVArgs of all ranks of the worker in order of `rank.index`. Empty: the worker has one rank.
+    group_args: Sequence[KVArgs] = ()
+    # On prefill workers: random number from the driver, the same for all ranks of this start of the worker.
+    instance: int = 0
+    # None: draw one.
+    epoch: int | None = None
+
+
+class KVManager:
+    """KV transfers of one rank. Implements ManagerPort, and RankManager for a worker of several ranks."""
+
+    def __init__(
+        self,
+        role: DisaggregationMode,
+        ports: KVManagerPorts,
+        memory: KVManagerMemory,
+        identity: KVManagerIdentity,
+        config: DisaggregationConfig,
+        limits: RoomLimits | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        epoch = new_epoch() if identity.epoch is None else identity.epoch
+        self._mailbox = Mailbox(ports.channel, epoch, config.cluster_token.secret)
+        self._metadata = memory.metadata
+        self._context = Context(
+            clock=ports.clock,
+            mailbox=self._mailbox,
+            transport=ports.transport,
+            args=identity.args,
+            group_args=list(identity.group_args) or [identity.args],
+            config=config,
+            staging=memory.staging,
+            arrivals=memory.arrivals,
+            checksums=memory.checksums,
+            shared=memory.shared,
+            limits=limits or RoomLimits(),
+            lock=self.lock,
+            wake=ports.wake,
+        )
+        self._instance = identity.instance
+        self._prefill = PrefillSide(self._context) if role is DisaggregationMode.PREFILL else None
+        self._decode: DecodeSide | None = None
+        if role is DisaggregationMode.DECODE:
+            if ports.directory is None:
+                raise ValueError("the decode role needs a directory to find prefill workers")
+            self._decode = DecodeSide(self._context, ports.directory)
+
+    @property
+    def num_rooms(self) -> int:
+        return self._side.num_rooms
+
+    @property
+    def num_peers(self) -> int:
+        return self._side.num_peers
+
+    @property
+    def num_undecodable(self) -> int:
+        """Number of dropped control frames: of another cluster, repeated, or unreadable."""
+        return self._mailbox.num_undecodable
+
+    def prefill_info(self) -> PrefillInfo:
+        """Return what a prefill rank registers with its bootstrap server."""
+        return PrefillInfo(
+            epoch=self._mailbox.epoch,
+            instance=self._instance,
+            control_address=self._mailbox.address,
+            args=self._context.args,
+        )
+
+    # -- ManagerPort ----------------------------------------------------------------------------------------------
+
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> RankSender:
+        if self._prefill is None:
+            raise ValueError("only the prefill role sends")
+        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
+            return FakeKVSender(self._context, bootstrap.key, rid)
+        with self.lock:
+            sender = self._prefill.open(rid, bootstrap.key)
+        self._context.wake()
+        return sender
+
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> RankReceiver:
+        """Open the receiving end. `attempt`: the driver's number of this use of the room. None: choose one."""
+        if self._decode is None:
+            raise ValueError("only the decode role receives")
+        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
+            return FakeKVReceiver(self._context, bootstrap.key, rid, self._metadata)
+        with self.lock:
+            receiver = self._decode.open(rid, bootstrap, attempt)
+        self._context.wake()
+        return receiver
+
+    def take_asked_prompts(self) -> list[AskedPrompt]:
+        # Called every step and almost always empty: do not wait for a tick in progress.
+        if self._prefill is None or not self._prefill.has_asked:
+            return []
+        with self.lock:
+            return self._prefill.take_asked()
+
+    # -- for the owner --------------------------------------------------------------------------------------------
+
+    def tick(self) -> bool:
+        """Run one tick. Return True if a room's state changed since the last tick."""
+        with self.lock:
+            for arrived in self._mailbox.collect():
+                if isinstance(arrived, VersionMismatch):
+                    self._side.handle_mismatch(arrived)
+                elif self._is_for_us(arrived):
+                    self._side.handle(arrived)
+            self._side.tick(self._context.clock.now())
+            self._mailbox.flush()
+            changed, self._context.changed = self._context.changed, False
+            return changed
+
+    def fail_all(self, error: SplitserveError) -> None:
+        """Fail every open room."""
+        with self.lock:
+            self._side.fail_all(error)
+            self._mailbox.flush()
+
+    def close(self) -> None:
+        """Fail every room, notify every peer, and end every session. Idempotent."""
+        with self.lock:
+            self._side.fail_all(WorkerUnavailableError("this worker is shutting down: retry on another"))
+            self._side.close("it is shutting down")
+            self._mailbox.flush()
+
+    @property
+    def _side(self) -> PrefillSide | DecodeSide:
+        side = self._prefill or self._decode
+        if side is None:
+            raise ValueError("a colocated worker has no KV manager")
+        return side
+
+    def _is_for_us(self, mail: Mail) -> bool:
+        """Return False for a message to an earlier owner of our address; notify its sender that this owner is gone."""
+        if mail.to_epoch == self._mailbox.epoch:
+            return True
+        if not isinstance(mail.body, Unregistered):
+            session = getattr(mail.body, "session", None)
+            session_id = session.session_id if session else getattr(mail.body, "session_id", "")
+            why = "it was restarted and does not know the session"
+            self._mailbox.reply(mail, Unregistered(session_id=session_id, why=why))
+        return False

@@ -1,0 +1,151 @@
+"""State of a prefill peer on a decode worker, from the first room with its bootstrap address until it is lost.
+
+  WAITING      lost recently: not contacted until `retry_at`
+  RESOLVING    requesting its ranks from the bootstrap server
+  REGISTERING  registering our memory with its ranks, until all have answered
+  READY        rooms may be announced; pinged at every heartbeat interval
+
+A prefill worker may consist of several ranks. The sources are those ranks that this decode rank receives from or
+announces to (`feeds.py`). Each has its own session. The loss of one is the loss of the whole worker, because every
+room needs all.
+
+Each data parallel rank of a prefill worker is a separate peer. Any of them reports how many there are. Until the first
+is found, a room uses rank 0; it then moves to its own rank.
+
+A peer leaves the table when it is lost, replaced, rejected, or reports our session as unknown. The next room looks
+it up again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from splitserve.core.request import BootstrapInfo
+from splitserve.transfer.feeds import feeds_of
+from splitserve.transfer.pairing import HeadPair
+from splitserve.transfer.transports.base import PeerAddress
+from splitserve.transfer.wire import PROTOCOL_VERSION, AbortRoom, KVArgs, PrefillInfo, version_difference
+
+
+class BootstrapAddress(NamedTuple):
+    """Address of one data parallel rank of a prefill worker, by its bootstrap server."""
+
+    host: str
+    port: int
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LookupFailure:
+    """Failed lookup of a prefill at its bootstrap server."""
+
+    message: str
+    # True if a retry cannot help: unknown rank, malformed request.
+    is_definitive: bool = False
+
+
+class Directory(Protocol):
+    """Lookup of the prefill at a bootstrap address. Never blocks."""
+
+    def request(self, address: BootstrapAddress, timeout: float) -> None:
+        """Start a lookup. Retry for `timeout` seconds while the server is unreachable or not ready."""
+        ...
+
+    def result(self, address: BootstrapAddress) -> list[PrefillInfo] | LookupFailure | None:
+        """Return the result, once: all ranks of that prefill, in order of index. None while there is none."""
+        ...
+
+
+class PeerState(enum.StrEnum):
+    WAITING = "waiting"
+    RESOLVING = "resolving"
+    REGISTERING = "registering"
+    READY = "ready"
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One rank of a prefill, with its session to this decode rank."""
+
+    info: PrefillInfo
+    # Heads that it writes of every room.
+    pairs: tuple[HeadPair, ...] = ()
+    # Number of ranks of our worker that announce each room to it.
+    num_targets: int = 1
+    # Session through which it writes to us. None until compatibility is proven.
+    session: PeerAddress | None = None
+    # Whether it has accepted our registration.
+    is_registered: bool = False
+    # Heartbeat: due time of the next one, whether a message arrived since the last, intervals missed in a row.
+    next_beat_at: float = 0.0
+    heard: bool = False
+    misses: int = 0
+
+    @property
+    def session_id(self) -> str:
+        assert self.session is not None
+        return self.session.session_id
+
+    def beat(self, now: float, interval: float) -> bool:
+        """Advance the heartbeat if an interval is over. Return True if a message is due now."""
+        if now < self.next_beat_at:
+            return False
+        self.misses = 0 if self.heard else self.misses + 1
+        self.heard = False
+        self.next_beat_at = now + interval
+        return True
+
+    def speaks(self) -> None:
+        self.heard, self.misses = True, 0
+
+
+@dataclass(slots=True, eq=False)
+class PrefillPeer:
+    address: BootstrapAddress
+    state: PeerState = PeerState.WAITING
+    # Clock time of the next lookup.
+    retry_at: float = 0.0
+    # Set once resolved. All ranks of the worker if it is incompatible.
+    sources: list[Source] = field(default_factory=list)
+    # Aborts of rooms that failed before their prefill's address was known.
+    unsent_aborts: deque[tuple[BootstrapInfo, AbortRoom]] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def __str__(self) -> str:
+        host, port, rank = self.address
+        return f"prefill at bootstrap address {host}:{port}" + (f", data parallel rank {rank}" if rank else "")
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether rooms may be announced. False while a source is silent: it may have been replaced."""
+        return self.state is PeerState.READY and all(source.misses == 0 for source in self.sources)
+
+    @property
+    def dp_size(self) -> int | None:
+        """Return the data parallel size of its worker. None until resolved."""
+        return self.sources[0].info.args.rank.dp_size if self.sources else None
+
+    def name_of(self, source: Source) -> str:
+        """Return the name of one of its ranks for messages."""
+        rank = source.info.args.rank
+        return str(self) if rank.group_size == 1 else f"{self}, rank {rank.name}"
+
+
+def sources_among(infos: Sequence[PrefillInfo], ours: KVArgs, group_args: Sequence[KVArgs]) -> list[Source]:
+    """Return the ranks of a prefill that send to this decode rank. `group_args`: KVArgs of all ranks of its worker.
+
+    Raises ValueError if the two workers are incompatible.
+    """
+    for info in infos:
+        if info.version != PROTOCOL_VERSION:
+            raise ValueError(version_difference(ours=PROTOCOL_VERSION, theirs=info.version))
+        if difference := info.args.difference(ours, ()):
+            raise ValueError(f"prefill and decode differ: {difference}")
+    feeds = feeds_of(ours.rank.index, group_args, [info.args for info in infos])
+    for feed in feeds:
+        if difference := infos[feed.source].args.difference(ours, feed.pairs):
+            raise ValueError(f"prefill and decode differ: {difference}")
+    return [Source(infos[feed.source], feed.pairs, feed.num_targets) for feed in feeds]

@@ -1,0 +1,200 @@
+"""The ways bytes travel between two pools. `TransferBackend` names them; each loads only when it is chosen.
+
+To add one: a file with a factory that takes TransportOptions, and an entry here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from splitserve.core.errors import ConfigError, clause
+from splitserve.transfer.transports.base import Transport, TransportOptions
+from splitserve.transfer.transports.sharing import thread_count
+
+
+class TransferBackend(enum.StrEnum):
+    # Both ends in this process, for tests and simulations.
+    FAKE = "fake"
+    # Plain sockets, on any machine.
+    TCP = "tcp"
+    # One host: direct writes to the peer's memory.
+    SHM = "shm"
+    # One host, KV pools on GPUs: direct writes to the peer's pool.
+    CUDA_IPC = "cuda_ipc"
+    # torch.distributed between CPUs, and between GPUs.
+    GLOO = "gloo"
+    NCCL = "nccl"
+    # Libraries for RDMA fabrics.
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
+
+
+# Backends available on any machine.
+_FOR_CPUS = "tcp, shm or gloo"
+
+
+def _nothing_missing() -> str | None:
+    return None
+
+
+def _missing_for_nccl() -> str | None:
+    lack = missing_of_cuda("CUDA and NCCL")
+    return lack and f"{lack}; or use {_FOR_CPUS}"
+
+
+def _missing_for_cuda_ipc() -> str | None:
+    if lack := missing_of_cuda("CUDA"):
+        return f"{lack}; or use {_FOR_CPUS}"
+    has_triton = importlib.util.find_spec("triton") is not None
+    return None if has_triton else "the Python package 'triton', which comes with torch's builds for CUDA"
+
+
+def missing_of_cuda(built_with: str) -> str | None:
+    """Return why CUDA cannot be used. Causes that only an import of torch (seconds) reveals are left to the factory."""
+    torch = importlib.util.find_spec("torch")
+    folder = Path(torch.origin).parent / "lib" if torch and torch.origin else None
+    if folder is None or not (folder / "libtorch_cuda.so").exists():
+        return f"a torch that is built with {built_with}: install one, see https://pytorch.org/get-started"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "a CUDA device, and this machine has no driver for one"
+    return None
+
+
+def _missing_for_mooncake() -> str | None:
+    for library, package in (("ibverbs.so.1", "ibverbs1"), ("numa.so.1", "numa1"), ("curl.so.4", "curl4")):
+        try:
+            ctypes.CDLL(f"lib{library}")
+        except OSError:
+            return f"the system library lib{library}: on Debian, apt-get install lib{package}"
+    return None
+
+
+# Device types of KV pools, by torch's names.
+_CPU, _GPU = frozenset({"cpu"}), frozenset({"cuda"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    module: str
+    factory: str
+    # Required module, and how to install it. "": our own requirements are enough.
+    needs: str = ""
+    hint: str = ""
+    # Names in TransportOptions.extra, each with a function that checks a value before a worker starts.
+    options: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
+    # Registered memory of the CPU must be in shareable arenas, which other processes can map.
+    shareable: bool = False
+    # Devices of the KV pools that it can transfer.
+    pools: frozenset[str] = _CPU
+    # Returns what else is missing and what to do. None: nothing.
+    lacks: Callable[[], str | None] = _nothing_missing
+
+
+_HERE = "splitserve.transfer.transports"
+_ENTRIES = {
+    TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
+    TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
+    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", options={"threads": thread_count}, shareable=True),
+    TransferBackend.CUDA_IPC: _Entry(
+        f"{_HERE}.cuda_ipc",
+        "cuda_ipc_transport",
+        shareable=True,
+        pools=_GPU,
+        lacks=_missing_for_cuda_ipc,
+    ),
+    TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
+    TransferBackend.NCCL: _Entry(
+        f"{_HERE}.process_group",
+        "nccl_transport",
+        options={"device": str},
+        pools=_GPU,
+        lacks=_missing_for_nccl,
+    ),
+    TransferBackend.MOONCAKE: _Entry(
+        f"{_HERE}.mooncake",
+        "mooncake_transport",
+        "mooncake",
+        "pip install 'splitserve[mooncake]'",
+        options={"protocol": str, "device": str, "staging": str},
+        pools=_CPU | _GPU,
+        lacks=_missing_for_mooncake,
+    ),
+    TransferBackend.NIXL: _Entry(
+        f"{_HERE}.nixl",
+        "nixl_transport",
+        "nixl_cu12",
+        "pip install 'splitserve[nixl]'",
+        options={"threads": thread_count},
+    ),
+}
+
+# Backends for workers. The fake one reaches no other process.
+USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
+
+
+def missing(backend: str) -> str | None:
+    """Return why this backend cannot be used on this machine and what to do. None: no obstacle is visible."""
+    if backend not in _ENTRIES:
+        return f"unknown transfer backend {backend!r}: choose one of {', '.join(TransferBackend)}"
+    entry = _ENTRIES[TransferBackend(backend)]
+    if importlib.util.find_spec(entry.module) is None:
+        return f"the transfer backend {backend!r} is not part of this release"
+    if entry.needs and importlib.util.find_spec(entry.needs) is None:
+        return f"the transfer backend {backend!r} needs the Python package {entry.needs!r}: {entry.hint}"
+    if lack := entry.lacks():
+        return f"the transfer backend {backend!r} needs {lack}"
+    return None
+
+
+def needs_shareable_memory(backend: str) -> bool:
+    """Return whether memory for this backend must come from `Arena(..., shareable=True)`."""
+    return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].shareable
+
+
+def needs_shareable_pool(backend: str) -> bool:
+    """Return whether a KV pool of the CPU must come from a shareable arena too."""
+    return needs_shareable_memory(backend) and moves_pools_on(backend, "cpu")
+
+
+def moves_pools_on(backend: str, device_type: str) -> bool:
+    """Return whether it can transfer a KV pool on such a device ("cpu", "cuda")."""
+    return backend in _ENTRIES and device_type in _ENTRIES[TransferBackend(backend)].pools
+
+
+def options_help() -> str:
+    """Return the options of each backend, for users."""
+    return "; ".join(f"{name}: {', '.join(sorted(e.options))}" for name, e in _ENTRIES.items() if e.options)
+
+
+def check_options(backend: str, given: Mapping[str, str]) -> None:
+    """Check option names and the number of threads. The backend checks other values. Raises ConfigError."""
+    options = _ENTRIES[TransferBackend(backend)].options
+    if unknown := set(given) - set(options):
+        known = ", ".join(sorted(options)) or "none"
+        raise ConfigError(f"the transfer backend {backend!r} has no option {min(unknown)!r}: it takes {known}")
+    for name, value in given.items():
+        options[name](value)
+
+
+def create_transport(backend: str, options: TransportOptions) -> Transport:
+    """Create the transport named `backend`. Raises ConfigError if it is unknown or its library is missing."""
+    if problem := missing(backend):
+        raise ConfigError(problem)
+    entry = _ENTRIES[TransferBackend(backend)]
+    check_options(backend, options.extra)
+    try:
+        factory: Callable[[TransportOptions], Transport] = getattr(importlib.import_module(entry.module), entry.factory)
+    except ImportError as error:
+        # The package is installed, but a system library that it links to is missing.
+        raise ConfigError(
+            f"the transfer backend {backend!r} cannot be loaded: {clause(error)}. {entry.hint}"
+        ) from error
+    return factory(options)

@@ -1,0 +1,261 @@
+"""KV pages between processes with GPUs on one host: the sender maps the receiver's pool and copies into it directly.
+
+1. The receiver's welcome names its host, its process, a gate (`cuda_gate.py`) and its regions. Regions on a GPU are
+   named by a handle of the driver, those of the CPU (the metadata rows) by their anonymous files, as with `shm`.
+2. The sender maps each allocation and each file once.
+3. The sender's GPU copies a write in bounded parts, on a stream of the connection's own. Each part is inside the gate
+   until the GPU has finished it. After the last part, the write is DONE.
+4. A drain closes the gate. The next part is refused, and the session is fenced when the part in progress has ended.
+
+A sender killed inside a part loses the gate's lock, and its GPU work ends with its process. The gate waits for both.
+The connection carries nothing after the welcome. Independent of pages. GPU operations are passed in (`Gpu`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve._native.moves import ScatterCopy
+from splitserve.core.arena import Arena
+from splitserve.core.errors import ConfigError
+from splitserve.core.layout import Region
+from splitserve.transfer.copies import Copies, num_bytes, select
+from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.base import TransportOptions, WriteRefused
+from splitserve.transfer.transports.cuda_gate import DeviceGate, DeviceKey
+from splitserve.transfer.transports.cuda_parts import parts
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.local_files import FileRef, file_ref
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.same_host import (
+    GatedIncoming,
+    KernelIdentity,
+    check_host,
+    open_key,
+    open_memory,
+    region_in,
+    this_host,
+)
+from splitserve.transfer.transports.session import SessionTransport
+from splitserve.transfer.transports.sockets import Deadline
+
+NAME = "cuda_ipc"
+NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"
+# Bytes copied per entry into the gate: a fraction of a millisecond of GPU time, so that waiting for it costs little.
+PART_BYTES = 256 << 20
+# Bytes that the CPU copies per entry into the gate.
+HOST_PART_BYTES = 8 << 20
+
+
+class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
+    """Part of an allocation on a GPU."""
+
+    # The driver's handle of the allocation.
+    handle: bytes
+    # Size of the allocation in bytes.
+    allocation: int
+    offset: int
+    length: int
+    # Address in the process that sends this.
+    address: int
+
+
+class HostRegion(msgspec.Struct, frozen=True, tag="host"):
+    """Part of an anonymous file."""
+
+    file: FileRef
+    offset: int
+    length: int
+
+
+class Gpu(Protocol):
+    def describe(self, region: Region) -> DeviceRegion | None:
+        """Describe a region. None for memory of the CPU. Raises ConfigError for memory that cannot be shared."""
+        ...
+
+    def open(self, handle: bytes, pid: int) -> int:
+        """Map an allocation of process `pid`. Return its address here. Raises OSError, SplitserveError."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Unmap an allocation mapped by `open`."""
+        ...
+
+    def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
+        """Copy all pieces. Return when all are copied."""
+        ...
+
+
+def cuda_ipc_transport(options: TransportOptions) -> SessionTransport:
+    """Return a transport between GPUs of this host. Raises ConfigError if there is no GPU."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the transfer backend {NAME!r} needs Linux, this is {sys.platform}: choose 'tcp'")
+    from splitserve.transfer.transports.cuda_gpu import CudaGpu
+
+    return SessionTransport(CudaIpcBackend(CudaGpu()), options)
+
+
+class _Welcome(msgspec.Struct, frozen=True):
+    host: KernelIdentity
+    pid: int
+    gate: FileRef
+    # The receiver's regions, in order.
+    regions: list[DeviceRegion | HostRegion]
+
+
+# Created on import: sessions open in threads, and two threads that create it at once crash the process.
+_welcomes = msgspec.msgpack.Decoder(_Welcome)
+
+
+class CudaIpcBackend:
+    # No write is brief: the GPU may have other work first.
+    brief_bytes = 0
+    joined_bytes = 8 << 20
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.memory = Memory()
+        # Descriptions of our regions, sent to peers.
+        self.described: list[DeviceRegion | HostRegion] = []
+
+    def register(self, memory: Memory) -> None:
+        described = [self._describe(region) for region in memory.regions]
+        if not any(isinstance(region, DeviceRegion) for region in described):
+            raise ConfigError(NEEDS_GPU)
+        self.memory, self.described = memory, described
+
+    def _describe(self, region: Region) -> DeviceRegion | HostRegion:
+        described = self.gpu.describe(region)
+        if described is not None:
+            return described
+        if region.fd < 0:
+            raise ConfigError(
+                f"the transfer backend {NAME!r} needs memory of the CPU that other processes can map, and a region was "
+                "registered that is private: allocate it as Arena(..., shareable=True)"
+            )
+        return HostRegion(file_ref(region.fd), region.fd_offset, region.length)
+
+    def receive(self) -> CudaIpcIncoming:
+        return CudaIpcIncoming(self.described)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> CudaIpcOutgoing:
+        try:
+            told = _welcomes.decode(welcome)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
+        return CudaIpcOutgoing(sock, self, told)
+
+    def close(self) -> None:
+        """Do nothing: the backend holds no resources."""
+
+
+class CudaIpcIncoming(GatedIncoming):
+    def __init__(self, described: list[DeviceRegion | HostRegion]) -> None:
+        super().__init__(DeviceGate())
+        self._described = described
+
+    def welcome(self) -> bytes:
+        return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
+
+
+class _Mappings:
+    """Mappings of a receiver's memory, each allocation and each file once."""
+
+    def __init__(self, gpu: Gpu, welcome: _Welcome) -> None:
+        self._gpu = gpu
+        self._pid = welcome.pid
+        self._allocations: dict[bytes, int] = {}
+        self._arenas: dict[FileRef, Arena] = {}
+        try:
+            self.memory = Memory([self._map(region) for region in welcome.regions])
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, region: DeviceRegion | HostRegion) -> Region:
+        if isinstance(region, HostRegion):
+            if region.file not in self._arenas:
+                self._arenas[region.file] = Arena.attach(open_memory(self._pid, region.file, NAME))
+            return region_in(self._arenas[region.file], region.offset, region.length)
+        if min(region.offset, region.length) < 0 or region.offset + region.length > region.allocation:
+            end = region.offset + region.length
+            raise ProtocolError(f"a region of [{region.offset}, {end}) in an allocation of {region.allocation} bytes")
+        if self._pid == os.getpid():
+            # A process can not map its own allocations, and does not need to.
+            return Region(region.address, region.length)
+        if region.handle not in self._allocations:
+            self._allocations[region.handle] = self._gpu.open(region.handle, self._pid)
+        return Region(self._allocations[region.handle] + region.offset, region.length)
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent."""
+        self.memory = Memory()
+        self._arenas.clear()
+        while self._allocations:
+            self._gpu.close(self._allocations.popitem()[1])
+
+
+class CudaIpcOutgoing:
+    """Sending end. It holds mappings of the receiver's memory until it is closed."""
+
+    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, welcome: _Welcome) -> None:
+        check_host(welcome.host, this_host(), NAME)
+        self._socket = sock
+        self._backend = backend
+        self._interrupted = False
+        self._ours_on_device = _on_device(backend.described)
+        self._theirs_on_device = _on_device(welcome.regions)
+        self._mappings = _Mappings(backend.gpu, welcome)
+        try:
+            self._key = open_key(DeviceKey, welcome.pid, welcome.gate, NAME)
+        except BaseException:
+            self._mappings.close()
+            raise
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        self._mappings.memory.check_targets(copies)
+        from_device = self._ours_on_device[copies["src_region"]]
+        if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
+            raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
+        self._write_device(select(copies, from_device), deadline)
+        self._write_host(select(copies, ~from_device), deadline)
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def close(self) -> None:
+        self._key.close()
+        self._mappings.close()
+
+    def _write_device(self, copies: Copies, deadline: Deadline) -> None:
+        targets, sources = self._mappings.memory.targets(copies), self._backend.memory.sources(copies)
+        for part in parts(targets, sources, copies["length"], PART_BYTES):
+            self._check(deadline)
+            with self._key.held():
+                self._backend.gpu.copy(*part)
+
+    def _write_host(self, copies: Copies, deadline: Deadline) -> None:
+        copy = ScatterCopy(copies, num_bytes(copies), self._backend.memory.bases, self._mappings.memory.bases)
+        while not copy.is_complete:
+            self._check(deadline)
+            with self._key.held():
+                copy.advance(HOST_PART_BYTES)
+
+    def _check(self, deadline: Deadline) -> None:
+        deadline.remaining()
+        if self._interrupted:
+            raise WriteRefused("interrupted")
+
+
+def _on_device(regions: list[DeviceRegion | HostRegion]) -> NDArray[np.bool_]:
+    return np.array([isinstance(region, DeviceRegion) for region in regions], dtype=bool)

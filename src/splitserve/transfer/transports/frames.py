@@ -1,0 +1,86 @@
+"""Frames that stream backends exchange over an authenticated connection (`handshake.py`).
+
+  write   magic, number of ranges, ticket id, total bytes | ranges                sender -> receiver
+  reply   ticket id, length of the refusal | refusal                              receiver -> sender
+
+A range is (region u32, offset u64, length u64) of the receiver's memory. The bytes of a write follow as the backend
+sends them. An empty refusal means acceptance; the backend defines of what.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from dataclasses import dataclass
+
+from splitserve.transfer.copies import Copies, num_bytes
+from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.base import WriteRefused
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
+from splitserve.transfer.transports.sockets import Deadline
+
+MAGIC = b"WRIT"
+MAX_TEXT_BYTES = 4096
+
+# Minimum timeout in seconds, because zero would mean no timeout.
+_LEAST_TIMEOUT = 0.001
+
+_WRITE = struct.Struct("<4sIQQ")
+_REPLY = struct.Struct("<QH")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFrame:
+    ticket_id: int
+    # Only the targets are set.
+    targets: Copies
+    # Number of bytes that follow, as announced by the sender.
+    length: int
+
+    def refusal(self, memory: Memory) -> str | None:
+        """Return why the write cannot be received into `memory`. None: it can."""
+        try:
+            expected = memory.check_targets(self.targets)
+        except WriteRefused as refusal:
+            return str(refusal)
+        if expected != self.length:
+            return f"{self.length} bytes announced for ranges of {expected}"
+        return None
+
+
+def write_frame(ticket_id: int, copies: Copies) -> bytes:
+    """Return header and table of ranges, in one piece. Raises WriteRefused for more ranges than fit."""
+    if len(copies) > MAX_RANGES:
+        raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
+    header = _WRITE.pack(MAGIC, len(copies), ticket_id, num_bytes(copies))
+    return header + encode_targets(copies)
+
+
+def receive_write_frame(sock: socket.socket) -> WriteFrame | None:
+    """Receive the frame of a write. None if the connection has ended. Raises OSError, ProtocolError."""
+    try:
+        header = sockets.receive_exactly(sock, _WRITE.size)
+    except ConnectionError:
+        return None
+    magic, num_ranges, ticket_id, length = _WRITE.unpack(header)
+    if magic != MAGIC or num_ranges > MAX_RANGES:
+        raise ProtocolError("not a write")
+    return WriteFrame(ticket_id, decode_targets(sockets.receive_exactly(sock, num_ranges * RANGE.itemsize)), length)
+
+
+def send_reply(sock: socket.socket, ticket_id: int, refusal: str = "") -> None:
+    text = refusal.encode()[:MAX_TEXT_BYTES]
+    sock.sendall(_REPLY.pack(ticket_id, len(text)) + text)
+
+
+def receive_reply(sock: socket.socket, ticket_id: int, deadline: Deadline) -> None:
+    """Receive the reply to a write. Raises WriteRefused with the receiver's refusal; OSError, ProtocolError."""
+    # Read at least once: a reply that has already arrived is not late.
+    sockets.set_receive_timeout(sock, max(deadline.left, _LEAST_TIMEOUT))
+    replied, length = _REPLY.unpack(sockets.receive_exactly(sock, _REPLY.size))
+    if replied != ticket_id or length > MAX_TEXT_BYTES:
+        raise ProtocolError(f"reply to write {replied} instead of {ticket_id}")
+    if refusal := sockets.receive_exactly(sock, length).decode(errors="replace"):
+        raise WriteRefused(refusal)

@@ -1,0 +1,225 @@
+"""Groups of two members in torch.distributed, each for the lifetime of one connection between two workers.
+
+1. Both ends create the group at the same time (`rendezvous.py`). Gloo's wait is in `meeting.py`.
+2. Tensors are sent and received in order. A receiver's wait ends with the data connection, or at its deadline.
+3. `close` is the fence: no memory passed to the group is read or written any more. A broken group is never repaired.
+
+The process's default group, which tensor parallelism may use, is not used. This module handles tensors only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.meeting import meet
+from splitserve.transfer.transports.rendezvous import ConnectionStore
+from splitserve.transfer.transports.sockets import Deadline
+
+# Some attributes of torch.cuda have no types.
+_cuda: Any = torch.cuda
+# Tags of gloo's operations.
+_DATA, _POISON = 0, 1
+# Seconds between two polls of NCCL for completion.
+_POLL_SECONDS = 50e-6
+
+# Objects that an operation in flight needs. Hold them until the operation has ended.
+Works = list[Any]
+
+
+class GroupEnd(Protocol):
+    """One end of a group. Used only by the thread that created it."""
+
+    # Device of its tensors.
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor) -> Works:
+        """Start to send. Only the receiver can report completion."""
+        ...
+
+    def receive(self, tensor: torch.Tensor) -> Works:
+        """Start to receive into the whole of `tensor`."""
+        ...
+
+    def wait(self, works: Works, deadline: Deadline) -> None:
+        """Wait for the end of what `receive` started. Raises TimeoutError; ConnectionError if the peer is lost."""
+        ...
+
+    def seal(self) -> None:
+        """End the rendezvous. Call after the first operations: the group does not need it any more."""
+        ...
+
+    def close(self) -> None:
+        """Close the group and shut the data connection. On return, no tensor is read or written. Idempotent."""
+        ...
+
+
+class GlooGroup:
+    """Gloo over TCP, on the address at which the data connection runs.
+
+    Gloo has no abort. A group breaks when a wait times out: gloo then closes the pair's connection, and its thread uses
+    no buffer any more. If a group breaks, gloo ends the waits for operations that have not begun, but not for
+    operations that are half done. So each tensor is followed by a mark of one byte, and only the wait for the mark
+    counts: if the mark has arrived, so has the tensor.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int, deadline: Deadline) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        self.device = torch.device("cpu")
+        self._socket = sock
+        self._peer = 1 - rank
+        self._mark = torch.zeros(1, dtype=torch.uint8)
+        # These names are from torch's own tests; its type stubs have others.
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._threads = 1
+        # Timeout of one attempt. The end that is connected to waits five times as long.
+        options._timeout = timedelta(seconds=deadline.remaining() / 5)
+        options._devices = [ProcessGroupGloo.create_device(hostname=sock.getsockname()[0])]
+        self._group: Any
+        with _losses_by_name():
+            self._group, self._store = meet(lambda store: ProcessGroupGloo(store, rank, 2, options), sock, deadline)
+        self._watcher = threading.Thread(target=self._watch, name="kv-gloo-watch", daemon=True)
+        self._watcher.start()
+
+    def send(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.send([part], self._peer, _DATA) for part in (tensor, self._mark)]
+
+    def receive(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.recv([part], self._peer, _DATA) for part in (tensor, torch.empty_like(self._mark))]
+
+    def wait(self, works: Works, deadline: Deadline) -> None:
+        try:
+            for work in reversed(works):
+                # Zero would mean no timeout.
+                work.wait(timedelta(seconds=max(deadline.remaining(), 0.001)))
+        except RuntimeError as error:
+            # Raises TimeoutError if the deadline has passed.
+            deadline.remaining()
+            raise ConnectionError(_first_line(error)) from error
+
+    def seal(self) -> None:
+        self._store.seal()
+
+    def close(self) -> None:
+        sockets.shut(self._socket)
+        self._store.seal()
+        self._watcher.join()
+        if self._group is not None:
+            self._break()
+            self._group = None
+
+    def _watch(self) -> None:
+        """Break the group when the data connection was shut at this end."""
+        poller = select.poll()
+        # No event mask: a hang-up is always reported.
+        poller.register(self._socket, 0)
+        poller.poll()
+        self._break()
+
+    def _break(self) -> None:
+        """Break the group by a receive that times out. Raises nothing if it was broken before."""
+        with contextlib.suppress(RuntimeError):
+            scratch = torch.empty_like(self._mark)
+            self._group.recv([scratch], self._peer, _POISON).wait(timedelta(milliseconds=1))
+
+
+class NcclGroup:
+    """NCCL between two GPUs, on a stream of its own. `abort` ends its kernels in any state."""
+
+    def __init__(self, sock: socket.socket, rank: int, deadline: Deadline, device: torch.device) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        self.device = device
+        self._socket = sock
+        self._peer = 1 - rank
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(_cuda.Stream(device))
+        options: Any = ProcessGroupNCCL.Options()
+        self._store = ConnectionStore(sock, deadline)
+        with _no_error_handling():
+            self._group: Any = ProcessGroupNCCL(self._store, rank, 2, options)
+
+    def send(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.send([tensor], self._peer, 0)]
+
+    def receive(self, tensor: torch.Tensor) -> Works:
+        with _losses_by_name():
+            return [self._group.recv([tensor], self._peer, 0)]
+
+    def wait(self, works: Works, deadline: Deadline) -> None:
+        with _losses_by_name():
+            for work in works:
+                # Does not block: it orders our stream after NCCL's.
+                work.wait()
+            # A failed operation never ends and does not report an error everywhere. Therefore poll an event of ours.
+            over = _cuda.Event()
+            over.record()
+            while not over.query():
+                deadline.remaining()
+                # The connection carries no data while a write is in flight.
+                if sockets.is_broken(self._socket):
+                    raise ConnectionError("the peer, or this side, ended the connection")
+                time.sleep(_POLL_SECONDS)
+
+    def seal(self) -> None:
+        self._store.seal()
+
+    def close(self) -> None:
+        sockets.shut(self._socket)
+        self._store.seal()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def nccl_version() -> str:
+    return ".".join(str(number) for number in _cuda.nccl.version())
+
+
+@contextlib.contextmanager
+def _no_error_handling() -> Iterator[None]:
+    """Disable torch's error handling, which ends the whole process when a member of an NCCL group is lost.
+
+    A group reads the variable once, when it is created.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+_ENVIRONMENT = threading.Lock()
+
+
+@contextlib.contextmanager
+def _losses_by_name() -> Iterator[None]:
+    """Convert errors: both libraries report a lost peer as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

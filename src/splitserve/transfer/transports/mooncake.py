@@ -1,0 +1,122 @@
+"""KV pages through Mooncake's TransferEngine, in large pieces at full speed for all page sizes.
+
+Life of a write:
+1. The sender announces over the data connection which ranges it will fill; the receiver checks and confirms them.
+   A small write carries its bytes in the same frame (`aux_data.py`) and is then complete: see `mooncake_wire.py`.
+2. The sender gathers its pieces, slot by slot, into a staging buffer and has the engine write each slot into the same
+   slot of the receiver's staging buffer. The engine needs large pieces: it moves 4 KiB ones at a tenth of its speed.
+3. A slot that has arrived, acknowledged by the receiver's library, is announced over the connection. The receiver's
+   own thread scatters it into place and confirms it, which frees the slot. The write ends with its last slot.
+
+The two ends are `mooncake_send.py` and `mooncake_receive.py`; their messages are in `mooncake_wire.py`.
+
+Why staging buffers: the library cannot exclude a peer, cannot cancel a transfer, and has no authentication
+(`mooncake_engine.py`). No page is registered with it. Peers, authenticated or not, can reach only the staging buffer
+of one connection through the library, and that buffer is not used again after the connection. Only our thread
+writes pages, for an authenticated peer, and the end of this thread is the fence. A late transfer writes to memory that
+is not read any more.
+
+`staging_choice.py` decides where staging buffers are, on a GPU or not. The two ends may differ.
+
+The library's listening ports are open on every address of the machine, whatever `host` is: shield them.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import msgspec
+
+from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.mooncake_engine import (
+    MooncakeTransferEngine,
+    check_reaches_gpus,
+    give_back,
+    library_version,
+    take_engine,
+)
+from splitserve.transfer.transports.mooncake_receive import MooncakeIncoming
+from splitserve.transfer.transports.mooncake_send import MooncakeOutgoing
+from splitserve.transfer.transports.mooncake_wire import MooncakeWelcome
+from splitserve.transfer.transports.session import SessionTransport
+from splitserve.transfer.transports.sockets import Deadline
+from splitserve.transfer.transports.staging_choice import GPU, HOST, FindDevice, StagingChoice, find_device
+
+# Created on import: sessions open in threads, and two threads that create it at once crash the process.
+_welcomes = msgspec.msgpack.Decoder(MooncakeWelcome)
+
+
+def mooncake_transport(options: TransportOptions) -> SessionTransport:
+    """Return a transport over mooncake. Raises ConfigError.
+
+    Options: protocol (tcp, rdma), device (names of RDMA devices, separated by commas), staging (host, gpu: location of
+    the slots for a pool on a GPU).
+    """
+    if options.extra.get("staging") == GPU:
+        check_reaches_gpus()
+    return SessionTransport(MooncakeBackend(options), options)
+
+
+class MooncakeBackend:
+    brief_bytes = 0
+    # The round trip of a slot is its gathering, transfer and scattering: about 4 ms.
+    joined_bytes = 32 << 20
+
+    def __init__(self, options: TransportOptions, find_device: FindDevice = find_device) -> None:
+        self.protocol = options.extra.get("protocol", "tcp")
+        self.device = options.extra.get("device", "")
+        self.host = options.host
+        self.memory = Memory()
+        self.stagings = StagingChoice(options.extra.get("staging", HOST), find_device)
+        # Engines that receive for all our sessions, by location of their buffers (`gpu_id`). Each sending connection
+        # has its own engine, because one stopped peer can block an engine.
+        self._engines = {-1: take_engine(self.host, self.device, self.protocol)}
+        self._lock = threading.Lock()
+
+    def register(self, memory: Memory) -> None:
+        self.stagings.register(memory.regions)
+        self.memory = memory
+
+    def engine(self, gpu_id: int = -1) -> MooncakeTransferEngine:
+        """Return the engine that receives in buffers on that GPU. Raises ConfigError."""
+        with self._lock:
+            if gpu_id not in self._engines:
+                self._engines[gpu_id] = take_engine(self.host, self.device, self.protocol, gpu_id=gpu_id)
+            return self._engines[gpu_id]
+
+    def receive(self) -> MooncakeIncoming:
+        return MooncakeIncoming(self.memory, self.stagings, self.engine)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> MooncakeOutgoing:
+        try:
+            peer = _welcomes.decode(welcome)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the other side's transfer backend is not mooncake: {error}") from error
+        ours, theirs = (library_version(), self.protocol), (peer.version, peer.protocol)
+        if ours != theirs:
+            raise ProtocolError(f"mooncake {' over '.join(ours)} against {' over '.join(theirs)}: make them equal")
+        staging = self.stagings.to_send(peer.num_slots, peer.slot_bytes)
+        to = (peer.session_id, peer.incarnation)
+        try:
+            engine = take_engine(self.host, self.device, self.protocol, to, staging.gpu_id)
+        except BaseException:
+            staging.discard()
+            raise
+        outgoing = MooncakeOutgoing(sock, self.memory, self.stagings.aux, engine, peer, staging)
+        try:
+            outgoing.open()
+            outgoing.probe(deadline)
+        except BaseException:
+            outgoing.close()
+            raise
+        return outgoing
+
+    def close(self) -> None:
+        with self._lock:
+            engines = list(self._engines.values())
+            self._engines.clear()
+        for engine in engines:
+            give_back(engine)

@@ -1,0 +1,139 @@
+"""Conversion of copy lists to transfer requests of NIXL, for one connection.
+
+`Requests.parts` divides a list into parts that fit one request. `Requests.make` makes a request from each. Pieces of
+one size at multiples of that size, as pages are, are selected by index from lists prepared once. Other pieces are
+described one by one.
+
+Lists are prepared for the whole memory of both ends, as blocks of one size. That costs nothing for any memory size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve._native.library import Int64Array
+from splitserve._native.tables import blocks_of, in_source_order
+from splitserve.transfer.copies import Copies, coalesce, parts_of
+from splitserve.transfer.transports.memory import Memory
+
+# Maximum size of one request: it occupies the library for some 10 to 100 ms, without a way to interrupt it.
+MAX_BATCH_BYTES = 64 << 20
+MAX_BATCH_PIECES = 8192
+# Maximum number of piece sizes with prepared lists: a pool has a few kinds of components.
+MAX_GRIDS = 8
+# Maximum number of blocks: they are numbered with 32 bits.
+MAX_BLOCKS = 1 << 30
+
+_LOCAL = "NIXL_INIT_AGENT"
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Prepared lists of both ends' memory in blocks of one size, numbered across all regions."""
+
+    ours: Any
+    theirs: Any
+    # Number of each region's first block.
+    our_firsts: Int64Array
+    their_firsts: Int64Array
+
+    def release(self) -> None:
+        self.ours.release()
+        self.theirs.release()
+
+
+class Requests:
+    """Requests from our memory to one peer's. The agent belongs to the caller."""
+
+    def __init__(self, agent: Any, peer: str, sources: Memory, targets: Memory) -> None:
+        self._agent = agent
+        self._peer = peer
+        self._sources = sources
+        self._targets = targets
+        self._grids: dict[int, _Grid] = {}
+
+    def parts(self, copies: Copies, num_bytes: int, num_lanes: int = 1) -> list[Copies]:
+        """Coalesce the copies, `num_bytes` in all, and divide them into requests, at least one for each lane.
+
+        They are sorted by source: the library copies small pages faster if neighbours at the source are consecutive.
+        """
+        if num_bytes == 0:
+            return []
+        ordered = in_source_order(coalesce(copies), num_bytes, self._sources.bases)
+        return parts_of(ordered, min(MAX_BATCH_BYTES, -(-num_bytes // num_lanes)), MAX_BATCH_PIECES)
+
+    def make(self, batch: Copies, note: bytes) -> Any:
+        """Make a request to be posted and released. The peer receives `note` after all of its bytes.
+
+        The batch has at least one piece, and no empty piece.
+        """
+        request = self._make_of_blocks(batch, note)
+        return self._make_of_pieces(batch, note) if request is None else request
+
+    def _make_of_blocks(self, batch: Copies, note: bytes) -> Any:
+        """Make a request from prepared lists. None if the pieces are not blocks of one size."""
+        size = int(batch["length"][0])
+        grid = self._grid(batch, size) if len(batch) > 1 else None
+        if grid is None:
+            return None
+        ours = blocks_of(batch, size, grid.our_firsts, is_target=False)
+        theirs = blocks_of(batch, size, grid.their_firsts, is_target=True)
+        if ours is None or theirs is None:
+            return None
+        return self._agent.make_prepped_xfer("WRITE", grid.ours, ours, grid.theirs, theirs, note)
+
+    def _make_of_pieces(self, batch: Copies, note: bytes) -> Any:
+        ours = self._agent.get_xfer_descs(_descriptors(self._sources.sources(batch), batch), "DRAM")
+        theirs = self._agent.get_xfer_descs(_descriptors(self._targets.targets(batch), batch), "DRAM")
+        return self._agent.initialize_xfer("WRITE", ours, theirs, self._peer, note)
+
+    def release(self) -> None:
+        """Release the prepared lists."""
+        for grid in self._grids.values():
+            grid.release()
+        self._grids.clear()
+
+    def _grid(self, batch: Copies, size: int) -> _Grid | None:
+        """Return the lists for blocks of this size. None if there are none and the batch does not consist of blocks."""
+        if size in self._grids:
+            return self._grids[size]
+        if not _are_blocks(batch, size):
+            return None
+        our_blocks, their_blocks = _num_blocks(self._sources, size), _num_blocks(self._targets, size)
+        if max(our_blocks.sum(), their_blocks.sum()) > MAX_BLOCKS:
+            return None
+        if len(self._grids) == MAX_GRIDS:
+            self._grids.pop(next(iter(self._grids))).release()
+        ours = self._prepare(_LOCAL, self._sources, our_blocks, size)
+        theirs = self._prepare(self._peer, self._targets, their_blocks, size)
+        self._grids[size] = _Grid(ours, theirs, _firsts(our_blocks), _firsts(their_blocks))
+        return self._grids[size]
+
+    def _prepare(self, agent_name: str, memory: Memory, counts: NDArray[np.uint64], size: int) -> Any:
+        rows = [(r.address, size, 0, size, n) for r, n in zip(memory.regions, counts, strict=True) if n]
+        return self._agent.prep_xfer_dlist(agent_name, np.array(rows, dtype=np.uint64), "DRAM")
+
+
+def _are_blocks(batch: Copies, size: int) -> bool:
+    offsets = (batch["src_offset"] % size, batch["dst_offset"] % size)
+    return bool((batch["length"] == size).all()) and not any(rest.any() for rest in offsets)
+
+
+def _firsts(counts: NDArray[np.uint64]) -> Int64Array:
+    """Return the number of each region's first block."""
+    return Int64Array((np.cumsum(counts) - counts).tolist())
+
+
+def _num_blocks(memory: Memory, size: int) -> NDArray[np.uint64]:
+    return np.array([region.length // size for region in memory.regions], dtype=np.uint64)
+
+
+def _descriptors(addresses: NDArray[np.uint64], batch: Copies) -> NDArray[np.uint64]:
+    """Return rows of address, length, device 0, as the library expects."""
+    table = np.zeros((len(batch), 3), dtype=np.uint64)
+    table[:, 0], table[:, 1] = addresses, batch["length"]
+    return table

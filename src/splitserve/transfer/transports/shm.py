@@ -1,0 +1,178 @@
+"""KV pages between processes of one host: the sender maps the receiver's memory and writes into it directly.
+
+1. Registered memory consists of anonymous files (`core/arena.py`). A session adds one: its gate (`write_gate.py`).
+2. The receiver's welcome names its host, its process and these files. The sender maps them through /proc.
+3. A write is a copy by the sender, in bounded parts, each inside the gate. Threads share the parts of a large write.
+   When all parts are copied, the write is DONE.
+4. A drain closes the gate. The next part is refused, and the session is fenced when the part in progress has ended.
+
+Needs Linux, one host, one process namespace (containers: a shared one) and the same user on both sides, or root on the
+sender's. The connection carries nothing after the welcome; it only shows that the peer is alive. Independent of pages.
+A stopped receiver does not delay the sender.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from splitserve._native.moves import ScatterCopy
+from splitserve.core.arena import Arena
+from splitserve.core.errors import ConfigError
+from splitserve.transfer.copies import Copies
+from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.base import TransportOptions, WriteRefused
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.local_files import FileRef, file_ref
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.same_host import (
+    GatedIncoming,
+    KernelIdentity,
+    check_host,
+    open_key,
+    open_memory,
+    region_in,
+    this_host,
+)
+from splitserve.transfer.transports.session import SessionTransport
+from splitserve.transfer.transports.sharing import run_together, threads_of
+from splitserve.transfer.transports.sockets import Deadline
+from splitserve.transfer.transports.write_gate import GateKey, WriteGate
+
+# Bytes copied per entry into the gate: about a millisecond, the time that a drain waits.
+PART_BYTES = 8 << 20
+# Up to this size the caller copies by itself, in about the time that waking a thread takes.
+BRIEF_BYTES = 1 << 20
+# From this size on several threads copy. One thread waits for memory, most of all with small pages, so long that
+# starting others takes no noticeable time. Smaller writes do not justify another core, which streams may need.
+SHARED_BYTES = 128 << 20
+
+
+def shm_transport(options: TransportOptions) -> SessionTransport:
+    """Return a transport over shared memory. Raises ConfigError."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the transfer backend 'shm' needs Linux, this is {sys.platform}: choose 'tcp'")
+    return SessionTransport(ShmBackend(threads_of(options)), options)
+
+
+class _Welcome(msgspec.Struct, frozen=True):
+    host: KernelIdentity
+    pid: int
+    gate: FileRef
+    # The receiver's regions in order: (file, offset in it, length).
+    regions: list[tuple[FileRef, int, int]]
+
+
+# Created on import: sessions open in threads, and two threads that create it at once crash the process.
+_welcomes = msgspec.msgpack.Decoder(_Welcome)
+
+
+class ShmBackend:
+    brief_bytes = BRIEF_BYTES
+    joined_bytes = 8 << 20
+
+    def __init__(self, num_threads: int = 1) -> None:
+        """`num_threads`: threads of one large write."""
+        self._num_threads = num_threads
+        self._memory = Memory()
+
+    def register(self, memory: Memory) -> None:
+        if any(region.fd < 0 for region in memory.regions):
+            raise ConfigError(
+                "the transfer backend 'shm' needs memory that other processes can map, and a region was registered "
+                "that is private: allocate it as Arena(..., shareable=True), or choose another backend"
+            )
+        self._memory = memory
+
+    def receive(self) -> ShmIncoming:
+        return ShmIncoming(self._memory)
+
+    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ShmOutgoing:
+        try:
+            return ShmOutgoing(sockets.end_of(sock), self._memory, _welcomes.decode(welcome), self._num_threads)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed welcome: {error}") from error
+
+    def close(self) -> None:
+        """Do nothing: the backend holds no resources."""
+
+
+class ShmIncoming(GatedIncoming):
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(WriteGate())
+        self._memory = memory
+
+    def welcome(self) -> bytes:
+        regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
+        return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
+
+
+class ShmOutgoing:
+    """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
+
+    def __init__(self, is_broken: Callable[[], bool], ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
+        """`is_broken`: returns True after the connection broke, because the receiver is gone then."""
+        check_host(welcome.host, this_host(), "shm")
+        self._is_broken = is_broken
+        self._ours = ours
+        self._interrupted = False
+        # Many regions may share a file: a pool is one file.
+        self._arenas = {
+            f: Arena.attach(open_memory(welcome.pid, f, "shm")) for f in {file for file, _, _ in welcome.regions}
+        }
+        self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
+        # One key per thread of a large write: a lock shared by two threads would end with the first release.
+        self._keys: list[GateKey] = []
+        try:
+            for _ in range(num_threads):
+                self._keys.append(open_key(GateKey, welcome.pid, welcome.gate, "shm"))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        self._check(deadline)
+        with self._keys[0].held():
+            # For a larger write this only checks it.
+            num_bytes = self._theirs.take_few(copies, self._ours, BRIEF_BYTES)
+        if num_bytes <= BRIEF_BYTES:
+            return
+        copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
+        keys = self._keys if num_bytes >= SHARED_BYTES else self._keys[:1]
+        run_together([functools.partial(self._carry_out, copy, key, deadline) for key in keys])
+
+    def _carry_out(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
+        """Copy part after part until none is left, alone or in parallel to other threads."""
+        while not copy.is_complete:
+            self._check(deadline)
+            with key.held():
+                copy.advance(PART_BYTES)
+
+    def _check(self, deadline: Deadline) -> None:
+        deadline.remaining()
+        if self._interrupted:
+            raise WriteRefused("interrupted")
+
+    def call(self, action: Callable[[], None]) -> None:
+        with self._keys[0].held():
+            try:
+                action()
+            except Exception as error:
+                raise WriteRefused(str(error)) from error
+
+    def is_alive(self) -> bool:
+        return not self._is_broken()
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def close(self) -> None:
+        for key in self._keys:
+            key.close()
+        self._theirs = Memory()
+        self._arenas.clear()

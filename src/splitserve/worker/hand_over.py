@@ -1,0 +1,181 @@
+"""Assembly of the KV transfer: transport, control channel, directory, manager and its thread."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+
+from splitserve.core.clock import SystemClock
+from splitserve.core.config import DisaggregationConfig
+from splitserve.core.errors import ConfigError
+from splitserve.core.parallel import ParallelRank
+from splitserve.core.request import DisaggregationMode
+from splitserve.engine.build import BuiltEngine
+from splitserve.transfer.arrival import Arrivals
+from splitserve.transfer.checksum import Checksums
+from splitserve.transfer.control import ManagerThread, ZmqChannel
+from splitserve.transfer.directory import HttpDirectory, register_rank
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.metadata import MetadataBuffers
+from splitserve.transfer.staging import StagingArea
+from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
+from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.waker import Waker
+from splitserve.transfer.wire import KVArgs
+from splitserve.worker.rank_group import RankPlace
+
+# Seconds for which a prefill rank tries to reach the bootstrap server of its own worker.
+REGISTER_TIMEOUT = 30.0
+# Limit of descriptors of a rank, if the system allows it. It is high because the control port does not bound its
+# pending connections, which may each last a second.
+MAX_DESCRIPTORS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankHandOver:
+    """KV transfer of one rank."""
+
+    manager: ManagerThread
+    metadata: MetadataBuffers
+
+
+def open_rank(
+    config: DisaggregationConfig,
+    engine: BuiltEngine,
+    bootstrap_url: str | None,
+    place: RankPlace,
+    on_change: Callable[[], None],
+    closing: ExitStack,
+) -> RankHandOver:
+    """Open one rank's KV transfer; `closing` ends it: first the thread, last the transport.
+
+    `on_change` is called from the manager's thread when a room's state changed.
+    """
+    check_pool_device(config.transfer_backend, engine.pool.device.type)
+    raise_descriptor_limit()
+    shareable = needs_shareable_memory(config.transfer_backend)
+    metadata = MetadataBuffers(config.num_metadata_slots, shareable=shareable)
+    waker = Waker()
+    closing.callback(waker.close)
+    token = config.cluster_token.secret
+    options = TransportOptions(
+        host=config.host, token=token, on_progress=waker.wake, extra=dict(config.transfer_options)
+    )
+    transport = create_transport(config.transfer_backend, options)
+    closing.callback(transport.close)
+    staging, arrivals = _staging(config, engine, shareable), _arrivals(config, engine)
+    extra = [staging.region()] if staging else []
+    transport.register([*engine.regions, metadata.region(), *extra])
+    directory = None
+    if config.mode is DisaggregationMode.DECODE:
+        directory = HttpDirectory(waker.wake, token)
+        closing.callback(directory.close)
+    args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
+    channel = ZmqChannel(config.host, token)
+    checksums = Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None
+    manager = KVManager(
+        config.mode,
+        KVManagerPorts(SystemClock(), channel, transport, directory, waker.wake),
+        KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
+        KVManagerIdentity(args, _args_of_group(args, place), place.instance),
+        config,
+    )
+    thread = ManagerThread(manager, channel, waker, on_change)
+    closing.callback(thread.close)
+    thread.start()
+    if config.mode is DisaggregationMode.PREFILL:
+        _register(manager, bootstrap_url, token)
+    return RankHandOver(thread, metadata)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of descriptors to the hard one, up to MAX_DESCRIPTORS."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_pool_device(backend: str, device_type: str) -> None:
+    """Raise ConfigError if the backend cannot read a KV pool on that device."""
+    if moves_pools_on(backend, device_type):
+        return
+    if device_type == "cpu":
+        raise ConfigError(
+            f"the transfer backend {backend!r} moves memory of GPUs, and the KV pool is on the CPU: use "
+            "--transfer-backend shm or tcp, or --device cuda"
+        )
+    raise ConfigError(
+        f"the transfer backend {backend!r} moves memory of the CPU, and the KV pool is on a GPU: use "
+        "--transfer-backend cuda_ipc on one machine, mooncake or nccl between machines, or --device cpu"
+    )
+
+
+def _is_on_cpu(engine: BuiltEngine) -> bool:
+    return engine.pool.device.type == "cpu"
+
+
+def _staging(config: DisaggregationConfig, engine: BuiltEngine, shareable: bool) -> StagingArea | None:
+    """Return the area in which prefill packs and converts KV.
+
+    None: the worker is no prefill worker, or the CPU cannot read the pool.
+    """
+    if config.mode is not DisaggregationMode.PREFILL or not _is_on_cpu(engine):
+        return None
+    return StagingArea(engine.regions, len(engine.regions) + 1, shareable=shareable)
+
+
+def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | None:
+    """Return the conversion of received KV to the pool's dtype. Raises ConfigError if the CPU cannot read the pool."""
+    if config.mode is not DisaggregationMode.DECODE or config.transfer_dtype == "auto":
+        return None
+    if not _is_on_cpu(engine):
+        raise ConfigError(
+            f"--transfer-dtype {config.transfer_dtype} needs a KV pool on the CPU, and this one is on "
+            f"{engine.pool.device}: leave it at auto"
+        )
+    return Arrivals(engine.layout, engine.regions, config.transfer_dtype)
+
+
+def _kv_args(
+    config: DisaggregationConfig,
+    engine: BuiltEngine,
+    metadata: MetadataBuffers,
+    rank: ParallelRank,
+    *,
+    can_convert: bool,
+) -> KVArgs:
+    return KVArgs(
+        backend=config.transfer_backend,
+        model=engine.fingerprint,
+        draft_model=engine.draft_fingerprint,
+        layout=engine.layout,
+        metadata_row_bytes=metadata.row_bytes,
+        num_metadata_rows=metadata.size,
+        rank=rank,
+        can_convert=can_convert,
+        wants_checksum=config.transfer_checksum,
+        can_checksum=_is_on_cpu(engine),
+        shared_pool=engine.shared.identity if engine.shared else "",
+        generation=engine.shared.generation if engine.shared else 0,
+        transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
+    )
+
+
+def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
+    """Return the arguments of all ranks of this worker, by `ParallelRank.index`."""
+    if place.exchange is None:
+        return [own]
+    return [msgspec.msgpack.decode(said, type=KVArgs) for said in place.exchange(msgspec.msgpack.encode(own))]
+
+
+def _register(manager: KVManager, bootstrap_url: str | None, token: bytes) -> None:
+    url = urlsplit(bootstrap_url or "")
+    if url.hostname is None or url.port is None:
+        raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
+    register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)

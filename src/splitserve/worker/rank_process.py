@@ -1,0 +1,84 @@
+"""Process of a follower, started by a worker's front end beside a scheduler.
+
+The command is `python -m splitserve.worker.quick_start splitserve.worker.rank_process`.
+
+1. One line of JSON on standard input contains its configuration (`SchedulerStart`).
+2. It joins the process group, loads its shard of the model, and opens its part of the KV transfer.
+3. It executes the driver's orders up to the last one. Meanwhile its KVManager drives rooms in a thread of its own.
+
+Any error is reported to the front end and ends the process, because the ranks are out of step then. It also ends with
+its input.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import msgspec
+
+from splitserve.core.errors import SplitserveError
+from splitserve.core.request import DisaggregationMode
+from splitserve.engine.build import build_engine
+from splitserve.process.interpreter import set_up_interpreter
+from splitserve.process.logs import setup_logger
+from splitserve.process.process_end import watch_starter
+from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
+from splitserve.ranks.rank_end import GRACE, end_rank
+from splitserve.transfer.transports import needs_shareable_pool
+from splitserve.worker.group_rooms import follow_rooms
+from splitserve.worker.rank_group import RankPlace, meet, pipe_net
+from splitserve.worker.rank_share import share_of_rank
+from splitserve.worker.scheduler_link import SchedulerStart
+from splitserve.worker.window_demand import window_demand
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    # Ctrl-C is sent to the whole process group; only the front end handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
+    setup_logger(start.config.server.log_level)
+    # The driver's input ends as well, and its last order ends this loop.
+    watch_starter(lambda: None, GRACE)
+    end = functools.partial(end_rank, start.rank, start.from_scheduler)
+    with ExitStack() as closing:
+        try:
+            _follow(start, end, closing)
+        except SplitserveError as error:
+            end(error.message)
+        except Exception as error:
+            logger.exception("this rank could not go on")
+            end(f"{type(error).__name__}: {error}")
+    return 0
+
+
+def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStack) -> None:
+    config, rank = start.config, start.rank
+    assert start.endpoints is not None
+    channel = FollowerChannel(start.endpoints, rank, pipe_net(start))
+    closing.callback(channel.close)
+    model, cache = share_of_rank(start)
+    ranks = closing.enter_context(meet(start, start.endpoints.init_method, rank, model.device))
+    engine = build_engine(
+        model,
+        cache,
+        shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
+        ranks=ranks,
+        pp_layers=config.parallel.pp_layers,
+        windows=window_demand(config),
+    )
+    closing.callback(engine.close)
+    if config.disaggregation.mode is not DisaggregationMode.NULL:
+        exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
+        place = RankPlace(rank, start.instance, exchange, end)
+        follow_rooms(config.disaggregation, engine, start.bootstrap_url, place, channel, closing)
+    runner = engine.follower()
+    closing.enter_context(set_up_interpreter())
+    for order in channel.orders():
+        runner.run(order)

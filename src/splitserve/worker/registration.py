@@ -1,0 +1,139 @@
+"""Registration of a worker at its routers, repeated so that a restarted router knows it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from splitserve.core.errors import WorkerUnavailableError
+from splitserve.core.request import DisaggregationMode
+from splitserve.router.addresses import LookUp, look_up, named
+from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two registrations while the router answers, and between two look-ups of a name's addresses.
+REFRESH_INTERVAL = 10.0
+# Seconds from one failed attempt to the next: first pause, longest pause. Pauses double.
+_BACKOFF = (0.1, 5.0)
+# Timeout of the deregistration, seconds.
+_DEREGISTER_TIMEOUT = 2.0
+
+
+class RouterRegistration:
+    """Registrations at all routers. `start` it while the worker serves; `close` deregisters. Routers are independent.
+
+    A name with several addresses counts as several routers, as many as it has at the time.
+    """
+
+    def __init__(
+        self,
+        router_urls: Sequence[str],
+        mode: DisaggregationMode,
+        host: str,
+        port: int,
+        bootstrap_port: int | None,
+        *,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        scheme: str = "http",
+        look_up: LookUp = look_up,
+    ) -> None:
+        self._router_urls = tuple(router_urls)
+        self._mode = mode
+        self._host = host
+        self._port = port
+        self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
+        self._api_key = api_key
+        self._tls = tls
+        self._scheme = scheme
+        self._look_up = look_up
+        self._followers: list[asyncio.Task[None]] = []
+        # One task per router, by URL and address.
+        self._tasks: dict[tuple[str, str | None], asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        self._followers = [asyncio.create_task(self._follow(url), name="router-addresses") for url in self._router_urls]
+
+    async def close(self) -> None:
+        """Stop registering, and deregister at every router that still listens. Idempotent."""
+        followers, self._followers = self._followers, []
+        await _cancelled(followers)
+        tasks, self._tasks = self._tasks, {}
+        await _cancelled(tasks.values())
+        await asyncio.gather(*(self._say_goodbye(*router) for router in tasks))
+
+    async def _follow(self, router_url: str) -> None:
+        """Keep one task for each address of that router's name."""
+        while True:
+            try:
+                found = set(await self._look_up(router_url))
+            except OSError as error:
+                # Known addresses stay. Without an address the registration fails, and logs it.
+                logger.debug("no address of %s: %s", router_url, error)
+                found = {address for url, address in self._tasks if url == router_url} or {None}
+            for router in [known for known in self._tasks if known[0] == router_url and known[1] not in found]:
+                # Do not deregister: no router uses this address any more.
+                await _cancelled([self._tasks.pop(router)])
+            for address in found:
+                if (router_url, address) not in self._tasks:
+                    run = asyncio.create_task(self._run(router_url, address), name="router-registration")
+                    self._tasks[router_url, address] = run
+            await asyncio.sleep(REFRESH_INTERVAL)
+
+    async def _say_goodbye(self, router_url: str, address: str | None) -> None:
+        try:
+            async with asyncio.timeout(_DEREGISTER_TIMEOUT):
+                await self._send(deregister_disaggregation_server, router_url, address)
+        except (WorkerUnavailableError, TimeoutError) as error:
+            logger.info("could not deregister: %s", error or "no answer")
+
+    async def _send(self, send: Callable[..., Awaitable[None]], router_url: str, address: str | None) -> None:
+        worker = (self._mode, self._port, self._bootstrap_port, router_url, self._host)
+        await send(*worker, self._api_key, address, self._tls, self._scheme)
+
+    async def _run(self, router_url: str, address: str | None) -> None:
+        delay, longest = _BACKOFF
+        is_known = False
+        while True:
+            try:
+                await self._send(register_disaggregation_server, router_url, address)
+            except WorkerUnavailableError as error:
+                level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO
+                logger.log(level, "not registered, trying again in %.1f s: %s", delay, error)
+                await asyncio.sleep(delay)
+                is_known, delay = False, min(longest, delay * 2)
+                continue
+            if not is_known:
+                logger.info("registered with the router %s", named(router_url, address))
+            is_known, delay = True, _BACKOFF[0]
+            await asyncio.sleep(REFRESH_INTERVAL)
+
+
+class Membership:
+    """Registration of a worker in its current role. `make`: returns its registration in a role. None: no router."""
+
+    def __init__(self, make: Callable[[DisaggregationMode, int | None], RouterRegistration | None]) -> None:
+        self._make = make
+        self._registration: RouterRegistration | None = None
+
+    def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
+        """Register the worker in this role from now on."""
+        self._registration = self._make(mode, bootstrap_port)
+        if self._registration is not None:
+            self._registration.start()
+
+    async def leave(self) -> None:
+        """Deregister the worker. Idempotent."""
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            await registration.close()
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

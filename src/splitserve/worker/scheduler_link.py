@@ -1,0 +1,265 @@
+"""Scheduler processes of a worker as owned by its front end: start with their pipes, detection of ends, and shutdown.
+
+There is one process for each data parallel rank, and one for each follower if a model is sharded over ranks. It reads
+one line from its standard input and ends when that input ends, so it cannot outlive the front end. It is in a session
+of its own: a Ctrl-C in the terminal reaches only the front end.
+
+Ranks that compute together end together. Without one of them the others wait inside a collective and receive nothing,
+so they are killed. Ranks on other hosts are ended by their node when that is notified (NodeHead).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+
+from splitserve.core.config import WorkerConfig
+from splitserve.core.nodes import node_of
+from splitserve.core.parallel import ParallelRank
+from splitserve.core.request import DisaggregationMode
+from splitserve.process.owned_folder import OwnedFolder
+from splitserve.ranks.lockstep_channel import LockstepEndpoints
+from splitserve.ranks.node_head import NodeHead
+from splitserve.ranks.rank_channel import RankEndpoints
+from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_group import SchedulerGroup
+from splitserve.transfer.wire import new_epoch
+
+logger = logging.getLogger(__name__)
+
+# Command that starts an engine process. The name of its module follows.
+QUICK_START = (sys.executable, "-m", "splitserve.worker.quick_start")
+SCHEDULER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.worker.scheduler_process")
+FOLLOWER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.worker.rank_process")
+# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
+# a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
+OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+# The descriptor itself, because an embedding program may have replaced sys.stderr by an object without one.
+_STANDARD_ERROR = 2
+# Seconds in which a process must end after its standard input has ended.
+END_TIMEOUT = 8.0
+
+
+class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Configuration of one scheduler process, sent as one line of JSON."""
+
+    config: WorkerConfig
+    # Resolved folder; config.model.model is the user's input.
+    model_folder: str
+    # ZMQ endpoints that the front end has bound.
+    to_scheduler: str
+    from_scheduler: str
+    # On prefill workers: URL at which this worker's own bootstrap server accepts registrations.
+    bootstrap_url: str | None = None
+    # Rank of this process within the config's `dp_size` schedulers.
+    rank: ParallelRank = ParallelRank()
+    # Random number, equal for all ranks of this start of the worker.
+    instance: int = 0
+    # None: no group.
+    endpoints: RankEndpoints | None = None
+    # With data parallel attention; None: each scheduler computes its own steps.
+    lockstep: LockstepEndpoints | None = None
+    # Endpoint -> descriptor of a listener that this process has inherited.
+    descriptors: dict[str, int] = {}
+
+
+class SchedulerProcess:
+    """Process of one rank of a scheduler: its driver, which represents the scheduler, or a follower."""
+
+    def __init__(self, process: asyncio.subprocess.Process, rank: ParallelRank) -> None:
+        self._process = process
+        self.rank = rank
+        # Done when the process has ended; its result is the exit code, negative for a signal.
+        self.ended: asyncio.Task[int] = asyncio.create_task(process.wait(), name="scheduler-process")
+
+    @classmethod
+    async def start(cls, command: Sequence[str], start: SchedulerStart) -> Self:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=_STANDARD_ERROR,
+            start_new_session=True,
+            env={**OPENMP_ENVIRONMENT, **os.environ},
+            pass_fds=tuple(start.descriptors.values()),
+        )
+        link = cls(process, start.rank)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(start) + b"\n")
+            await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            # The process has already died; `ended` reports it.
+            logger.debug("the scheduler process did not read its first line")
+        return link
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kill the process, as it cannot be used any more."""
+        if not self.ended.done():
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """End the process, by force after a timeout. Idempotent; returns when it is gone."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.wait({self.ended}, timeout=END_TIMEOUT)
+        if not self.ended.done():
+            logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
+            self._process.kill()
+        await self.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Schedulers:
+    """All schedulers of one worker."""
+
+    group: SchedulerGroup
+    # Processes by data parallel rank, each driver before its followers.
+    processes: tuple[SchedulerProcess, ...]
+    # Done when the first of them has ended, so no end is missed. Its result: which process ended, and how.
+    ended: asyncio.Task[str]
+
+    def kill(self) -> None:
+        """End all of them by force."""
+        _kill(self.processes)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Return the process ids of the drivers, by data parallel rank."""
+        return tuple(process.pid for process in self.processes if process.rank.is_driver)
+
+    @property
+    def follower_pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self.processes if not process.rank.is_driver)
+
+
+async def open_schedulers(
+    config: WorkerConfig,
+    model_folder: str,
+    closing: AsyncExitStack,
+    *,
+    bootstrap_url: str | None = None,
+    head: NodeHead | None = None,
+) -> Schedulers:
+    """Bind the pipes and start the processes; `closing` ends all. They have not loaded when this returns.
+
+    The pipes are in a folder that only this user can access. `head`: connected nodes with ranks on other hosts.
+    """
+    pipes = str(closing.enter_context(OwnedFolder.for_sockets()))
+    clients = []
+    for dp_rank in range(config.dp_size):
+        client = SchedulerClient(f"ipc://{pipes}/to-{dp_rank}", f"ipc://{pipes}/from-{dp_rank}")
+        closing.push_async_callback(client.close)
+        await client.start()
+        clients.append(client)
+    instance = new_epoch()
+    all_together = config.model.dp_attention
+    lockstep = LockstepEndpoints.in_folder(pipes, config.dp_size) if all_together else None
+    # A cancelled start would leave a process without an owner: `closing` waits for it, and ends it.
+    starting: list[asyncio.Task[SchedulerProcess]] = []
+    closing.push_async_callback(end_started, starting)
+    if head is not None:
+        head.begin(instance, bootstrap_url)
+    for dp_rank, client in enumerate(clients):
+        start = SchedulerStart(
+            config=config,
+            model_folder=model_folder,
+            to_scheduler=client.to_scheduler,
+            from_scheduler=client.from_scheduler,
+            bootstrap_url=bootstrap_url,
+            instance=instance,
+            lockstep=lockstep,
+        )
+        for rank_start in _starts_of_ranks(start, dp_rank, pipes, head):
+            command = SCHEDULER_COMMAND if rank_start.rank.is_driver else FOLLOWER_COMMAND
+            process = SchedulerProcess.start(command, rank_start)
+            starting.append(asyncio.create_task(process, name=f"scheduler-start-{len(starting)}"))
+    processes = tuple(await asyncio.shield(asyncio.gather(*starting)))
+    if head is not None:
+        head.started()
+    ended = asyncio.create_task(first_end(processes, head, all_together=all_together), name="scheduler-watch")
+    closing.callback(ended.cancel)
+    is_prefill = config.disaggregation.mode is DisaggregationMode.PREFILL
+    return Schedulers(SchedulerGroup(clients, is_prefill=is_prefill), processes, ended)
+
+
+def _starts_of_ranks(
+    start: SchedulerStart, dp_rank: int, pipes: str, head: NodeHead | None = None
+) -> list[SchedulerStart]:
+    """Return the start of each rank of this scheduler on this host, the driver's first."""
+    parallel, dp_size = start.config.parallel, start.config.dp_size
+    one = ParallelRank(dp_rank=dp_rank, dp_size=dp_size, tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+    endpoints = RankEndpoints.in_folder(pipes, str(dp_rank), one.group_size) if one.group_size > 1 else None
+    here = [rank for rank in one.group() if node_of(rank, parallel.nnodes) == parallel.node_rank]
+    ranks = sorted(here, key=lambda rank: not rank.is_driver)
+    descriptors: dict[str, int] = {}
+    if head is not None and endpoints is not None:
+        endpoints, descriptors = head.endpoints(one, endpoints)
+    return [
+        msgspec.structs.replace(
+            start, rank=rank, endpoints=endpoints, descriptors=descriptors if rank.is_driver else {}
+        )
+        for rank in ranks
+    ]
+
+
+async def first_end(
+    processes: Sequence[SchedulerProcess], head: NodeHead | None = None, *, all_together: bool = False
+) -> str:
+    """Return which process ended first, here or on another node, and how. Kill those that depend on it.
+
+    `all_together`: data parallel ranks also wait for each other inside collectives.
+    """
+    ends: set[asyncio.Future[Any]] = {process.ended for process in processes}
+    if head is not None:
+        ends.add(head.lost)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if head is None:
+        return _first_here(processes, all_together=all_together)
+    if head.lost.done():
+        what = head.lost.result()
+        _kill(processes)
+    else:
+        what = _first_here(processes, all_together=True)
+    head.end(what)
+    return what
+
+
+def _first_here(processes: Sequence[SchedulerProcess], *, all_together: bool) -> str:
+    done = [process for process in processes if process.ended.done()]
+    # A killed process is the reason why others of its group ended with an error, not the other way round.
+    first = min(done, key=lambda process: process.ended.result() >= 0)
+    _kill([p for p in processes if all_together or p.rank.dp_rank == first.rank.dp_rank])
+    code, name = first.ended.result(), _name_of(first.rank)
+    return f"{name} was killed by signal {-code}" if code < 0 else f"{name} ended with code {code}"
+
+
+def _kill(processes: Sequence[SchedulerProcess]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _name_of(rank: ParallelRank) -> str:
+    places = []
+    if rank.group_size > 1:
+        places.append(f"tensor parallel rank {rank.tp_rank} of pipeline stage {rank.pp_rank}")
+    if rank.dp_size > 1:
+        places.append(f"data parallel rank {rank.dp_rank}")
+    return " of ".join(["scheduler process", ", ".join(places)]) if places else "scheduler process"
+
+
+async def end_started(starting: Sequence[asyncio.Task[SchedulerProcess]]) -> None:
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    await asyncio.gather(*(process.close() for process in started if not isinstance(process, BaseException)))

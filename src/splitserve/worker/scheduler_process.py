@@ -1,0 +1,157 @@
+"""Process of the scheduler, started by a worker's front end.
+
+The command is `python -m splitserve.worker.quick_start splitserve.worker.scheduler_process`.
+
+1. One line of JSON on standard input contains its configuration (`SchedulerStart`).
+2. The model is loaded, the scheduler is assembled, and SchedulerReady is sent, or SchedulerFailed after an error.
+3. The loop runs until standard input ends: the front end has closed it, or has ended. A scheduler never outlives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import msgspec
+import torch
+
+from splitserve.core.errors import RanksLostError, SplitserveError
+from splitserve.core.messages import SchedulerFailed, SchedulerReady
+from splitserve.core.parallel import ParallelRank
+from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.parallel.ranks import Ranks
+from splitserve.observe.events.publisher import EventPublisher, EventPublisherFactory
+from splitserve.process.interpreter import set_up_interpreter
+from splitserve.process.logs import setup_logger
+from splitserve.process.process_end import watch_starter
+from splitserve.ranks.lockstep_channel import LockstepChannel
+from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
+from splitserve.ranks.rank_end import GRACE, end_rank, let_others_speak
+from splitserve.scheduler.inbox import FrontEndPipe
+from splitserve.transfer.transports import needs_shareable_pool
+from splitserve.worker.assembly import assemble_scheduler
+from splitserve.worker.rank_group import DriverPlace, meet, pipe_net
+from splitserve.worker.rank_share import share_of_rank
+from splitserve.worker.scheduler_link import SchedulerStart
+from splitserve.worker.window_demand import window_demand
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    # Ctrl-C is sent to the whole process group; only the front end handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
+    setup_logger(start.config.server.log_level)
+    pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
+    lockstep = _lockstep(start, pipe.waker.wake)
+    stopping = threading.Event()
+
+    def stop() -> None:
+        stopping.set()
+        if lockstep is not None:
+            # Other ranks may wait for this rank to join their step, and it for them.
+            lockstep.retire()
+        pipe.waker.wake()
+
+    watch_starter(stop, GRACE)
+    with ExitStack() as closing:
+        closing.callback(pipe.close)
+        if lockstep is not None:
+            closing.callback(lockstep.close)
+        try:
+            # Open the publisher first, so that a port in use is reported before the model is loaded.
+            publisher = EventPublisherFactory.create(start.config.kv_events, start.rank.dp_rank)
+            closing.callback(publisher.shutdown)
+            engine, place = _build_engine(start, lockstep, closing)
+            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, publisher, place)
+        except SplitserveError as error:
+            pipe.send(SchedulerFailed(message=error.message))
+            return 1
+        except Exception as error:
+            logger.exception("the scheduler could not start")
+            pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
+            return 1
+        closing.enter_context(set_up_interpreter())
+        pipe.send(_ready(engine, publisher))
+        try:
+            loop.run(stopping.is_set)
+        except RanksLostError as error:
+            let_others_speak()
+            if lockstep is not None and stopping.is_set():
+                # The process group ended because the whole worker ends.
+                return 0
+            logger.error("%s", error.message)
+            pipe.send(SchedulerFailed(message=error.message))
+            pipe.close()
+            # Exit without closing resources: that could wait for ranks that wait for this one.
+            os._exit(1)
+    return 0
+
+
+def _lockstep(start: SchedulerStart, wake: Callable[[], None]) -> LockstepChannel | None:
+    return None if start.lockstep is None else LockstepChannel(start.lockstep, start.rank.dp_rank, wake)
+
+
+def _build_engine(
+    start: SchedulerStart, lockstep: LockstepChannel | None, closing: ExitStack
+) -> tuple[BuiltEngine, DriverPlace]:
+    """Build this rank's engine, after the ranks that compute with it have connected."""
+    config = start.config
+    model, cache = share_of_rank(start)
+    place, ranks = _take_place(start, model.device, lockstep, closing)
+    engine = build_engine(
+        model,
+        cache,
+        ranks=ranks,
+        pp_layers=config.parallel.pp_layers,
+        draft_model=config.speculative.draft_model,
+        # Also if the first role transfers no KV, because the role may change.
+        shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
+        windows=window_demand(config),
+    )
+    closing.callback(engine.close)
+    return engine, place
+
+
+def _take_place(
+    start: SchedulerStart, device: str, lockstep: LockstepChannel | None, closing: ExitStack
+) -> tuple[DriverPlace, Ranks | None]:
+    """Join the ranks that compute with this one, if there are any."""
+    if start.lockstep is not None and lockstep is not None:
+        # For the model they are one stage. For the KV transfer each is a rank of its own.
+        of_stage = ParallelRank(tp_rank=start.rank.dp_rank, tp_size=start.rank.dp_size)
+        ranks = closing.enter_context(meet(start, start.lockstep.init_method, of_stage, device))
+        return DriverPlace(start.rank, start.instance, member=lockstep.member), ranks
+    if start.endpoints is None:
+        return DriverPlace(start.rank, start.instance), None
+    channel = DriverChannel(start.endpoints, start.rank, pipe_net(start))
+    closing.callback(channel.close)
+    ranks = closing.enter_context(meet(start, start.endpoints.init_method, start.rank, device))
+    exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
+    end = functools.partial(end_rank, start.rank, start.from_scheduler)
+    return DriverPlace(start.rank, start.instance, exchange, end, channel), ranks
+
+
+def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
+    return SchedulerReady(
+        max_total_tokens_per_request=engine.max_total_tokens_per_request,
+        vocab_size=engine.loaded.vocab_size,
+        pages_total=engine.num_pages,
+        page_size=engine.layout.page_size,
+        dtype=engine.loaded.dtype_name,
+        kv_bytes_per_token=engine.layout.bytes_per_token,
+        device=str(engine.loaded.device),
+        num_parameters=engine.loaded.num_parameters,
+        load_seconds=engine.loaded.load_seconds,
+        kernels=None if engine.loaded.kernels is None else engine.loaded.kernels.name,
+        threads=torch.get_num_threads(),
+        kv_events_endpoints=[publisher.endpoint],
+        kv_replay_endpoints=[publisher.replay_endpoint],
+    )

@@ -1,0 +1,307 @@
+"""One worker: a front end with HTTP (this process) and a child process that computes, the scheduler.
+
+With `dp_size` N there are N schedulers. The worker serves when all are ready, and ends when the first of them dies.
+
+Life cycle of a worker:
+1. The HTTP socket is bound, the model is found, and on prefill workers the bootstrap server is started. If the model
+   is sharded over ranks on several hosts, this is node 0, and it waits for the other nodes.
+2. The scheduler process starts loading. Meanwhile the front end answers requests, /health with 503.
+3. The scheduler is ready: the ready file is written, and the worker registers at its routers.
+4. It serves until a signal, its parent's end or the scheduler's death. Its role may change (`role_switch.py`).
+5. Drain: it deregisters, rejects new requests and finishes running ones, up to a deadline.
+6. Everything is closed in reverse order, the scheduler last. No process, socket or file is left.
+
+This module does not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import WorkerConfig
+from splitserve.core.errors import SchedulerLostError, SplitserveError, WorkerUnavailableError
+from splitserve.core.request import DisaggregationMode
+from splitserve.engine.sources import resolve_model
+from splitserve.process.cluster_token import settle_host
+from splitserve.process.lifecycle import Lifecycle, drain_line
+from splitserve.process.logs import setup_logger
+from splitserve.process.ready_file import ReadyInfo, write_ready_file
+from splitserve.ranks.node_head import NodeHead
+from splitserve.server.app import build_app
+from splitserve.server.front_end import FrontEnd
+from splitserve.server.heartbeat import Heartbeat
+from splitserve.server.scheduler_group import SchedulerGroup
+from splitserve.worker.checks import router_key, router_tls, server_tls
+from splitserve.worker.node_gather import gather_nodes
+from splitserve.worker.node_place import bind_head
+from splitserve.worker.own_bootstrap import OwnBootstrap
+from splitserve.worker.preflight import check_preflight
+from splitserve.worker.registration import Membership, RouterRegistration
+from splitserve.worker.role_switch import WorkerRoleSwitch
+from splitserve.worker.scheduler_link import Schedulers, open_schedulers
+from splitserve.worker.startup_figures import memory_bytes, startup_figures
+
+logger = logging.getLogger(__name__)
+
+# Seconds in which answers that end in an error may reach their clients.
+_ERROR_FLUSH_SECONDS = 2.0
+# Seconds for which a last message of the scheduler may still arrive after its end.
+_LAST_WORDS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """Options of the process, not of serving."""
+
+    # Written when the worker serves. None: no ready file.
+    ready_file: Path | None = None
+    # End when the process at the other end of standard input ends.
+    exit_with_parent: bool = False
+    # Seconds for loading the model (and before that for the other nodes), and for running requests on shutdown.
+    load_timeout: float = 900.0
+    drain_timeout: float = 30.0
+
+
+def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: ProcessOptions | None = None) -> int:
+    """Serve until a signal ends it. Return the exit code: 1 if the scheduler failed, else that of the signal.
+
+    Raises ConfigError, ModelLoadError before anything has started.
+    """
+    options = options or ProcessOptions(ready_file=ready_file)
+    config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
+    setup_logger(config.server.log_level)
+    sock = bind(config.server.host, config.server.port)
+    head_socket = None
+    try:
+        if config.parallel.nnodes > 1:
+            head_socket = bind_head(config)
+        folder = resolve_model(config.model.model)
+        check_preflight(config, folder)
+        tokenizer = Tokenizer.load(folder)
+    except BaseException:
+        sock.close()
+        if head_socket is not None:
+            head_socket.close()
+        raise
+    return uvloop.run(_Worker(config, options, sock, folder, head_socket).run(tokenizer))
+
+
+class _Worker:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        options: ProcessOptions,
+        sock: socket.socket,
+        folder: Path,
+        head_socket: socket.socket | None,
+    ) -> None:
+        """Create the worker. `head_socket`: listener for the other nodes. None: there are none."""
+        self._head_socket = head_socket
+        self._config = config
+        self._options = options
+        self._socket = sock
+        self._folder = folder
+        self._mode = config.disaggregation.mode
+        self._lifecycle = Lifecycle()
+        self._bootstrap = OwnBootstrap(config.disaggregation)
+
+    async def run(self, tokenizer: Tokenizer) -> int:
+        async with AsyncExitStack() as closing:
+            closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
+            closing.callback(self._bootstrap.close)
+            bootstrap_url = None
+            if self._mode is DisaggregationMode.PREFILL:
+                bootstrap_url = await self._bootstrap.open(self._config.disaggregation.bootstrap_port)
+            head = None
+            if self._head_socket is not None:
+                timeout = self._options.load_timeout
+                head = await gather_nodes(
+                    self._config, self._head_socket, self._folder, self._lifecycle, timeout, closing
+                )
+                if head is None:
+                    self._socket.close()
+                    return self._exit_code_before_serving()
+            schedulers = await open_schedulers(
+                self._config, str(self._folder), closing, bootstrap_url=bootstrap_url, head=head
+            )
+            if head is not None:
+                head.on_failed = schedulers.group.failed
+            app = build_app(
+                config=self._config,
+                scheduler=schedulers.group,
+                tokenizer=tokenizer,
+                model_path=str(self._folder),
+                bootstrap_port=self._bootstrap.port,
+                scheduler_pids=schedulers.pids,
+            )
+            settings = self._config.server
+            server = HttpServer(app, self._socket, server_tls(settings), settings.limits)
+            closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
+            await server.start()
+            if not await self._loaded(schedulers):
+                # Schedulers do not watch their input while they import modules. They hold no resources yet.
+                schedulers.kill()
+                return self._exit_code_before_serving()
+            return await self._serve(schedulers, server, app.state.front, head)
+
+    def _exit_code_before_serving(self) -> int:
+        if not self._lifecycle.draining.is_set():
+            return 1
+        logger.info("ended by a signal before the model was loaded")
+        return self._lifecycle.exit_code(has_served=False)
+
+    async def _loaded(self, schedulers: Schedulers) -> bool:
+        """Wait until all schedulers are ready. Return False if the worker must end before that."""
+        ready = asyncio.create_task(schedulers.group.ready(self._options.load_timeout))
+        draining = asyncio.create_task(self._lifecycle.draining.wait())
+        try:
+            await asyncio.wait({ready, draining, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done() and not ready.done():
+                return False
+            if schedulers.ended.done() and not ready.done():
+                await asyncio.wait({ready}, timeout=_LAST_WORDS_SECONDS)
+                schedulers.group.fail_all(_died(schedulers.ended.result()))
+            await ready
+            return True
+        except SplitserveError as error:
+            logger.error("this %s worker could not start: %s", self._mode, error)
+            return False
+        finally:
+            ready.cancel()
+            draining.cancel()
+            await asyncio.gather(ready, draining, return_exceptions=True)
+
+    async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd, head: NodeHead | None) -> int:
+        url = self._write_ready_file(schedulers)
+        if head is not None:
+            head.serves(url)
+        membership = Membership(self._registration)
+        membership.enter(self._mode, self._bootstrap.port)
+        front.role_switch = switch = WorkerRoleSwitch(front, schedulers.group, self._bootstrap, membership)
+        front.heartbeat = Heartbeat(schedulers.group, front.clock)
+        heartbeat = asyncio.create_task(front.heartbeat.run(), name="heartbeat")
+        draining = asyncio.create_task(self._lifecycle.draining.wait())
+        drained: asyncio.Task[None] | None = None
+        try:
+            ends: set[asyncio.Future[Any]] = {draining, schedulers.ended, switch.broken}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not (schedulers.ended.done() or switch.broken.done()):
+                drained = asyncio.create_task(self._drain(schedulers.group, server, front, switch, membership))
+                await asyncio.wait({drained, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not (schedulers.ended.done() or switch.broken.done()):
+                return self._lifecycle.exit_code(has_served=True)
+            error = _died(schedulers.ended.result()) if schedulers.ended.done() else _broke(switch.broken.result())
+            logger.error("%s", error)
+            # Every open request ends with this error before the server closes.
+            schedulers.group.fail_all(error)
+            return 1
+        finally:
+            draining.cancel()
+            heartbeat.cancel()
+            if drained is not None:
+                await drained
+            await switch.close()
+            await membership.leave()
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._config.server.ssl_certfile is None else "https"
+
+    def _host(self) -> str:
+        """Return the host at which others reach this worker."""
+        settings = self._config.server
+        is_wildcard = settings.host in ("0.0.0.0", "::", "")
+        return reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
+
+    def _write_ready_file(self, schedulers: Schedulers) -> str:
+        """Write the ready file. Return this worker's URL."""
+        port = port_of(self._socket)
+        url = f"{self._scheme}://{self._host()}:{port}"
+        loaded, settings = schedulers.group.info, self._config.server
+        assert loaded is not None
+        num_tokens = loaded.pages_total * loaded.page_size
+        pool_bytes = num_tokens * loaded.kv_bytes_per_token * self._config.parallel.group_size
+        pids = (os.getpid(), *schedulers.pids, *schedulers.follower_pids)
+        logger.info(
+            "%s worker ready url=%s bootstrap_port=%s %s",
+            self._mode,
+            url,
+            self._bootstrap.port,
+            startup_figures(self._config, loaded, pool_bytes, memory_bytes(pids)),
+        )
+        if self._options.ready_file is not None:
+            info = ReadyInfo(
+                pid=os.getpid(),
+                scheduler_pids=schedulers.pids,
+                follower_pids=schedulers.follower_pids,
+                port=port,
+                bootstrap_port=self._bootstrap.port,
+                url=url,
+                disaggregation_mode=str(self._mode),
+                model=settings.served_model_name or self._config.model.model,
+                dtype=loaded.dtype,
+                kv_pool_tokens=num_tokens,
+                kv_pool_bytes=pool_bytes,
+            )
+            write_ready_file(self._options.ready_file, info)
+        return url
+
+    def _registration(self, mode: DisaggregationMode, bootstrap_port: int | None) -> RouterRegistration | None:
+        """Return this worker's registration in that role, not started. None: there is no router."""
+        settings, port = self._config.server, port_of(self._socket)
+        if not settings.router_urls:
+            return None
+        return RouterRegistration(
+            settings.router_urls,
+            mode,
+            self._host(),
+            port,
+            bootstrap_port,
+            api_key=router_key(settings),
+            tls=router_tls(settings),
+            scheme=self._scheme,
+        )
+
+    async def _drain(
+        self,
+        group: SchedulerGroup,
+        server: HttpServer,
+        front: FrontEnd,
+        switch: WorkerRoleSwitch,
+        membership: Membership,
+    ) -> None:
+        """Finish running requests; those left at the deadline or the second signal end with an error."""
+        front.begin_drain()
+        logger.info(drain_line(front.requests.num_open_samples, self._options.drain_timeout))
+        await switch.close()
+        await membership.leave()
+        idle = asyncio.create_task(front.wait_idle(self._options.drain_timeout))
+        stopping = asyncio.create_task(self._lifecycle.stopping.wait())
+        await asyncio.wait({idle, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if idle.done() and not idle.result():
+            logger.warning("requests were still running after %g s: cut off", self._options.drain_timeout)
+        idle.cancel()
+        stopping.cancel()
+        await asyncio.gather(idle, stopping, return_exceptions=True)
+        group.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
+        await server.stop(_ERROR_FLUSH_SECONDS)
+
+
+def _broke(what: str) -> WorkerUnavailableError:
+    return WorkerUnavailableError(f"{what}; this worker ends, see its log; send the request again")
+
+
+def _died(what: str) -> SchedulerLostError:
+    return SchedulerLostError(f"the {what}: this worker ends, see its log; send the request again")

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from splitserve import cli
+from splitserve.api.http_server import bind, port_of
+from splitserve.core.errors import ConfigError
+from splitserve.deploy.commands import Credentials, check_startable, router_spec, threads_of, worker_spec
+from splitserve.deploy.config import check_replicas, load_config, parse_config
+from splitserve.deploy.deployment import LocalDeployment
+from splitserve.deploy.placer import NODE_ADDRESS
+from splitserve.deploy.up import run_cluster_up
+from splitserve.offline.engine import _cluster as offline_cluster
+from splitserve.testing import ray_nodes
+
+CREDENTIALS = Credentials(b"t" * 32, clients=b"c", operators=b"o", workers=b"w", operator_key="op-key-0123456789")
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"# only a comment\n", b"---\n", b"null", b"{}"])
+def test_an_empty_file_is_refused(text: bytes) -> None:
+    with pytest.raises(ConfigError, match="the file is empty: name at least the model"):
+        parse_config(text)
+
+
+def test_a_file_with_a_model_alone_is_a_pair():
+    config = parse_config(b"model: smollm2")
+    assert {name: pool.replicas for name, pool in config.pools.by_name().items()} == {"prefill": 1, "decode": 1}
+    assert config.model == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pools: {prefill: {tp_size: x}}", "pools.prefill.tp_size: Expected `int`, got `str`"),
+        ("pools: {prefill: {tpsize: 2}}", "pools.prefill: Object contains unknown field `tpsize`"),
+        ("pools: {encode: {}}", "pools: Object contains unknown field `encode`"),
+        ("pools: {prefill: {tpsize: 2}}", "docs/cluster.md has those there are"),
+        ("pools: {prefill: {}}", "pools: prefill and decode need each other"),
+        ("pools: {prefill: {}, decode: }", "one with all defaults is `decode: {}`"),
+        ("pools: {}", "pools: name one at least"),
+        ("worker_args: [--page-size, 8]", "worker_args[1]: Expected `str`, got `int`; put it in quotes"),
+        ("worker_args: --page-size", "worker_args: Expected `array`, got `str`; write a list: [--option, value]"),
+        ("worker_args: [--page-size 8]", "'--page-size 8' is one word; write the option and its value as two"),
+        ("pools: {colocated: {replicas: 0}}", "pools: one worker at least"),
+        ("pools: {colocated: {replicas: -1}}", "pools.colocated.replicas: must be in"),
+        ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: a node has whole pipeline stages"),
+        ("pools: {colocated: {cpus: 0}}", "pools.colocated.cpus: must be in [1, 1024]"),
+        ("pools: {colocated: {args: [--port=1]}}", "pools.colocated.args: --port is not for here"),
+        ("pools: {colocated: {args: [--tp-size, '2']}}", "say pools.NAME.tp_size"),
+        ("worker_args: [--join, x]", "worker_args: --join is not for here"),
+        ("router: {args: [--port, '1']}", "router.args: --port is not for here; say router.port"),
+        ("router: {port: 70000}", "router.port: must be in"),
+        ("supervision: {backoff: 0}", "supervision.backoff: must be above 0 seconds"),
+        ("supervision: {scale_down: never}", "supervision.scale_down: Invalid enum value 'never'"),
+        ("name: A b", "name: small letters"),
+        ("pools: [", "it is no YAML"),
+        ("model: a\nmodel: b", "CONFIG.yaml, line 2: the key 'model' occurs twice"),
+        ("model: a\npools:\n  prefill: {}\n  prefill: {}", "CONFIG.yaml, line 4: the key 'prefill' occurs twice"),
+        ("- 1", "Expected `object`, got `array`"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(text, message):
+    with pytest.raises(ConfigError, match="CONFIG") as caught:
+        parse_config(text.encode())
+    assert message in caught.value.message
+
+
+def test_files_are_found_beside_the_config(tmp_path):
+    (tmp_path / "c.yaml").write_text("cluster_token_file: token\nkeys: {operators: /etc/operators}\n")
+    config = load_config(tmp_path / "c.yaml")
+    assert config.cluster_token_file == str(tmp_path / "token")
+    assert config.keys.operators == "/etc/operators"
+    assert config.keys.clients is None
+
+
+def test_a_file_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
+    with pytest.raises(ConfigError, match=r"docs/cluster\.md"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_secrets_travel_beside_the_command_line():
+    config = parse_config(b"pools: {prefill: {}, decode: {tp_size: 2, gpus: 1, cpus: 3, args: [--page-size, '32']}}")
+    router = router_spec(config, CREDENTIALS, "10.0.0.1", 8000)
+    worker = worker_spec(config, CREDENTIALS, "decode-0", "decode", threads=3, router_url="http://10.0.0.1:8000")
+    assert set(router.secrets.by_option) == {"--api-key-file", "--operator-key-file", "--worker-key-file"}
+    assert worker.secrets.by_option == {
+        "--cluster-token-file": b"t" * 32,
+        # The first key alone: a worker need not know the others.
+        "--router-key-file": b"op-key-0123456789",
+        "--api-key-file": b"w",
+    }
+    for spec in (router, worker):
+        shown = repr(spec) + repr(CREDENTIALS)
+        assert not any(secret in shown for secret in ("tttt", "op-key"))
+    assert worker.args[-2:] == ("--router", "http://10.0.0.1:8000")
+    assert worker.args[worker.args.index("--host") + 1] == NODE_ADDRESS
+    assert worker.args[worker.args.index("--tp-size") + 1] == "2"
+    assert (worker.num_cpus, worker.num_gpus) == (6, 2)
+    assert "--device" not in worker.args
+
+
+def test_a_pool_without_gpus_computes_on_the_cpu_unless_it_says_where():
+    config = parse_config(b"pools: {prefill: {}, decode: {args: [--device, cuda:1]}}")
+    prefill, decode = (
+        worker_spec(config, CREDENTIALS, f"{name}-0", name, threads=1, router_url="http://r:1").args
+        for name in ("prefill", "decode")
+    )
+    assert prefill[prefill.index("--device") + 1] == "cpu"
+    assert [word for word in decode if word in ("cpu", "cuda:1")] == ["cuda:1"]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(16, 4), (2, 1), (None, 1)])
+def test_cores_of_one_machine_are_shared_and_those_set_aside_are_not(cores, threads):
+    config = parse_config(b"pools: {prefill: {tp_size: 2}, decode: {replicas: 2}}")
+    assert threads_of(config, config.pools.by_name()["prefill"], cores) == threads
+
+
+def test_a_token_is_made_where_none_is_given_and_read_where_one_is(tmp_path):
+    assert len(Credentials.read(parse_config(b"model: smollm2")).token) == 64
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    assert Credentials.read(parse_config(f"cluster_token_file: {token}".encode())).token == b"0123456789abcdef"
+    with pytest.raises(ConfigError, match=r"keys\.clients"):
+        Credentials.read(parse_config(f"keys: {{clients: {tmp_path / 'none'}}}".encode()))
+
+
+def test_ranks_on_several_nodes_are_for_kubernetes():
+    config = parse_config(b"pools: {colocated: {pp_size: 2, nodes: 2}}")
+    with pytest.raises(ConfigError, match=r"pools\.colocated\.nodes is 2"):
+        check_startable(config)
+
+
+def test_scaling_names_pools_that_are_there():
+    config = parse_config(b"model: smollm2")
+    now = {"prefill": 1, "decode": 1}
+    assert check_replicas(config, {"decode": 3}, now) == {"decode": 3}
+    for wrong in ({"encode": 1}, {"decode": -1}, {"decode": 5000}, {"colocated": 1}):
+        with pytest.raises(ConfigError):
+            check_replicas(config, wrong, now)
+
+
+@pytest.mark.parametrize("wrong", [{"decode": 0}, {"prefill": 0}, {"prefill": 0, "decode": 0}])
+def test_scaling_to_what_serves_nothing_is_refused(wrong):
+    config = parse_config(b"model: smollm2")
+    with pytest.raises(ConfigError, match=r"nothing could be served with .*cluster down"):
+        check_replicas(config, wrong, {"prefill": 1, "decode": 2})
+
+
+def test_a_pair_may_be_scaled_to_nothing_beside_colocated_workers_and_back():
+    config = parse_config(b"pools: {prefill: {}, decode: {}, colocated: {}}")
+    now = {"prefill": 1, "decode": 1, "colocated": 1}
+    assert check_replicas(config, {"prefill": 0, "decode": 0}, now)
+    now = {"prefill": 0, "decode": 0, "colocated": 1}
+    assert check_replicas(config, {"prefill": 1, "decode": 2}, now)
+    with pytest.raises(ConfigError, match="need each other"):
+        check_replicas(config, {"prefill": 1}, now)
+
+
+def test_the_examples_are_good():
+    examples = sorted((Path(__file__).parents[3] / "examples" / "cluster").glob("*.yaml"))
+    assert len(examples) >= 3
+    for path in examples:
+        load_config(path)
+
+
+def test_ray_that_is_not_installed_is_an_error_with_a_hint(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'splitserve\[ray\]'"):
+        run_cluster_up(parse_config(b"model: smollm2"), "auto")
+
+
+@pytest.mark.skipif(ray_nodes.missing() is not None, reason=str(ray_nodes.missing()))
+def test_ray_that_does_not_listen_is_an_error_at_once():
+    with bind("127.0.0.1", 0) as sock:
+        address = f"127.0.0.1:{port_of(sock)}"
+    with pytest.raises(ConfigError, match=rf"--ray {address}: .*Connection refused.*ray start --head"):
+        run_cluster_up(parse_config(b"model: smollm2"), address)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker_args: [--no-such-option]", "pools.prefill.args or worker_args: --no-such-option: no such option"),
+        ("pools: {colocated: {args: [--page-size, many]}}", "pools.colocated.args or worker_args: --page-size: "),
+        ("router: {args: [--polisy, cache_aware]}", "router.args: --polisy: no such option; did you mean --policy?"),
+    ],
+)
+@pytest.mark.parametrize("command", [["up"], ["render", "k8s"]], ids=" ".join)
+def test_options_that_no_process_would_take_are_refused_before_any_starts(tmp_path, command, text, message):
+    """A supervisor would start such a process again and again."""
+    (tmp_path / "c.yaml").write_text(text)
+    done = CliRunner().invoke(cli.app, ["cluster", *command, str(tmp_path / "c.yaml")])
+    assert isinstance(done.exception, ConfigError)
+    assert message in done.exception.message
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        LocalDeployment(),
+        LocalDeployment(prefill=0, decode=0, null=1),
+        offline_cluster("m", 1, 1, "tcp", False, {})._deployment,
+    ],
+    ids=["up", "up with a colocated worker", "offline pair"],
+)
+def test_workers_of_one_machine_always_have_a_token_of_their_cluster(deployment):
+    config = deployment.config()
+    first, second = Credentials.read(config), Credentials.read(config)
+    assert first.token != second.token
+    for name, pool in config.pools.by_name().items():
+        if pool.replicas:
+            spec = worker_spec(config, first, f"{name}-0", name, threads=1, router_url=None)
+            assert spec.secrets.by_option["--cluster-token-file"] == first.token
+            assert len(first.token) == 64

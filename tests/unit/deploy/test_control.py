@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from splitserve import cli
+from splitserve.core.errors import ConfigError, WorkerUnavailableError
+from splitserve.deploy.control import ClusterStatus, ControlClient, ProcessStatus, control_server, socket_path
+from splitserve.deploy.show import describe
+from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, run_folder
+
+
+class Controlled:
+    """A supervisor that only remembers."""
+
+    def __init__(self) -> None:
+        self.orders: list[object] = []
+
+    async def status(self) -> ClusterStatus:
+        process = ProcessStatus(
+            name="decode-0",
+            pool="decode",
+            state="ready",
+            node="10.0.0.1",
+            url="http://10.0.0.1:1",
+            pid=7,
+            num_restarts=2,
+            detail="",
+            model="m",
+            dtype="bfloat16",
+            kv_pool_tokens=2048,
+            kv_pool_bytes=94_371_840,
+        )
+        return ClusterStatus(
+            name="c",
+            pid=1,
+            router_url=None,
+            is_ready=False,
+            is_ending=False,
+            replicas={"decode": 1},
+            processes=[process],
+        )
+
+    def scale(self, replicas: dict[str, int]) -> None:
+        if "decode" not in replicas:
+            raise ConfigError("there is no such pool")
+        self.orders.append(replicas)
+
+    def down(self, *, now: bool) -> None:
+        self.orders.append(now)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+async def test_orders_arrive_and_are_answered_with_how_things_are():
+    controlled = Controlled()
+    async with control_server("c", controlled):
+        client = ControlClient("c")
+        assert client.is_up()
+        status = await asyncio.to_thread(client.status)
+        assert status == await controlled.status()
+        await asyncio.to_thread(client.scale, {"decode": 4})
+        await asyncio.to_thread(client.down, now=True)
+        await asyncio.to_thread(client.down, now=False)
+        with pytest.raises(ConfigError, match="there is no such pool"):
+            await asyncio.to_thread(client.scale, {"encode": 4})
+        with pytest.raises(ConfigError, match="Expected `int`"):
+            await asyncio.to_thread(client.scale, {"decode": "four"})
+    assert controlled.orders == [{"decode": 4}, True, False]
+    assert not client.is_up()
+
+
+async def test_nobody_else_gets_in(folder):
+    async with control_server("c", Controlled()):
+        assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="open to others"):
+        socket_path("c")
+
+
+async def test_two_clusters_of_one_name_are_refused():
+    async with control_server("c", Controlled()):
+        with pytest.raises(ConfigError, match="a cluster 'c' is up"):
+            async with control_server("c", Controlled()):
+                pass
+        async with control_server("d", Controlled()):
+            pass
+        assert (await asyncio.to_thread(ControlClient("c").status)).name == "c"
+
+
+async def test_a_socket_that_a_killed_supervisor_left_is_replaced():
+    socket_path("c").parent.mkdir(parents=True)
+    run_folder().chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path("c")))
+    with pytest.raises(WorkerUnavailableError, match="Connection refused"):
+        ControlClient("c").status()
+    async with control_server("c", Controlled()):
+        assert (await asyncio.to_thread(ControlClient("c").status)).name == "c"
+
+
+def test_an_error_names_the_socket_and_how_to_select_another_folder(folder):
+    with pytest.raises(
+        WorkerUnavailableError, match=f"no cluster 'c' answers at {folder}/c/.* start one.* SPLITSERVE_RUN"
+    ):
+        ControlClient("c").status()
+
+
+async def test_an_error_names_the_clusters_that_run():
+    async with control_server("up-8000", Controlled()), control_server("b", Controlled()):
+        with pytest.raises(WorkerUnavailableError, match="--name selects another of this user: b, up-8000;"):
+            ControlClient("c").status()
+
+
+def test_the_socket_does_not_depend_on_the_temporary_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv(RUN_FOLDER_VARIABLE)
+    before = run_folder()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert run_folder() == before
+
+
+async def test_a_status_is_lines_that_nothing_cuts():
+    lines = describe(await Controlled().status()).splitlines()
+    assert lines[0].split() == [
+        *["process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV", "pool"]
+    ]
+    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 2048 tokens, 94 MB"
+    assert lines[1].split() == shown.split()
+    assert lines[2] == "c: not ready; wanted: 1 decode; router: not there"
+
+
+async def test_a_status_that_waits_waits_for_the_supervisor_too(monkeypatch):
+    ready = msgspec.structs.replace(await Controlled().status(), is_ready=True)
+    answers: list[ClusterStatus | WorkerUnavailableError] = [WorkerUnavailableError("no cluster 'c' is up"), ready]
+
+    def status(_: ControlClient) -> ClusterStatus:
+        answer = answers.pop(0)
+        if isinstance(answer, WorkerUnavailableError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ControlClient, "status", status)
+    monkeypatch.setattr("splitserve.cli.cluster._POLL_INTERVAL", 0.0)
+    done = CliRunner().invoke(cli.app, ["cluster", "status", "--name", "c", "--wait", "60"])
+    assert done.exit_code == 0, done.exception
+    assert done.stdout.splitlines()[-1].startswith("c: ready")
+
+
+async def test_nobody_waits_for_a_process_that_is_not_started_any_more(monkeypatch):
+    before = await Controlled().status()
+    processes = [msgspec.structs.replace(process, state="failed") for process in before.processes]
+    failed = msgspec.structs.replace(before, processes=processes)
+    monkeypatch.setattr(ControlClient, "status", lambda _: failed)
+    monkeypatch.setattr(ControlClient, "scale", lambda *_: failed)
+    done = CliRunner().invoke(cli.app, ["cluster", "status", "--name", "c", "--wait", "3600"])
+    assert done.exit_code == 1
+    done = CliRunner().invoke(cli.app, ["cluster", "scale", "decode=3", "--name", "c", "--wait", "3600"])
+    assert isinstance(done.exception, ConfigError)
+    assert f"{processes[0].name}" in done.exception.message
+
+
+def test_scale_says_what_is_wanted_now(monkeypatch):
+    def scale(_: ControlClient, replicas: dict[str, int]) -> ClusterStatus:
+        status = asyncio.run(Controlled().status())
+        return msgspec.structs.replace(status, replicas=replicas)
+
+    monkeypatch.setattr(ControlClient, "scale", scale)
+    done = CliRunner().invoke(cli.app, ["cluster", "scale", "decode=3", "--name", "c"])
+    assert done.stdout == "c: not ready; wanted: 3 decode; router: not there\n"

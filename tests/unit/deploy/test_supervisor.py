@@ -1,0 +1,309 @@
+"""The supervisor with a placer whose processes are entries of a dict, and a router that records its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from splitserve.api.http_server import bind, port_of
+from splitserve.core.clock import ManualClock
+from splitserve.core.errors import ClusterError, ConfigError, WorkerUnavailableError
+from splitserve.core.request import DisaggregationMode
+from splitserve.deploy import supervisor
+from splitserve.deploy.commands import Credentials
+from splitserve.deploy.config import ClusterConfig, parse_config
+from splitserve.deploy.control import socket_path
+from splitserve.deploy.placer import Observation, Phase, ProcessSpec
+from splitserve.deploy.router_client import RouterClient
+from splitserve.deploy.supervisor import Supervisor
+from splitserve.deploy.up import run_cluster_up
+from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, OwnedFolder
+from splitserve.process.ready_file import ReadyInfo
+
+CONFIG = b"""
+pools: {prefill: {}, decode: {replicas: 2}}
+router: {port: 0}
+supervision: {scale_down: migrate, drain_timeout: 5}
+"""
+
+
+class DictPlacer:
+    """A process serves from its start on, at a port of its own."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, ProcessSpec] = {}
+        self.seen: dict[str, Observation] = {}
+        self.next_port = 1000
+        self.terminated: list[str] = []
+        # Name of a process that ends as soon as it is started, and its exit code.
+        self.unstartable = ""
+        self.exit_code = 2
+
+    def start(self, spec: ProcessSpec) -> None:
+        assert spec.name not in self.seen
+        if spec.name == self.unstartable:
+            tail, code = "loading\nerror: There is no folder x\n", self.exit_code
+            ended = Observation(phase=Phase.ENDED, detail=f"exited with code {code}", log_tail=tail, exit_code=code)
+            self.seen[spec.name] = ended
+            return
+        self.specs[spec.name] = spec
+        port = int(spec.args[spec.args.index("--port") + 1])
+        self.next_port += 1
+        port = port or self.next_port
+        host = "10.0.0.1" if spec.name == "router" else "10.0.0.2"
+        is_prefill = "prefill" in spec.args
+        ready = ReadyInfo(pid=port, port=port, url=f"http://{host}:{port}", bootstrap_port=7 if is_prefill else None)
+        self.seen[spec.name] = Observation(phase=Phase.READY, node="n", pid=port, ready=ready)
+
+    def observe(self) -> Mapping[str, Observation]:
+        return dict(self.seen)
+
+    def terminate(self, name: str) -> None:
+        self.terminated.append(name)
+        self.seen[name] = Observation(phase=Phase.ENDED, detail="exited with code 0")
+
+    def remove(self, name: str) -> None:
+        del self.seen[name]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def lose(self, name: str) -> None:
+        self.seen[name] = Observation(phase=Phase.LOST, detail="node gone")
+
+    def url(self, name: str) -> str:
+        ready = self.seen[name].ready
+        assert ready is not None
+        return ready.url
+
+
+class RememberingRouter(RouterClient):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.drained: list[str] = []
+        self.forgotten: list[str] = []
+        self.announced: list[tuple[str, str, str]] = []
+        self.refuses = False
+        self.ready: set[str] = set()
+        # By URL of a worker.
+        self.loads: dict[str, int] = {}
+
+    async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
+        if worker_url not in self.loads:
+            raise WorkerUnavailableError(f"{worker_url} does not answer")
+        return self.loads[worker_url]
+
+    async def ready_workers(self, router_url: str) -> set[str]:
+        return self.ready
+
+    async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
+        assert migrate
+        if self.refuses:
+            raise WorkerUnavailableError("no other decode worker takes requests")
+        self.drained.append(worker_url)
+
+    async def forget(self, router_url: str, worker_url: str) -> None:
+        self.forgotten.append(worker_url)
+
+    async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
+        self.announced.append((router_url, mode.value, ready.url))
+
+
+class World:
+    def __init__(self, config: ClusterConfig, router_socket: socket.socket | None = None) -> None:
+        self.clock, self.placer, self.router = ManualClock(), DictPlacer(), RememberingRouter()
+        self.events: list[str] = []
+        self.supervisor = Supervisor(
+            config,
+            Credentials(b"t" * 32),
+            self.placer,
+            router_host="10.0.0.1",
+            num_cores=None,
+            router_socket=router_socket,
+            on_event=self.events.append,
+            clock=self.clock,
+            router=self.router,
+        )
+
+    async def turns(self, count: int = 8, seconds: float = 1.0) -> None:
+        for _ in range(count):
+            self.clock.advance(seconds)
+            await self.supervisor.turn()
+            # What it began ends before the next look.
+            await asyncio.gather(*self.supervisor._tasks)
+
+    async def states(self) -> dict[str, str]:
+        return {process.name: process.state for process in (await self.supervisor.status()).processes}
+
+
+@pytest.fixture
+async def world() -> World:
+    world = World(parse_config(CONFIG))
+    await world.turns()
+    return world
+
+
+async def test_workers_are_started_with_the_routers_address(world):
+    assert set(await world.states()) == {"router", "prefill-0", "decode-0", "decode-1"}
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        args = world.placer.specs[name].args
+        assert args[args.index("--router") + 1] == world.placer.url("router")
+
+
+async def test_ready_is_what_the_router_has_proven(world):
+    assert not (await world.supervisor.status()).is_ready
+    world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-0", "decode-1")}
+    assert (await world.supervisor.status()).is_ready
+
+
+async def test_who_goes_moves_its_requests_first(world):
+    url = world.placer.url("decode-1")
+    world.supervisor.scale({"decode": 1})
+    await world.turns()
+    assert world.router.drained == [url]
+    assert set(await world.states()) == {"router", "prefill-0", "decode-0"}
+
+
+async def test_who_cannot_move_its_requests_ends_them(world):
+    world.router.refuses = True
+    world.supervisor.scale({"decode": 1})
+    await world.turns()
+    assert set(await world.states()) == {"router", "prefill-0", "decode-0"}
+    assert any("its requests end there: no other decode worker" in event for event in world.events)
+
+
+async def test_a_worker_that_is_lost_is_taken_out_of_the_router_and_replaced(world):
+    url = world.placer.url("decode-0")
+    world.placer.lose("decode-0")
+    await world.turns()
+    assert world.router.forgotten == [url]
+    assert world.placer.url("decode-0") != url
+    process = next(p for p in (await world.supervisor.status()).processes if p.name == "decode-0")
+    assert process.num_restarts == 1
+
+
+async def test_a_router_comes_back_on_its_port_and_elsewhere_is_told_of_its_workers(world):
+    old_url = world.placer.url("router")
+    world.placer.seen["router"] = Observation(phase=Phase.ENDED, detail="killed by SIGKILL")
+    await world.turns()
+    assert world.placer.url("router") == old_url
+    assert not world.router.announced
+    # Another node.
+    world.placer.lose("router")
+    await world.turns(2)
+    moved = world.placer.seen["router"].ready
+    assert moved is not None
+    new_url = "http://10.0.0.9:80"
+    world.placer.seen["router"] = Observation(
+        phase=Phase.READY, ready=ReadyInfo(pid=1, port=80, url=new_url), node="other"
+    )
+    await world.turns(3)
+    modes = sorted(mode for url, mode, _ in world.router.announced if url == new_url)
+    assert modes == ["decode", "decode", "prefill"]
+    # As workers do it themselves: again and again.
+    await world.turns(2, seconds=10.0)
+    assert len(world.router.announced) == 9
+
+
+async def test_going_down_ends_everything(world):
+    running = asyncio.create_task(world.supervisor.run())
+    world.supervisor.down(now=False)
+    async with asyncio.timeout(60):
+        await running
+    assert not world.placer.seen
+    with pytest.raises(ConfigError, match="is going down"):
+        world.supervisor.scale({"decode": 1})
+
+
+async def test_going_down_does_not_wait_for_the_next_regular_look(world, monkeypatch):
+    monkeypatch.setattr(supervisor, "_INTERVAL", 3600.0)
+    running = asyncio.create_task(world.supervisor.run())
+    world.supervisor.down(now=False)
+    async with asyncio.timeout(60):
+        await running
+
+
+async def test_scaling_a_pool_that_is_not_there_is_refused(world):
+    wrong: list[dict[str, Any]] = [{"encode": 1}, {"decode": -1}]
+    for replicas in wrong:
+        with pytest.raises(ConfigError):
+            world.supervisor.scale(replicas)
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_a_worker_that_cannot_be_started_ends_a_cluster_that_never_was_one(has_served):
+    world = World(parse_config(CONFIG))
+    if has_served:
+        await world.turns()
+        world.supervisor.scale({"decode": 3})
+    world.placer.unstartable = "decode-2" if has_served else "decode-1"
+    await world.turns(20)
+    (event,) = [event for event in world.events if "not started again" in event]
+    assert "exited with code 2" in event
+    if has_served:
+        assert "loading\nerror: There is no folder x" in event
+        assert world.supervisor.failure is None
+        assert (await world.states())["decode-2"] == "failed"
+        assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
+    else:
+        assert str(world.supervisor.failure) == "decode-1: There is no folder x"
+        assert not world.placer.seen
+        await world.supervisor.run()
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_a_worker_that_never_starts_ends_the_cluster_with_the_reason_and_the_end_of_its_log(has_served):
+    world = World(parse_config(CONFIG.replace(b"scale_down", b"max_failed_starts: 3, scale_down")))
+    world.placer.exit_code = 1
+    if has_served:
+        await world.turns()
+        world.placer.lose("decode-1")
+    world.placer.unstartable = "decode-1"
+    await world.turns(40)
+    failure = world.supervisor.failure
+    assert isinstance(failure, ClusterError)
+    assert "decode-1: exited with code 1; 3 starts in a row have failed" in failure.message
+    assert failure.message.endswith("the end of its log:\nloading\nerror: There is no folder x\n")
+    assert [event for event in world.events if "so the cluster ends" in event]
+    assert not world.placer.seen
+    # Its requests end first, if there can be any.
+    assert world.placer.terminated == (["router", "prefill-0", "decode-0"] if has_served else [])
+
+
+async def test_with_a_socket_of_its_own_workers_need_not_wait_for_the_router_and_it_keeps_its_address():
+    with bind("127.0.0.1", 0) as sock:
+        world = World(parse_config(CONFIG), sock)
+        await world.turns(1)
+        assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
+        args = world.placer.specs["decode-0"].args
+        assert args[args.index("--router") + 1] == f"http://10.0.0.1:{port_of(sock)}" == world.supervisor.router_url
+        for _ in range(2):
+            spec = world.placer.specs.pop("router")
+            assert spec.listen_fd == sock.fileno() == int(spec.args[spec.args.index("--fd") + 1])
+            world.placer.seen["router"] = Observation(phase=Phase.ENDED, detail="killed by SIGKILL")
+            await world.turns(6)
+        assert not world.router.announced
+        world.supervisor.down(now=True)
+        # Connections do not wait for a router that does not come back.
+        assert sock.fileno() == -1
+
+
+async def test_running_requests_are_those_of_the_workers_that_generate(world):
+    assert await world.supervisor.num_requests() is None
+    world.router.loads = {world.placer.url("decode-0"): 2, world.placer.url("decode-1"): 1}
+    assert await world.supervisor.num_requests() == 3
+
+
+def test_a_cluster_that_does_not_come_to_be_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path / "run"))
+    (tmp_path / "run").mkdir(mode=0o700)
+    # The folder of the other cluster.
+    with OwnedFolder(socket_path("splitserve").parent), pytest.raises(ConfigError, match="is up"):
+        run_cluster_up(parse_config(CONFIG), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from splitserve.deploy.yaml_keys import duplicate_key
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nb: 2\n", None),
+        ("", None),
+        ("- a\n- a\n", None),
+        ("a: 1\nb: 2\na: 3\n", ("a", 3)),
+        ("a: 1\n'a': 2\n", ("a", 2)),
+        ("1: x\n'1': y\n", None),
+        ("pools:\n  decode:\n    replicas: 1\n    replicas: 2\n", ("replicas", 4)),
+        ("a: [{b: 1, c: 2}, {b: 1,\n  b: 2}]\n", ("b", 2)),
+        ("a: {x: 1}\nb: {x: 1}\n", None),
+        ("a: &one {x: 1}\nb: *one\nc: *one\n", None),
+        ("a: &self [*self]\n", None),
+    ],
+)
+def test_the_second_occurrence_of_a_key_is_found(text: str, expected: tuple[str, int] | None) -> None:
+    assert duplicate_key(text.encode()) == expected

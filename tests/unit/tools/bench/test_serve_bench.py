@@ -1,0 +1,207 @@
+"""`splitserve bench serve`: the keys of its JSON, ratios to colocated, what compute hid, options refused at once."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from splitserve.cli.bench_serve import with_defaults
+from splitserve.core.errors import ConfigError
+from splitserve.tools.bench import backends, serve
+from splitserve.tools.bench.load_figures import LoadFigures, Slo
+from splitserve.tools.bench.serve import ServeBenchOptions, run_serve_bench
+from splitserve.tools.bench.serve_report import Handover, ServeFigures, ServeReport
+from splitserve.tools.bench.stats import StreamRecord, TtftFigures
+from splitserve.tools.bench.workload import LoadPlan
+from splitserve.tools.transfers import Transfers
+
+KEYS = [
+    "mode",
+    "transfer_backend",
+    "concurrency",
+    "input_tokens",
+    "output_tokens",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "itl_ms_mean",
+    "itl_ms_p50",
+    "itl_ms_p99",
+    "output_tok_s",
+    "total_tok_s",
+    "goodput",
+]
+PLAN = LoadPlan(2, None, 1.0, 10, 3, 4, None, 0)
+
+
+def figures(mode, backend, idle, *, transfers=None, errors=None, records=None):
+    good = records if records is not None else [StreamRecord(0.0, (0.1, 0.2, 0.4), 10, 3)]
+    return ServeFigures(
+        mode=mode,
+        backend=backend,
+        chunk_tokens=512,
+        threads="2",
+        load_shape=PLAN.describe(),
+        concurrency=2,
+        request_rate=None,
+        input_tokens=10,
+        output_tokens=3,
+        load=LoadFigures.of(good, sum((errors or {}).values()), 1.0, [Slo("ttft", 500)]),
+        errors=errors or {},
+        idle=TtftFigures(2048, 5, idle, idle - 0.1, idle + 0.1),
+        transfer=None if transfers is None else Handover.of(transfers),
+        cores_taken_by_others=0.25,
+    )
+
+
+def report(*systems):
+    return ServeReport("m", "float32", "splitserve bench serve m", {"CPU": "x"}, systems, [Slo("ttft", 500)])
+
+
+@pytest.fixture
+def both():
+    moved = Transfers(count=5, num_bytes=5e9, seconds=10.0, exposed_seconds=1.0)
+    return report(figures("null", None, 2.0), figures("disaggregated", "tcp", 2.1, transfers=moved))
+
+
+def options(**changed):
+    given = {
+        "command": "splitserve bench serve",
+        "model": "/no/such/model",
+        "dtype": "float32",
+        "modes": ("null", "disaggregated"),
+        "backends": ("tcp",),
+        "endpoint": None,
+        "plan": PLAN,
+        "num_warm_ups": 1,
+        "slos": (),
+        "ttft_tokens": 64,
+        "ttft_runs": 1,
+        "chunks": (None,),
+        "threads": None,
+        "side_by_side": True,
+        "append_to": None,
+        "as_json": False,
+    }
+    return ServeBenchOptions(**{**given, **changed})
+
+
+def test_systems_of_one_chunk_size_run_at_once_unless_they_are_to_run_apart():
+    systems = [serve._System("null", None, chunk, None) for chunk in (512, 512, 2048)]
+    assert serve._groups(systems, side_by_side=True) == [systems[:2], systems[2:]]
+    assert serve._groups(systems, side_by_side=False) == [[system] for system in systems]
+
+
+def test_the_json_form_is_a_list_with_these_keys_first(both):
+    found = json.loads(json.dumps(both.to_json()))
+    assert [list(row)[: len(KEYS)] for row in found] == [KEYS, KEYS]
+    null, apart = found
+    assert (null["mode"], null["transfer_backend"]) == ("null", None)
+    assert (apart["mode"], apart["transfer_backend"]) == ("disaggregated", "tcp")
+    assert (null["ttft_ms_p50"], null["itl_ms_p99"], null["itl_ms_mean"]) == pytest.approx((100, 200, 150))
+    assert (null["output_tok_s"], null["total_tok_s"], null["goodput"]) == pytest.approx((3.0, 13.0, 1.0))
+
+
+def test_a_load_in_which_everything_failed_keeps_its_keys(both):
+    (row,) = report(figures("external", None, 2.0, errors={"no room": 4}, records=[])).to_json()
+    assert list(row)[: len(KEYS)] == KEYS
+    assert (row["ttft_ms_p50"], row["itl_ms_mean"], row["goodput"]) == (None, None, 0.0)
+    assert (row["num_failed"], row["errors"]) == (4, {"no room": 4})
+
+
+def test_idle_ttft_is_set_against_the_colocated_system_of_the_same_chunk_size(both):
+    assert [row["idle_ttft_of_null"] for row in both.to_json()] == pytest.approx([1.0, 1.05])
+    assert report(figures("external", None, 2.0)).to_json()[0]["idle_ttft_of_null"] is None
+
+
+def test_what_compute_hid_is_what_was_not_exposed(both):
+    assert both.figures[0].transfer is None
+    handover = both.figures[1].transfer
+    assert (handover.num_bytes, handover.seconds, handover.exposed_seconds) == pytest.approx((1e9, 2.0, 0.2))
+    assert (handover.hidden, handover.gb_per_s) == pytest.approx((0.9, 0.5))
+
+
+def test_no_hand_over_hides_nothing_and_has_no_speed():
+    nothing = Transfers(0, 0.0, 0.0, 0.0)
+    assert (nothing.hidden, nothing.gb_per_s) == (0.0, 0.0)
+
+
+def test_hand_overs_of_the_runs_are_those_since_the_warm_up():
+    assert Transfers(7, 70.0, 7.0, 0.7) - Transfers(2, 20.0, 2.0, 0.2) == Transfers(5, 50.0, 5.0, pytest.approx(0.5))
+
+
+def test_the_report_has_a_row_a_figure_and_a_column_a_system(both):
+    section = both.markdown(datetime.date(2031, 2, 3))
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| idle TTFT, ms | 2,000 (1,900-2,100) | 2,100 (2,000-2,200) |" in lines
+    assert lines.index("| idle TTFT / null's | 1.000 | 1.050 |") == 1 + lines.index(
+        "| idle TTFT, ms | 2,000 (1,900-2,100) | 2,100 (2,000-2,200) |"
+    )
+    assert "| hidden | - | 90% |" in lines
+    assert "| cores taken by others | 0.2 | 0.2 |" in lines
+    assert "TTFT <= 500 ms" in section
+    out = io.StringIO()
+    Console(file=out, width=200).print(both.table())
+    assert "exposed, ms" in out.getvalue()
+
+
+def test_figures_that_no_system_has_get_no_row():
+    alone = report(figures("null", None, 2.0))
+    assert not any(row[0] in ("hidden", "KV moved, MB") for row in alone.rows())
+
+
+def test_failed_requests_are_shown_everywhere(both):
+    failing = report(figures("null", None, 2.0, errors={"HTTP 503: no room": 2}))
+    out = io.StringIO()
+    assert failing.warn(Console(file=out, width=200))
+    for text in (out.getvalue(), failing.markdown(datetime.date(2031, 2, 3))):
+        assert "null, chunks of 512: 2 of 3 requests failed: 2 x HTTP 503: no room" in text
+    assert not both.warn(Console(file=out))
+
+
+def test_wrong_options_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="--dtype 'auto'"):
+        run_serve_bench(options(dtype="auto"))
+    with pytest.raises(ConfigError, match="--mode pigeon"):
+        run_serve_bench(options(modes=("null", "pigeon")))
+    with pytest.raises(ConfigError, match="--transfer-backend pigeon: unknown"):
+        run_serve_bench(options(backends=("pigeon",)))
+
+
+def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(backends, "missing", lambda backend: "it needs a library: pip install it")
+    with pytest.raises(ConfigError, match=r"--transfer-backend nixl: .*pip install it"):
+        run_serve_bench(options(backends=("nixl",)))
+
+
+def load_plan(**given):
+    shape = {"burstiness": 1.0, "input_tokens": 1, "output_tokens": 1, "seed": 0}
+    rest = dict.fromkeys(("concurrency", "request_rate", "num_prompts", "duration", "trace"))
+    return with_defaults(LoadPlan(**{**shape, **rest, **given}))
+
+
+def test_a_load_is_a_closed_loop_unless_a_rate_or_a_trace_is_named():
+    assert (load_plan().concurrency, load_plan().num_prompts) == (4, 16)
+    assert load_plan(concurrency=3).num_prompts == 12
+    rate = load_plan(request_rate=2.0)
+    assert (rate.concurrency, rate.num_prompts) == (None, 60)
+    assert load_plan(duration=5.0).num_prompts is None
+    assert load_plan(trace=object()).concurrency is load_plan(trace=object()).num_prompts is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"concurrency": 2, "request_rate": 1.0}, "one of them"),
+        ({"request_rate": 0.0}, "--request-rate"),
+        ({"burstiness": -1.0}, "--burstiness"),
+        ({"duration": float("inf")}, "--duration"),
+    ],
+)
+def test_loads_that_contradict_themselves_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        load_plan(**given)

@@ -1,0 +1,72 @@
+"""Start-up to first token: the report's forms, and one real start of each kind with a tiny model."""
+
+from __future__ import annotations
+
+import datetime
+import io
+
+import pytest
+from rich.console import Console
+
+from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.tools.bench.startup import (
+    StartupOptions,
+    StartupReport,
+    StartupTiming,
+    measure_startup,
+    run_startup_bench,
+)
+
+
+def options(model, **given):
+    return StartupOptions(
+        **{
+            "command": "splitserve bench startup TINY",
+            "model": str(model),
+            "dtype": "float32",
+            "threads": 1,
+            "cold_runs": 1,
+            "warm_runs": 0,
+            "append_to": None,
+            "page": None,
+            "as_json": False,
+            **given,
+        }
+    )
+
+
+def test_the_section_has_a_row_a_kind_with_median_and_range():
+    warm = [StartupTiming(2.0, 2.5), StartupTiming(4.0, 5.5), StartupTiming(3.0, 3.5)]
+    report = StartupReport(
+        "m", "bfloat16", "splitserve bench startup m", {"CPU": "a"}, 0.2, [StartupTiming(9.0, 9.5)], warm
+    )
+    section = report.markdown(datetime.date(2031, 2, 3))
+    assert section.startswith("\n## 2031-02-03 · Start-up to first token: m in bfloat16")
+    assert "| cold | 1 | 9.0 (9.0-9.0) | 9.5 (9.5-9.5) |" in section
+    assert "| warm | 3 | 3.0 (2.0-4.0) | 3.5 (2.5-5.5) |" in section
+
+
+def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="bench startup"):
+        run_startup_bench(options("/no/such/model", page=page))
+
+
+@pytest.mark.process
+@pytest.mark.soak
+def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "mine"))
+    model = make_tiny_model("llama", tmp_path / "llama")
+    report = measure_startup(options(model), Console(file=io.StringIO()))
+    [start] = report.cold
+    assert 0 < start.ready < start.first_token
+    assert report.warm == []
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.process
+def test_a_worker_that_cannot_start_is_an_error_with_the_end_of_its_log():
+    with pytest.raises(ClusterError, match="There is no folder"):
+        measure_startup(options("/no/such/model"), Console(file=io.StringIO()))

@@ -1,0 +1,81 @@
+"""Orders to fail: who meets the stage fails once, unless the order was taken back before."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.tools.chaos.orders import Fault, FaultOrder, Trap, fault_file
+from splitserve.tools.chaos.points import FaultStage
+
+READY_FILE = "worker.ready.json"
+
+
+@pytest.fixture
+def victim():
+    """A process that sleeps until it is killed."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_the_stage_kills_when_it_was_passed_often_enough_and_then_never_again(tmp_path, victim):
+    order = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.MID_CHUNK, signal.SIGKILL, skip=2))
+    trap = Trap(fault_file(tmp_path / READY_FILE), [victim.pid])
+    for stage in (FaultStage.MID_CHUNK, FaultStage.QUEUED, FaultStage.MID_CHUNK, FaultStage.MID_TRANSFER):
+        trap.visit(stage)
+        assert not order.is_taken
+    trap.visit(FaultStage.MID_CHUNK)
+    assert order.is_taken
+    assert not order.withdraw()
+    assert victim.wait(30) == -signal.SIGKILL
+    # The process is gone, and so is the order.
+    trap.visit(FaultStage.MID_CHUNK)
+
+
+def test_what_is_withdrawn_does_not_happen(tmp_path, victim):
+    order = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.QUEUED, signal.SIGKILL))
+    assert order.withdraw()
+    Trap(fault_file(tmp_path / READY_FILE), [victim.pid]).visit(FaultStage.QUEUED)
+    assert victim.poll() is None
+
+
+def test_a_new_order_counts_anew(tmp_path, victim):
+    trap = Trap(fault_file(tmp_path / READY_FILE), [victim.pid])
+    first = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.QUEUED, signal.SIGKILL, skip=1))
+    trap.visit(FaultStage.QUEUED)
+    assert first.withdraw()
+    second = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.QUEUED, signal.SIGKILL, skip=1))
+    trap.visit(FaultStage.QUEUED)
+    assert not second.is_taken
+    trap.visit(FaultStage.QUEUED)
+    assert second.is_taken
+
+
+@given(skip=st.integers(0, 5), num_threads=st.integers(1, 6))
+def test_many_threads_take_an_order_once(tmp_path_factory, skip, num_threads):
+    ready_file = tmp_path_factory.mktemp("order") / READY_FILE
+    taken = []
+
+    class Counting(Trap):
+        def _fail(self, number):
+            taken.append(number)
+
+    trap = Counting(fault_file(ready_file), [os.getpid()])
+    FaultOrder.give(ready_file, Fault(FaultStage.QUEUED, signal.SIGSTOP, skip=skip))
+
+    def visit():
+        for _ in range(skip + 2):
+            trap.visit(FaultStage.QUEUED)
+
+    threads = [threading.Thread(target=visit) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken == [signal.SIGSTOP]

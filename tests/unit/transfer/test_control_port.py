@@ -1,0 +1,72 @@
+"""The control port among connections that do not hold the token: they deliver nothing, and do not stay."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+import zmq
+
+from splitserve.transfer.control import ZmqChannel
+
+DEADLINE = 20.0
+TOKEN = b"the token of this cluster"
+
+
+@pytest.fixture
+def channel():
+    made = []
+
+    def make(token=TOKEN):
+        made.append(ZmqChannel("127.0.0.1", token))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def address_of(channel):
+    host, port = channel.address.removeprefix("tcp://").split(":")
+    return host, int(port)
+
+
+def received(channel):
+    """The next frames; none if nothing arrives in time."""
+    channel.pull_socket.poll(DEADLINE * 1000)
+    return channel.receive()
+
+
+@pytest.mark.parametrize("token", [TOKEN, b""])
+def test_silent_connections_keep_no_peer_out(channel, token):
+    here, peer = channel(token), channel(token)
+    with contextlib.ExitStack() as silent:
+        for _ in range(300):
+            silent.enter_context(socket.create_connection(address_of(here)))
+        began = time.monotonic()
+        peer.send(here.address, b"frame")
+        assert received(here) == [b"frame"]
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_silent_connection_is_closed(channel):
+    with socket.create_connection(address_of(channel()), timeout=DEADLINE) as silent:
+        while silent.recv(1000):
+            # The listener's greeting.
+            pass
+
+
+def test_a_peer_that_does_not_hold_the_token_delivers_nothing(channel):
+    here = channel()
+    channel(b"another token").send(here.address, b"other")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as plain:
+        plain.setsockopt(zmq.LINGER, 0)
+        plain.connect(here.address)
+        with contextlib.suppress(zmq.Again):
+            plain.send(b"plain", zmq.NOBLOCK)
+        # Both have had their time when a frame behind them has arrived and their handshakes are over.
+        limit = time.monotonic() + 1.5
+        while time.monotonic() < limit:
+            assert not here.pull_socket.poll(100)
+    channel().send(here.address, b"good")
+    assert received(here) == [b"good"]

@@ -1,0 +1,219 @@
+"""What `cuda_ipc` alone can get wrong, on a GPU that lies in the CPU's memory; how writes are cut for a real one."""
+
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.core.arena import Arena
+from splitserve.core.errors import ConfigError
+from splitserve.testing.fake_gpu import FAKE_CUDA_IPC, FakeGpu
+from splitserve.testing.transfer_peer import End, PeerProcess, digest
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
+from splitserve.transfer.transports.base import WriteRefused, WriteState
+from splitserve.transfer.transports.cuda_gate import DeviceGate, DeviceKey
+from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, CudaIpcOutgoing
+from splitserve.transfer.transports.cuda_parts import ROW_BYTES, parts, rows_of
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.sockets import Deadline
+
+PIECES = st.lists(st.integers(0, 3 * ROW_BYTES), max_size=12)
+
+
+def spread(lengths, unit=1):
+    """Addresses of so long pieces with gaps between them: (targets, sources, lengths)."""
+    sizes = np.array(lengths, dtype=np.uint64) * np.uint64(unit)
+    begins = np.cumsum(sizes + np.uint64(8)) - sizes
+    begins -= begins % np.uint64(8)
+    return begins, begins + np.uint64(64), sizes
+
+
+@given(lengths=PIECES, part_bytes=st.sampled_from([1, 1000, ROW_BYTES, 10 * ROW_BYTES]))
+def test_parts_are_bounded_and_together_the_whole(lengths, part_bytes):
+    if part_bytes == 1:
+        lengths = [n % 50 for n in lengths]
+    targets, sources, sizes = spread(lengths)
+    covered = []
+    for one_targets, one_sources, one_sizes in parts(targets, sources, sizes, part_bytes):
+        assert 0 < int(one_sizes.sum()) <= part_bytes
+        assert (one_sizes > 0).all()
+        assert (one_sources - one_targets == 64).all()
+        covered += [np.arange(a, a + n) for a, n in zip(one_targets.tolist(), one_sizes.tolist(), strict=True)]
+    expected = [np.arange(a, a + n) for a, n in zip(targets.tolist(), sizes.tolist(), strict=True)]
+    assert np.array_equal(np.concatenate([[], *covered]), np.concatenate([[], *expected]))
+
+
+@given(lengths=PIECES, unit=st.sampled_from([1, 8]))
+def test_rows_are_bounded_and_together_the_pieces(lengths, unit):
+    targets, sources, sizes = spread([n // unit for n in lengths], unit)
+    rows = rows_of(targets, sources, sizes)
+    assert unit == 1 or rows.word_bytes == 8 or not rows.table.size
+    words = rows.table[2] * rows.word_bytes
+    assert (words <= ROW_BYTES).all()
+    assert (rows.table[1] - rows.table[0] == 64).all()
+    covered = [np.arange(a, a + n) for a, n in zip(rows.table[0].tolist(), words.tolist(), strict=True)]
+    expected = [np.arange(a, a + n) for a, n in zip(targets.tolist(), sizes.tolist(), strict=True)]
+    assert np.array_equal(np.concatenate([[], *covered]), np.concatenate([[], *expected]))
+
+
+def arena_of(length):
+    arena = Arena(length, shareable=True)
+    return arena, np.frombuffer(arena.buffer, dtype=np.uint8)
+
+
+def backend_of(*arenas, on_host=()):
+    backend = CudaIpcBackend(FakeGpu(frozenset(a.address for a in on_host)))
+    backend.register(Memory([a.region() for a in arenas]))
+    return backend
+
+
+def welcome_of(backend):
+    incoming = backend.receive()
+    return incoming, msgspec.msgpack.decode(incoming.welcome(), type=cuda_ipc._Welcome)
+
+
+def test_pages_of_the_gpu_and_a_row_of_the_cpu_go_with_one_write():
+    (pool, pages), (row, values) = arena_of(100), arena_of(20)
+    (source, here), (told, mine) = arena_of(100), arena_of(20)
+    here[:], mine[:] = 7, 9
+    receiver, sender = backend_of(pool, row, on_host=[row]), backend_of(source, told, on_host=[told])
+    incoming, welcome = welcome_of(receiver)
+    outgoing = CudaIpcOutgoing(None, sender, welcome)
+    outgoing.write(0, copy_table([(0, 0, 0, 50, 50), (1, 0, 1, 5, 10)]), Deadline(10))
+    assert (pages[50:] == 7).all()
+    assert not pages[:50].any()
+    assert (values[5:15] == 9).all()
+    assert sender.gpu.num_copies == 1
+    with pytest.raises(WriteRefused, match="between a GPU and a CPU"):
+        outgoing.write(1, copy_table([(0, 0, 1, 0, 8)]), Deadline(10))
+    incoming.revoke()
+    assert incoming.is_fenced()
+    with pytest.raises(WriteRefused, match="drained"):
+        outgoing.write(2, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
+    outgoing.close()
+
+
+def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "PART_BYTES", 100)
+    (pool, pages), (source, here) = arena_of(400), arena_of(400)
+    here[:] = 1
+    receiver, sender = backend_of(pool), backend_of(source)
+    incoming, welcome = welcome_of(receiver)
+    outgoing = CudaIpcOutgoing(None, sender, welcome)
+    copy = sender.gpu.copy
+
+    def copy_and_revoke(*part):
+        copy(*part)
+        incoming.revoke()
+        assert not incoming.is_fenced()
+
+    monkeypatch.setattr(sender.gpu, "copy", copy_and_revoke)
+    with pytest.raises(WriteRefused, match="drained"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, 400)]), Deadline(10))
+    assert incoming.is_fenced()
+    assert pages.sum() == 100
+    outgoing.close()
+
+
+def test_an_allocation_of_another_process_is_opened_once_a_connection_and_closed_with_it():
+    with PeerProcess(FAKE_CUDA_IPC, [64, 64]) as peer:
+        src = End(FAKE_CUDA_IPC, [64, 64])
+        for memory in src.memory:
+            memory[:] = 5
+        session = peer.open_session()
+        for _ in range(2):
+            ticket = src.transport.write(session, copy_table([(0, 0, 0, 0, 64), (1, 0, 1, 0, 64)]))
+            assert src.outcome(ticket).state is WriteState.DONE
+        assert len(src.transport.backend.gpu.opened) == 2
+        assert peer.ask("digest", region=1) == digest(src.memory[1])
+        src.transport.drain(session.session_id)
+        assert not src.transport.backend.gpu.opened
+        src.close()
+
+
+def test_memory_without_a_gpu_is_refused_with_the_option():
+    row, _ = arena_of(8)
+    with pytest.raises(ConfigError, match="--device cuda"):
+        backend_of(row, on_host=[row])
+
+
+def test_private_memory_of_the_cpu_is_refused_with_the_remedy():
+    (pool, _), row = arena_of(8), Arena(8)
+    with pytest.raises(ConfigError, match=r"Arena\(..., shareable=True\)"):
+        backend_of(pool, row, on_host=[row])
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 9), (8, 1), (-1, 2)])
+def test_a_region_that_its_allocation_does_not_hold_is_refused(offset, length):
+    pool, _ = arena_of(8)
+    backend = backend_of(pool)
+    _, welcome = welcome_of(backend)
+    region = msgspec.structs.replace(welcome.regions[0], offset=offset, length=length)
+    with pytest.raises(ProtocolError, match="in an allocation of 8 bytes"):
+        CudaIpcOutgoing(None, backend, msgspec.structs.replace(welcome, regions=[region]))
+
+
+def test_another_host_is_refused(monkeypatch):
+    pool, _ = arena_of(8)
+    backend = backend_of(pool)
+    _, welcome = welcome_of(backend)
+    elsewhere = msgspec.structs.replace(welcome.host, name="receiver.example", boot_id="a-boot")
+    with pytest.raises(ProtocolError, match=r"'receiver.example' \(a-boot\).*'cuda_ipc' works inside one host"):
+        CudaIpcOutgoing(None, backend, msgspec.structs.replace(welcome, host=elsewhere))
+
+
+def test_rows_of_the_cpu_must_be_shareable_and_the_pool_need_not():
+    assert needs_shareable_memory("cuda_ipc")
+    assert not needs_shareable_pool("cuda_ipc")
+    assert needs_shareable_pool("shm")
+
+
+HOLDER = """
+import contextlib, os, sys
+from splitserve.transfer.transports.cuda_gate import DeviceKey
+key = DeviceKey(int(sys.argv[1]))
+with contextlib.suppress(ZeroDivisionError), key.held():
+    1 / 0
+print("out", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_went_without_waiting_for_its_gpu_is_waited_for_until_its_process_has_ended():
+    gate = DeviceGate()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(gate.fd)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[gate.fd],
+        text=True,
+    )
+    with holder:
+        assert holder.stdout.readline() == "out\n"
+        gate.close_for_good()
+        # The lock is free, and yet.
+        assert not gate.is_closed()
+        assert not gate.is_closed()
+        holder.kill()
+    assert gate.is_closed()
+
+
+def test_who_has_finished_is_not_waited_for():
+    gate = DeviceGate()
+    key = DeviceKey(gate.fd)
+    with key.held():
+        gate.close_for_good()
+        assert not gate.is_closed()
+    assert gate.is_closed()
+    key.close()
+
+
+def test_without_a_gpu_it_says_what_is_missing():
+    problem = missing("cuda_ipc")
+    assert problem is None or "'cuda_ipc' needs" in problem

@@ -1,0 +1,293 @@
+"""What `shm` alone can get wrong: the wrong host, the wrong memory, and a write that is cut into parts."""
+
+import os
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from splitserve.core.arena import Arena
+from splitserve.core.errors import ConfigError
+from splitserve.core.layout import Region
+from splitserve.testing.transfer_peer import End
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import create_transport, shm
+from splitserve.transfer.transports.base import TransportOptions, WriteRefused, WriteState
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.shm import PART_BYTES, ShmBackend, ShmIncoming, ShmOutgoing
+from splitserve.transfer.transports.sockets import Deadline
+
+DEADLINE = 20.0
+
+
+def arena_of(length):
+    arena = Arena(length, shareable=True)
+    return arena, np.frombuffer(arena.buffer, dtype=np.uint8)
+
+
+def welcome_of(*arenas):
+    incoming = ShmIncoming(Memory([a.region() for a in arenas]))
+    return incoming, msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
+
+
+def never():
+    return False
+
+
+def test_private_memory_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"Arena\(..., shareable=True\)"):
+        ShmBackend().register(Memory([Arena(8).region()]))
+
+
+def test_a_receiver_on_another_host_is_refused_and_both_are_named(monkeypatch):
+    src, dst = End("shm", [8]), End("shm", [8])
+    session = dst.transport.open_session()
+    here = shm.this_host()
+    hosts = iter([shm.KernelIdentity("receiver.example", "a-boot"), here])
+    monkeypatch.setattr(shm, "this_host", lambda: next(hosts))
+    status = src.outcome(src.transport.write(session, copy_table([(0, 0, 0, 0, 8)])))
+    assert status.state is WriteState.FAILED
+    assert "'receiver.example' (a-boot)" in status.error
+    assert f"{here.name!r} ({here.boot_id})" in status.error
+    src.close()
+    dst.close()
+
+
+def test_a_file_that_is_not_the_announced_one_is_not_written_to():
+    arena, _ = arena_of(8)
+    _, welcome = welcome_of(arena)
+    file, offset, length = welcome.regions[0]
+    forged = msgspec.structs.replace(file, inode=file.inode + 1)
+    with pytest.raises(ProtocolError, match="another one"):
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, regions=[(forged, offset, length)]))
+
+
+def test_a_process_that_cannot_be_looked_into_names_what_it_takes():
+    arena, _ = arena_of(8)
+    _, welcome = welcome_of(arena)
+    with pytest.raises(ProtocolError, match="process namespace"):
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, pid=2**22 + 1))
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 9), (8, 1), (-1, 2)])
+def test_a_region_that_its_file_does_not_hold_is_refused(offset, length):
+    arena, _ = arena_of(8)
+    _, welcome = welcome_of(arena)
+    region = (welcome.regions[0][0], offset, length)
+    with pytest.raises(ProtocolError, match="in a file of 8 bytes"):
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, regions=[region]))
+
+
+def test_regions_that_share_a_file_are_told_apart():
+    arena, memory = arena_of(100)
+    incoming = ShmIncoming(Memory([arena.region(0, 50), arena.region(50, 50)]))
+    source, bytes_here = arena_of(50)
+    bytes_here[:] = 7
+    outgoing = ShmOutgoing(
+        never, Memory([source.region()]), msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
+    )
+    outgoing.write(0, copy_table([(0, 0, 1, 10, 20)]), Deadline(10))
+    assert (memory[60:80] == 7).all()
+    assert memory.sum() == 20 * 7
+    outgoing.close()
+
+
+def test_pieces_of_every_size_around_a_part_arrive_whole():
+    sizes = [1, PART_BYTES - 1, PART_BYTES, 0, PART_BYTES + 1, 3 * PART_BYTES + 5, 17]
+    total = sum(sizes)
+    source, here = arena_of(total)
+    target, there = arena_of(total)
+    here[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
+    _, welcome = welcome_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
+    ends = np.cumsum(sizes).tolist()
+    rows = [(0, end - n, 0, total - end, n) for end, n in zip(ends, sizes, strict=True)]
+    outgoing.write(0, copy_table(rows), Deadline(10))
+    for _, first, _, placed, n in rows:
+        assert (there[placed : placed + n] == here[first : first + n]).all()
+    outgoing.close()
+
+
+def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(monkeypatch):
+    total = 4 * PART_BYTES
+    source, here = arena_of(total)
+    target, there = arena_of(total)
+    here[:] = 1
+    incoming, welcome = welcome_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
+    advance = shm.ScatterCopy.advance
+
+    def advance_and_revoke(copy, max_bytes):
+        advance(copy, max_bytes)
+        incoming.revoke()
+        assert not incoming.is_fenced()
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance", advance_and_revoke)
+    with pytest.raises(WriteRefused, match="drained"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, total)]), Deadline(10))
+    assert incoming.is_fenced()
+    assert there.sum() == PART_BYTES
+    outgoing.close()
+
+
+def test_an_interrupted_write_ends_at_the_next_part():
+    source, _ = arena_of(8)
+    target, there = arena_of(8)
+    _, welcome = welcome_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
+    outgoing.interrupt()
+    with pytest.raises(WriteRefused):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
+    assert not there.any()
+    outgoing.close()
+
+
+def test_nothing_stays_open_when_sessions_and_senders_are_gone():
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    src, dst = End("shm", [64]), End("shm", [64])
+    before = open_files()
+    for _ in range(3):
+        session = dst.transport.open_session()
+        ticket = src.transport.write(session, copy_table([(0, 0, 0, 0, 64)]))
+        assert src.outcome(ticket).state is WriteState.DONE
+        src.transport.drain(session.session_id)
+        dst.transport.drain(session.session_id)
+        assert dst.transport.is_fenced(session.session_id)
+    # The thread of a connection closes it after the session is fenced.
+    deadline = time.monotonic() + 20
+    while open_files() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    src.close()
+    dst.close()
+
+
+def test_another_system_than_linux_is_refused_with_another_backend(monkeypatch):
+    monkeypatch.setattr(shm.sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="choose 'tcp'"):
+        create_transport("shm", TransportOptions())
+
+
+def test_a_target_region_that_was_never_announced_is_refused():
+    source, _ = arena_of(8)
+    incoming = ShmIncoming(Memory())
+    welcome = msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
+    outgoing = ShmOutgoing(never, Memory([Region(source.address, 8, 0)]), welcome)
+    with pytest.raises(WriteRefused, match="region 0 is not registered"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
+    outgoing.close()
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Source and target of six parts, and the two ends of a session whose writes two threads share."""
+    monkeypatch.setattr(shm, "SHARED_BYTES", 2 * PART_BYTES)
+    source, here = arena_of(6 * PART_BYTES)
+    target, there = arena_of(6 * PART_BYTES)
+    here[:] = np.random.default_rng(1).integers(1, 256, here.size, dtype=np.uint8)
+    incoming, welcome = welcome_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome, num_threads=2)
+    yield here, there, incoming, outgoing
+    outgoing.close()
+
+
+def meet(monkeypatch, then):
+    """`then` is called once two threads are inside the gate at the same time, before either copies a byte."""
+    barrier = threading.Barrier(2, then)
+    advance = shm.ScatterCopy.advance
+    threads = set()
+
+    def advance_after_meeting(copy, max_bytes):
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            barrier.wait(DEADLINE)
+        advance(copy, max_bytes)
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance", advance_after_meeting)
+    return threads
+
+
+def test_threads_share_a_large_write(shared, monkeypatch):
+    here, there, incoming, outgoing = shared
+    threads = meet(monkeypatch, lambda: None)
+    outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
+    assert len(threads) == 2
+    assert (there == here).all()
+    incoming.revoke()
+    assert incoming.is_fenced()
+
+
+def test_a_small_write_is_one_threads(shared, monkeypatch):
+    _, there, _, outgoing = shared
+    advance, threads = shm.ScatterCopy.advance, []
+
+    def noted(copy, max_bytes):
+        threads.append(threading.get_ident())
+        advance(copy, max_bytes)
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance", noted)
+    outgoing.write(0, copy_table([(0, 0, 0, 0, 2 * PART_BYTES - 1)]), Deadline(DEADLINE))
+    assert threads == [threading.get_ident()] * 2
+    assert np.count_nonzero(there) == 2 * PART_BYTES - 1
+
+
+def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monkeypatch):
+    here, there, incoming, outgoing = shared
+    advance, check, caller = shm.ScatterCopy.advance, ShmOutgoing._check, threading.get_ident()
+    both_are_inside = threading.Barrier(2, incoming.revoke)
+    checks, caller_is_out, fenced = [], threading.Event(), []
+
+    def advance_last(copy, max_bytes):
+        both_are_inside.wait(DEADLINE)
+        if threading.get_ident() != caller:
+            assert caller_is_out.wait(DEADLINE)
+            fenced.append(incoming.is_fenced())
+        advance(copy, max_bytes)
+
+    def note_check(self, deadline):
+        if threading.get_ident() == caller:
+            checks.append(None)
+            # At the beginning, before its first part, and now that it has left that.
+            if len(checks) == 3:
+                caller_is_out.set()
+        check(self, deadline)
+
+    # The gate closes while both are inside; then the caller goes out, and the other stays.
+    monkeypatch.setattr(shm.ScatterCopy, "advance", advance_last)
+    monkeypatch.setattr(ShmOutgoing, "_check", note_check)
+    with pytest.raises(WriteRefused, match="drained"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
+    assert fenced == [False]
+    # The parts that both were in, and none after them.
+    assert incoming.is_fenced()
+    assert np.count_nonzero(there) == 2 * PART_BYTES
+
+
+@pytest.mark.parametrize("is_caller", [True, False])
+def test_an_error_of_either_thread_fails_a_shared_write_once_both_are_out(shared, monkeypatch, is_caller):
+    here, _, incoming, outgoing = shared
+    meet(monkeypatch, lambda: None)
+    advance, caller = shm.ScatterCopy.advance, threading.get_ident()
+
+    def fail(copy, max_bytes):
+        advance(copy, max_bytes)
+        if (threading.get_ident() == caller) == is_caller:
+            raise OSError("no more")
+
+    monkeypatch.setattr(shm.ScatterCopy, "advance", fail)
+    with pytest.raises(OSError, match="no more"):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, here.size)]), Deadline(DEADLINE))
+    incoming.revoke()
+    assert incoming.is_fenced()
+
+
+def test_a_wrong_number_of_threads_is_refused_by_name():
+    for wrong in ("0", "65", "two", ""):
+        with pytest.raises(ConfigError, match=f"threads={wrong}: a number from 1 to 64"):
+            create_transport("shm", TransportOptions(extra={"threads": wrong}))
+    create_transport("shm", TransportOptions(extra={"threads": "64"})).close()

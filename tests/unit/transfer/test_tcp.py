@@ -1,0 +1,125 @@
+"""What `tcp` alone can get wrong: the receiver's own check, and what its refusal means for what comes behind."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from splitserve._native import tables
+from splitserve.core.layout import Region
+from splitserve.testing.transfer_peer import End
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports import iovec, tcp
+from splitserve.transfer.transports.base import WriteState
+from splitserve.transfer.transports.frames import receive_reply, send_reply
+from splitserve.transfer.transports.sockets import Deadline
+from splitserve.transfer.transports.tcp import TcpBackend, TcpOutgoing
+
+DEADLINE = 20.0
+MIB = 1 << 20
+# A sender that takes a region for so long sends what its receiver must refuse.
+LIE = 64 * MIB
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Sender and receiver of 4 MiB each; the sender believes the receiver to have more. Writes of 1 MiB do not join."""
+    monkeypatch.setattr(tcp, "decode_regions", lambda welcome: (Region(0, LIE),))
+    monkeypatch.setattr(TcpBackend, "joined_bytes", MIB)
+    src, dst = End("tcp", [4 * MIB]), End("tcp", [4 * MIB])
+    src.memory[0][:] = np.random.default_rng(0).integers(1, 256, 4 * MIB, dtype=np.uint8)
+    yield src, dst
+    src.close()
+    dst.close()
+
+
+@pytest.fixture
+def write_all(ends, monkeypatch):
+    """Write these, all offered before the first is sent: how each ended."""
+    src, dst = ends
+    all_offered = threading.Event()
+    write = TcpOutgoing.write
+
+    def write_when_all_are_offered(self, *args):
+        assert all_offered.wait(DEADLINE)
+        return write(self, *args)
+
+    monkeypatch.setattr(TcpOutgoing, "write", write_when_all_are_offered)
+
+    def write_all(*rows):
+        peer = dst.transport.open_session()
+        tickets = [src.transport.write(peer, copy_table([row])) for row in rows]
+        all_offered.set()
+        return [src.outcome(ticket) for ticket in tickets]
+
+    return write_all
+
+
+def test_the_receiver_refuses_what_the_sender_did_not_and_takes_nothing_of_it(ends, write_all):
+    (status,) = write_all((0, 0, 0, 4 * MIB - 8, 16))
+    assert status.state is WriteState.FAILED
+    assert "out of bounds of region 0 of 4194304 bytes" in status.error
+    assert not ends[1].memory[0].any()
+
+
+@pytest.mark.parametrize("behind", [MIB, MIB // 4, 16])
+def test_what_came_behind_a_refusal_goes_again(ends, write_all, behind):
+    src, dst = ends
+    statuses = write_all(
+        (0, 0, 0, 0, MIB), (0, 0, 0, 4 * MIB, MIB), (0, MIB, 0, MIB, behind), (0, 2 * MIB, 0, 2 * MIB, MIB)
+    )
+    done = WriteState.DONE
+    assert [status.state for status in statuses] == [done, WriteState.FAILED, done, done]
+    expected = src.memory[0].copy()
+    expected[MIB + behind : 2 * MIB] = expected[3 * MIB :] = 0
+    assert (dst.memory[0] == expected).all()
+
+
+def test_a_refused_part_fails_its_write_and_no_other(ends, write_all, monkeypatch):
+    monkeypatch.setattr(tcp, "PART_BYTES", MIB)
+    monkeypatch.setattr(tcp, "CALL_BYTES", MIB)
+    # The second and third of its parts lie outside.
+    statuses = write_all((0, 0, 0, 3 * MIB, 3 * MIB), (0, MIB, 0, 0, MIB))
+    assert [status.state for status in statuses] == [WriteState.FAILED, WriteState.DONE]
+    assert (ends[1].memory[0][:MIB] == ends[0].memory[0][MIB : 2 * MIB]).all()
+    assert not ends[1].memory[0][MIB : 3 * MIB].any()
+
+
+@pytest.mark.parametrize("part_bytes", [tcp.PART_BYTES, MIB // 4])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch, part_bytes, is_native):
+    monkeypatch.setattr(tables, "ORDERED_BYTES", MIB)
+    monkeypatch.setattr(tcp, "PART_BYTES", part_bytes)
+    if not is_native:
+        monkeypatch.setattr(iovec, "_library", None)
+    order, send_copies = [], iovec.send_copies
+
+    def record(sock, copies, *args, **head):
+        order.extend(copies["src_offset"].tolist())
+        send_copies(sock, copies, *args, **head)
+
+    monkeypatch.setattr(iovec, "send_copies", record)
+    src, dst = End("tcp", [2 * MIB]), End("tcp", [2 * MIB])
+    try:
+        random = np.random.default_rng(1)
+        src.memory[0][:] = random.integers(1, 256, 2 * MIB, dtype=np.uint8)
+        pages, places = random.permutation(512)[:300].tolist(), random.permutation(512).tolist()
+        rows = [(0, page * 4096, 0, place * 4096, 4096) for page, place in zip(pages, places, strict=False)]
+        assert src.outcome(src.transport.write(dst.transport.open_session(), copy_table(rows))).error is None
+        for _, source, _, target, n in rows:
+            assert (dst.memory[0][target : target + n] == src.memory[0][source : source + n]).all()
+    finally:
+        src.close()
+        dst.close()
+    if tables.is_built:
+        assert order == [source for _, source, *_ in sorted(rows, key=lambda row: row[1])]
+
+
+def test_a_reply_that_is_there_is_not_late():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_reply(theirs, 7)
+        receive_reply(ours, 7, Deadline(-1.0))
+        with pytest.raises(TimeoutError):
+            receive_reply(ours, 8, Deadline(-1.0))

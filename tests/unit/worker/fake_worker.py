@@ -1,0 +1,21 @@
+"""A whole worker process around a fake scheduler: `fake_worker.py SCENARIO serve ...`.
+
+The command line after the scenario is the real one.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from splitserve import cli
+from splitserve.testing.fake_scheduler import FOLLOW, STUCK
+from splitserve.worker import scheduler_link
+
+if __name__ == "__main__":
+    fake = (sys.executable, "-m", "splitserve.testing.fake_scheduler")
+    scheduler_link.SCHEDULER_COMMAND = (*fake, sys.argv[1])
+    scheduler_link.FOLLOWER_COMMAND = (*fake, FOLLOW)
+    if sys.argv[1] == STUCK:
+        # Only who kills it gets rid of it.
+        scheduler_link.END_TIMEOUT = 600.0
+    cli.main(sys.argv[2:])

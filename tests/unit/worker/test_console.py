@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from splitserve.process.console import progress, standard_output
+
+
+def table() -> Table:
+    table = Table("what", "how much")
+    table.add_row("a long name of a case " * 10, "a number that matters")
+    return table
+
+
+def test_what_goes_to_no_terminal_is_cut_nowhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    standard_output().print(table())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert "a number that matters" in lines[3]
+    assert lines[3].count("a long name of a case") == 10
+    assert max(map(len, lines)) < 300
+
+
+def test_a_width_that_is_asked_for_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    standard_output().print(table())
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+def test_where_lines_stay_progress_is_a_line_for_each_new_text() -> None:
+    written = io.StringIO()
+    with progress(Console(file=written), "one [of] two") as show:
+        for text in ("two", "two", "one [of] two"):
+            show(text)
+    assert written.getvalue().splitlines() == ["one [of] two", "two", "one [of] two"]
+
+
+def test_in_a_terminal_progress_is_one_line_that_goes() -> None:
+    written = io.StringIO()
+    with progress(Console(file=written, force_terminal=True, width=40), "one") as show:
+        show("two [of] two")
+    assert "two [of] two" in written.getvalue()
+    # One up, and the line erased.
+    assert written.getvalue().endswith("\x1b[1A\x1b[2K")

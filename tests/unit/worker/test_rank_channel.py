@@ -1,0 +1,174 @@
+"""Real pipes between a driver and its followers, all in this process."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from splitserve.core.errors import EngineError, WorkerUnavailableError
+from splitserve.core.messages import SchedulerFailed, decode_from_scheduler
+from splitserve.core.parallel import ParallelRank
+from splitserve.ranks import rank_channel
+from splitserve.ranks.rank_channel import DriverChannel, FollowerChannel, LinkThread, RankEndpoints
+
+DEADLINE = 30.0
+RANKS = tuple(ParallelRank(tp_size=2, pp_size=2).group())
+DRIVER = next(rank for rank in RANKS if rank.is_driver)
+FOLLOWERS = [rank for rank in RANKS if not rank.is_driver]
+
+
+@pytest.fixture
+def endpoints(tmp_path: Path) -> RankEndpoints:
+    return RankEndpoints.in_folder(str(tmp_path), "0", len(RANKS))
+
+
+@pytest.fixture
+def channels(endpoints: RankEndpoints) -> Iterator[tuple[DriverChannel, list[FollowerChannel]]]:
+    with ExitStack() as stack:
+        # The driver comes first: what it says waits for the others.
+        driver = DriverChannel(endpoints, DRIVER)
+        stack.callback(driver.close)
+        driver.tell(b"first")
+        followers = []
+        for rank in FOLLOWERS:
+            followers.append(FollowerChannel(endpoints, rank))
+            stack.callback(followers[-1].close)
+        yield driver, followers
+
+
+def test_every_follower_gets_every_order_in_its_order_up_to_the_last(channels) -> None:
+    driver, followers = channels
+    for i in range(50):
+        driver.tell(b"%d" % i)
+    driver.close()
+    for follower in followers:
+        assert list(follower.orders()) == [b"first", *(b"%d" % i for i in range(50))]
+
+
+def test_every_rank_learns_what_each_says_of_itself(channels) -> None:
+    driver, followers = channels
+    with ThreadPoolExecutor(len(RANKS)) as pool:
+        answers = [
+            pool.submit(follower.exchange, b"%d" % rank.index, DEADLINE)
+            for rank, follower in zip(FOLLOWERS, followers, strict=True)
+        ]
+        assert driver.exchange(b"2", DEADLINE) == [b"0", b"1", b"2", b"3"]
+        assert all(answer.result() == [b"0", b"1", b"2", b"3"] for answer in answers)
+
+
+def test_a_rank_that_says_nothing_is_an_error(channels) -> None:
+    driver, _ = channels
+    with pytest.raises(WorkerUnavailableError, match="said nothing for 0 s"):
+        driver.exchange(b"2", 0.0)
+
+
+def test_frames_about_rooms_go_both_ways_and_keep_their_order(channels) -> None:
+    driver, followers = channels
+    heard: queue.Queue[tuple[int, bytes]] = queue.Queue()
+
+    def collect() -> None:
+        for i, link in enumerate(driver.links):
+            for frame in link.collect():
+                heard.put((i, frame))
+
+    def send_back(follower: FollowerChannel) -> None:
+        for frame in follower.link.collect():
+            follower.link.send(frame)
+
+    with ExitStack() as stack:
+        threads = [LinkThread(driver.links, collect, pytest.fail)]
+        threads += [LinkThread([f.link], lambda f=f: send_back(f), pytest.fail) for f in followers]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.close)
+        for link in driver.links:
+            for i in range(20):
+                link.send(b"%d" % i)
+        answers = [heard.get(timeout=DEADLINE) for _ in range(20 * len(followers))]
+    for i in range(len(followers)):
+        assert [frame for sender, frame in answers if sender == i] == [b"%d" % n for n in range(20)]
+
+
+def test_a_thread_ticks_when_it_is_woken(channels) -> None:
+    driver, _ = channels
+    ticks: queue.Queue[None] = queue.Queue()
+    thread = LinkThread(driver.links, lambda: ticks.put(None), pytest.fail)
+    thread.start()
+    thread.wake()
+    ticks.get(timeout=DEADLINE)
+    thread.close()
+    thread.close()
+
+
+def test_a_tick_that_fails_is_the_last_and_is_told(channels) -> None:
+    driver, _ = channels
+    lost: queue.Queue[str] = queue.Queue()
+
+    def tick() -> None:
+        raise KeyError("a room that nobody opened")
+
+    with closing(LinkThread(driver.links, tick, lost.put)) as thread:
+        thread.start()
+        thread.wake()
+        assert "KeyError('a room that nobody opened')" in lost.get(timeout=DEADLINE)
+        thread.wake()
+    assert lost.empty()
+
+
+def test_a_link_that_ends_on_our_side_is_found_though_nobody_wakes_the_thread(channels) -> None:
+    driver, _ = channels
+    lost: queue.Queue[str] = queue.Queue()
+    with closing(LinkThread(driver.links, lambda: None, lost.put)) as thread:
+        thread.start()
+        driver.links[1].is_open = False
+        assert "takes no word of rooms any more" in lost.get(timeout=DEADLINE)
+
+
+def test_a_rank_that_ends_tells_the_front_end_why(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/from"
+    program = (
+        "from splitserve.core.parallel import ParallelRank; from splitserve.ranks.rank_end import end_rank;"
+        f"end_rank(ParallelRank(tp_size=2, tp_rank=1), {endpoint!r}, 'out of step')"
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.PULL) as front_end:
+        front_end.bind(endpoint)
+        assert subprocess.run([sys.executable, "-c", program], timeout=DEADLINE, check=False).returncode == 1
+        assert front_end.poll(int(DEADLINE * 1000))
+        said = decode_from_scheduler(front_end.recv())
+    assert said == SchedulerFailed(message="rank tp 1 of 2, pp 0 of 1: out of step")
+
+
+def test_a_follower_that_takes_nothing_any_more_is_an_error_and_no_wait(
+    endpoints: RankEndpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_channel, "_LINGER_MS", 0)
+    driver = DriverChannel(endpoints, DRIVER)
+    try:
+        for _ in range(rank_channel.MAX_ORDERS):
+            driver.tell(b"order")
+        with pytest.raises(EngineError, match="rank 0 of this worker does not take its orders"):
+            driver.tell(b"order")
+        link = driver.links[0]
+        for _ in range(rank_channel.MAX_ROOM_FRAMES):
+            link.send(b"frame")
+        assert link.is_open
+        link.send(b"frame")
+        assert not link.is_open
+    finally:
+        driver.close()
+
+
+def test_ranks_of_two_schedulers_have_pipes_of_their_own(tmp_path: Path) -> None:
+    one, other = (RankEndpoints.in_folder(str(tmp_path), name, 2) for name in "01")
+    used = [{e.init_method, *e.orders, *e.to_rank, *e.from_rank} for e in (one, other)]
+    assert not used[0] & used[1]
+    assert [len(names) for names in used] == [7, 7]

@@ -1,0 +1,203 @@
+"""What roles share and what each of them needs: caches kept where they are right, memory and bounds of the new role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from splitserve.cache.block_record import BlockRecord
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.cache.pages import PageAllocator
+from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.slots import ReqToTokenPool
+from splitserve.core.clock import ManualClock, SystemClock
+from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
+from splitserve.core.errors import ConfigError
+from splitserve.core.request import DisaggregationMode, Request
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.scheduler.admission import PoolAdmission
+from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.retraction import Retraction
+from splitserve.scheduler.running import RunningSet
+from splitserve.testing.tiny_models import make_tiny_model
+from splitserve.worker.own_bootstrap import OwnBootstrap
+from splitserve.worker.rank_group import DriverPlace
+from splitserve.worker.roles import AssembledRole, RoleAssembly, Shared
+
+NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+PAGE_SIZE, NUM_PAGES = 4, 32
+PROMPT = list(range(24))
+
+
+class World:
+    """A worker's shared parts over a real pool, without anything that runs steps."""
+
+    def __init__(self, engine: BuiltEngine, closing: ExitStack, cache: CacheConfig, **disaggregation: Any) -> None:
+        self.config = WorkerConfig(cache=cache, disaggregation=DisaggregationConfig(**disaggregation))
+        self.engine, self.closing = engine, closing
+        self.record = BlockRecord(PAGE_SIZE)
+        self.cache = PagedKVCache(
+            PageAllocator(NUM_PAGES), ReqToTokenPool(4, NUM_PAGES * PAGE_SIZE, PAGE_SIZE), NoPrefixCache(), PAGE_SIZE
+        )
+        self.admission = PoolAdmission(self.cache, num_reserved_decode_tokens=8, tokens_at_most=lambda r: 0)
+        self.running = RunningSet(
+            self.cache,
+            self.admission,
+            Retraction(self.cache, engine.pool, 0),
+            WaitingOrder(self.config.scheduler.schedule_policy, self.cache),
+            token_budget=2048,
+            max_running=4,
+        )
+        outbox = Outbox(lambda message: None, SystemClock())
+        shared = Shared(
+            engine,
+            engine.runner(self.cache.rows.table),
+            self.cache,
+            self.running,
+            outbox,
+            ManualClock(),
+            self.record,
+        )
+        self.roles = RoleAssembly(self.config, shared, DriverPlace(), lambda: None)
+
+    async def become(self, mode: DisaggregationMode) -> AssembledRole:
+        """The role before stays open: nobody here listens to it."""
+        url = None
+        if mode is PREFILL:
+            bootstrap = OwnBootstrap(self.config.disaggregation)
+            self.closing.callback(bootstrap.close)
+            url = await bootstrap.open(0)
+        prepared = self.roles.prepare(mode, url)
+        self.closing.callback(prepared.close)
+        assert prepared.install().mode is mode
+        self.cache.check([])
+        return prepared
+
+    def compute(self) -> None:
+        """A request comes, computes its prompt and leaves it to the cache."""
+        request = Request("r", PROMPT, ResolvedSampling())
+        assert self.cache.try_admit(request, num_tokens=len(PROMPT))
+        assert self.cache.extend(request, len(PROMPT))
+        request.num_computed_tokens = len(PROMPT)
+        self.cache.release(request, publish=True)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages; what was told of them is the same."""
+        assert len(self.record.blocks()) == self.cache.prefix.num_pages
+        return self.cache.prefix.num_pages
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(make_tiny_model(name, folder / name)) for name in ("llama", "gemma3")}
+
+
+@pytest.fixture
+def make_world(folders: dict[str, str]) -> Iterator[MakeWorld]:
+    with ExitStack() as closing:
+
+        def make(model: str = "llama", *, cache: CacheConfig | None = None, **disaggregation: Any) -> World:
+            memory = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=NUM_PAGES * PAGE_SIZE)
+            engine = build_engine(ModelConfig(model=folders[model], dtype="float32"), memory)
+            closing.callback(engine.close)
+            return World(engine, closing, cache or memory, **disaggregation)
+
+        yield make
+
+
+async def test_cached_prefixes_stay_whatever_the_worker_becomes(make_world: MakeWorld) -> None:
+    world = make_world()
+    await world.become(DECODE)
+    world.compute()
+    for mode in (PREFILL, NULL, DECODE, NULL, PREFILL):
+        await world.become(mode)
+        assert world.num_cached == 6
+
+
+async def test_where_decode_keeps_no_prefixes_they_are_forgotten(make_world: MakeWorld) -> None:
+    # Prefill sends of a sliding window what one request will read; and where decode is told to keep none.
+    memory = CacheConfig(page_size=PAGE_SIZE, enable_decode_prefix_cache=False)
+    for world in (make_world("gemma3"), make_world(cache=memory)):
+        await world.become(PREFILL)
+        world.compute()
+        assert world.num_cached == 6
+        await world.become(DECODE)
+        world.compute()
+        assert world.num_cached == 0
+        await world.become(PREFILL)
+        assert world.num_cached == 0
+        world.compute()
+        assert world.num_cached == 6
+
+
+async def test_what_came_in_a_narrower_dtype_is_no_prefill_workers_to_give(make_world: MakeWorld) -> None:
+    world = make_world(transfer_dtype="bfloat16")
+    await world.become(DECODE)
+    world.compute()
+    await world.become(PREFILL)
+    assert world.num_cached == 0
+    world.compute()
+    await world.become(DECODE)
+    assert world.num_cached == 6
+
+
+async def test_the_tier_in_host_memory_is_there_for_roles_that_compute_prompts(make_world: MakeWorld) -> None:
+    memory = CacheConfig(page_size=PAGE_SIZE, prefix_host_memory=1 << 20)
+    world = make_world(cache=memory)
+    await world.become(NULL)
+    assert world.cache.host is not None
+    world.compute()
+    tier = world.cache.host
+    await world.become(PREFILL)
+    assert world.cache.host is tier
+    await world.become(DECODE)
+    assert (world.cache.host, world.num_cached) == (None, 6)
+    await world.become(NULL)
+    assert world.cache.host is not None
+
+
+async def test_a_prefill_worker_promises_room_for_prompts_and_others_for_answers_too(make_world: MakeWorld) -> None:
+    world = make_world()
+    request = Request("r", PROMPT, ResolvedSampling(max_new_tokens=10))
+    for mode, num_tokens in ((PREFILL, 24), (NULL, 34), (DECODE, 34), (PREFILL, 24)):
+        world.running.admits_before = (0, 0)
+        await world.become(mode)
+        assert world.admission.tokens_at_most(request) == num_tokens
+        # Of a step: decode leaves time to those that generate.
+        assert world.running.prompt_budget == (256 if mode is DECODE else 2048)
+        assert world.running.admits_before is None
+
+
+async def test_a_role_that_cannot_be_prepared_leaves_nothing_open(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    await world.become(DECODE)
+    closed: list[str] = []
+    monkeypatch.setattr("splitserve.transfer.transports.tcp.SessionTransport.close", lambda _: closed.append("x"))
+    with pytest.raises(ConfigError, match="bootstrap server"):
+        world.roles.prepare(PREFILL, None)
+    assert closed == ["x"]
+    # No address but loopback without a token; no null worker in a pool that pages change owner in.
+    config = world.config
+    for wrong, mode, words in (
+        (DisaggregationConfig(host="192.0.2.1"), DECODE, "cluster-token-file"),
+        (DisaggregationConfig(transfer_backend="cuda_ipc"), PREFILL, "cuda_ipc"),
+    ):
+        world.roles._config = msgspec.structs.replace(config, disaggregation=wrong)
+        with pytest.raises(ConfigError, match=words):
+            world.roles.prepare(mode, "http://127.0.0.1:1")
+    world.roles._config = msgspec.structs.replace(config, cache=CacheConfig(shared_pool="/dev/shm/pool"))
+    with pytest.raises(ConfigError, match="--shared-pool"):
+        world.roles.prepare(NULL, None)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+import psutil
+import pytest
+
+from splitserve.core.config import ParallelConfig, WorkerConfig
+from splitserve.core.parallel import ParallelRank
+from splitserve.worker import scheduler_link
+from splitserve.worker.scheduler_link import SchedulerProcess, SchedulerStart
+
+START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
+
+
+async def start(program: str, rank: ParallelRank | None = None) -> SchedulerProcess:
+    told = START if rank is None else msgspec.structs.replace(START, rank=rank)
+    return await SchedulerProcess.start((sys.executable, "-c", program), told)
+
+
+async def test_it_is_told_everything_in_one_line_and_ends_with_its_input() -> None:
+    scheduler = await start(
+        "import json, sys\nassert json.loads(sys.stdin.readline())['model_folder'] == 'm'\nsys.stdin.read()"
+    )
+    assert not scheduler.ended.done()
+    await scheduler.close()
+    assert scheduler.ended.result() == 0
+
+
+async def test_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_link, "END_TIMEOUT", 0.1)
+    scheduler = await start("import threading; threading.Event().wait()")
+    pid = scheduler.pid
+    await scheduler.close()
+    await scheduler.close()
+    assert scheduler.ended.result() == -9
+    assert not psutil.pid_exists(pid)
+
+
+async def test_one_that_dies_before_it_is_told_anything_is_noticed() -> None:
+    scheduler = await start("import os; os._exit(3)")
+    assert await scheduler.ended == 3
+    await scheduler.close()
+
+
+WAITS = "import threading; threading.Event().wait()"
+
+
+async def test_the_first_end_in_a_group_is_that_of_all_its_ranks_and_of_no_others() -> None:
+    ranks = [r for dp in (0, 1) for r in ParallelRank(tp_size=2, dp_size=2, dp_rank=dp).group()]
+    processes = [await start(WAITS, rank) for rank in ranks]
+    ended = asyncio.create_task(scheduler_link.first_end(processes))
+    psutil.Process(processes[3].pid).kill()
+    name = "tensor parallel rank 1 of pipeline stage 0, data parallel rank 1"
+    assert await ended == f"scheduler process of {name} was killed by signal 9"
+    assert await processes[2].ended == -9
+    assert not processes[0].ended.done()
+    for process in processes:
+        process.kill()
+        await process.ended
+
+
+async def test_the_end_of_a_data_parallel_rank_is_that_of_all_where_they_compute_together() -> None:
+    processes = [await start(WAITS, ParallelRank(dp_rank=dp, dp_size=3)) for dp in range(3)]
+    ended = asyncio.create_task(scheduler_link.first_end(processes, all_together=True))
+    psutil.Process(processes[1].pid).kill()
+    assert await ended == "scheduler process of data parallel rank 1 was killed by signal 9"
+    assert [await process.ended for process in processes] == [-9, -9, -9]
+
+
+async def test_of_a_group_it_is_the_killed_one_that_is_named() -> None:
+    driver, follower = ParallelRank(pp_size=2, pp_rank=1), ParallelRank(pp_size=2)
+    failed, killed = await start("import sys; sys.exit(1)", driver), await start(WAITS, follower)
+    killed.kill()
+    await asyncio.gather(failed.ended, killed.ended)
+    assert "pipeline stage 0 was killed by signal 9" in await scheduler_link.first_end([failed, killed])
+
+
+def test_every_rank_of_every_scheduler_is_told_its_place() -> None:
+    config = WorkerConfig(parallel=ParallelConfig(tp_size=2, pp_size=2), dp_size=2)
+    told = msgspec.structs.replace(START, config=config)
+    starts = [s for dp in (0, 1) for s in scheduler_link._starts_of_ranks(told, dp, "/pipes")]
+    assert len({s.rank for s in starts}) == 8
+    assert [s.rank.is_driver for s in starts] == [True, False, False, False] * 2
+    assert len({s.endpoints.init_method for s in starts if s.endpoints}) == 2
+    (alone,) = scheduler_link._starts_of_ranks(START, 0, "/pipes")
+    assert (alone.rank, alone.endpoints) == (ParallelRank(), None)

@@ -1,0 +1,124 @@
+"""How `splitserve verify` asks both sides: rounds, cold caches, company, and errors. The sides are HTTP fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import httpx
+import pytest
+
+from splitserve.core.errors import ConfigError
+from splitserve.tools.verify import Sides, VerifyOptions, compare_sides, run_verify
+from splitserve.tools.verify_compare import VerifyError
+
+OPTIONS = VerifyOptions(
+    model="m", dtype="float32", prompts_file=None, max_tokens=3, transfer_backend="tcp", hand_over=False, threads=None
+)
+SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://p", "http://d"])
+
+
+class FakeDeployment(httpx.AsyncBaseTransport):
+    """Both sides answer with tokens made of the prompt and the seed, until one is told to tamper."""
+
+    def __init__(self, tampers=lambda host, body: False, status=200):
+        self.tampers = tampers
+        self.status = status
+        self.calls = []
+        self.num_running = Counter()
+        self.most_running = Counter()
+
+    async def handle_async_request(self, request):
+        host, path, body = request.url.host, request.url.path, json.loads(request.content or b"null")
+        self.calls.append((host, path, body))
+        if path == "/server_info":
+            return httpx.Response(200, json={"dtype": "float32"})
+        if path == "/tokenize":
+            return httpx.Response(200, json={"tokens": list(range(500)), "max_model_len": 70})
+        if path == "/flush_cache":
+            return httpx.Response(200, json={})
+        self.num_running[host] += 1
+        self.most_running[host] = max(self.most_running[host], self.num_running[host])
+        await asyncio.sleep(0)
+        self.num_running[host] -= 1
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "too long"}})
+        return httpx.Response(200, json=self.answer(host, body))
+
+    def answer(self, host, body):
+        seed = body["sampling_params"].get("seed", 0)
+        ids = [sum(body["input_ids"]) % 1000, 2000 + seed, 5]
+        if self.tampers(host, body):
+            ids[1] += 1
+        meta = {
+            "prompt_tokens": len(body["input_ids"]),
+            "cached_tokens": 0,
+            "output_token_logprobs": [[-0.1, token, None] for token in ids],
+            "output_top_logprobs": [[[-0.1, token, None]] for token in ids],
+        }
+        return {"output_ids": ids, "meta_info": meta}
+
+
+def compare(deployment, prompts=None):
+    return asyncio.run(compare_sides(OPTIONS, prompts, SIDES, lambda line: None, deployment))
+
+
+def test_honest_sides_are_equal_in_four_rounds_over_our_own_prompts():
+    deployment = FakeDeployment()
+    report = compare(deployment)
+    assert report.equal
+    # Those up to 67 tokens: a context of 70, less the answer.
+    assert report.num_prompts == 7
+    assert len(report.comparisons) == 4 * 7
+    assert {(c.pass_name, c.setting) for c in report.comparisons} == {
+        ("greedy", "cold, 6 at a time"),
+        ("greedy", "warm, alone"),
+        ("seeded", "cold, alone"),
+        ("seeded", "warm, 6 at a time"),
+    }
+    assert deployment.most_running == {"colocated": 6, "router": 6}
+
+
+def test_both_sides_get_the_same_bodies_with_logprobs_and_fixed_seeds():
+    deployment = FakeDeployment()
+    compare(deployment, [{"input_ids": [1]}, {"input_ids": [2]}])
+    asked = {
+        host: [b for h, path, b in deployment.calls if h == host and path == "/generate"]
+        for host in ("colocated", "router")
+    }
+    assert asked["colocated"] == asked["router"]
+    assert all(b["return_logprob"] for b in asked["router"])
+    assert [b["sampling_params"] for b in asked["router"][4:6]] == [
+        {"temperature": 0.8, "seed": 0, "max_new_tokens": 3},
+        {"temperature": 0.8, "seed": 1, "max_new_tokens": 3},
+    ]
+
+
+def test_every_worker_is_flushed_before_a_cold_round_alone():
+    deployment = FakeDeployment()
+    compare(deployment, [{"input_ids": [1]}])
+    order = "".join(
+        {"/flush_cache": "f", "/generate": "g"}.get(path, "") for _, path, _ in deployment.calls if path != "/tokenize"
+    )
+    assert order == "fffgg" + "gg" + "fffgg" + "gg"
+
+
+def test_one_tampered_answer_of_one_round_is_found():
+    def tampers(host, body):
+        return host == "router" and body["input_ids"] == [2] and body["sampling_params"]["temperature"] > 0
+
+    report = compare(FakeDeployment(tampers), [{"input_ids": [1]}, {"input_ids": [2]}])
+    assert not report.equal
+    assert [(c.prompt, c.pass_name, c.position) for c in report.mismatches] == [(1, "seeded", 1)] * 2
+
+
+def test_a_refused_prompt_is_named_with_the_workers_reason():
+    with pytest.raises(VerifyError, match=r"prompt 0.*HTTP 400.*too long"):
+        compare(FakeDeployment(status=400), [{"input_ids": [1]}])
+
+
+def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
+    options = VerifyOptions("m", "float32", None, 3, "pigeon", hand_over=False, threads=None)
+    with pytest.raises(ConfigError, match="--transfer-backend 'pigeon'"):
+        run_verify(options, as_json=True)
