@@ -1,8 +1,8 @@
 """What `shm` alone can get wrong: the wrong host, the wrong memory, and a write that is cut into parts."""
 
-import os
+import subprocess
+import sys
 import threading
-import time
 
 import msgspec
 import numpy as np
@@ -145,26 +145,38 @@ def test_an_interrupted_write_ends_at_the_next_part():
     outgoing.close()
 
 
-def test_nothing_stays_open_when_sessions_and_senders_are_gone():
-    def open_files():
-        return len(os.listdir("/proc/self/fd"))
+# In a process of its own: threads of other tests open and close files of this one.
+WRITE_THREE_TIMES = """
+import os, time
+from splitserve.testing.transfer_peer import End
+from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports.base import WriteState
 
-    src, dst = End("shm", [64]), End("shm", [64])
-    before = open_files()
-    for _ in range(3):
-        session = dst.transport.open_session()
-        ticket = src.transport.write(session, copy_table([(0, 0, 0, 0, 64)]))
-        assert src.outcome(ticket).state is WriteState.DONE
-        src.transport.drain(session.session_id)
-        dst.transport.drain(session.session_id)
-        assert dst.transport.is_fenced(session.session_id)
-    # The thread of a connection closes it after the session is fenced.
-    deadline = time.monotonic() + 20
-    while open_files() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    src.close()
-    dst.close()
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+src, dst = End("shm", [64]), End("shm", [64])
+before = open_files()
+for _ in range(3):
+    session = dst.transport.open_session()
+    ticket = src.transport.write(session, copy_table([(0, 0, 0, 0, 64)]))
+    assert src.outcome(ticket).state is WriteState.DONE
+    src.transport.drain(session.session_id)
+    dst.transport.drain(session.session_id)
+    assert dst.transport.is_fenced(session.session_id)
+# The thread of a connection closes it after the session is fenced.
+deadline = time.monotonic() + 20
+while open_files() > before:
+    assert time.monotonic() < deadline, f"{open_files()} files are open, {before} before"
+    time.sleep(0.001)
+src.close()
+dst.close()
+"""
+
+
+def test_nothing_stays_open_when_sessions_and_senders_are_gone():
+    done = subprocess.run([sys.executable, "-c", WRITE_THREE_TIMES], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_another_system_than_linux_is_refused_with_another_backend(monkeypatch):
