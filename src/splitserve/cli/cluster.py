@@ -55,8 +55,7 @@ def up(
 @cluster_app.command()
 def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: JsonOption = False) -> None:
     """Show every process of a cluster. Exit code 1: the cluster is not in its desired state."""
-    from splitserve.deploy.control import ControlClient
-    from splitserve.deploy.show import show_status
+    from splitserve.deploy.control import ControlClient, show_status
 
     client = ControlClient(name)
     deadline = time.monotonic() + (wait or 0.0)
@@ -73,8 +72,7 @@ def scale(
     wait: WaitOption = None,
 ) -> None:
     """Change the number of workers in a pool. Removed workers finish their requests or migrate them."""
-    from splitserve.deploy.control import ControlClient
-    from splitserve.deploy.show import summary
+    from splitserve.deploy.control import ControlClient, summary
 
     client = ControlClient(name)
     found = client.scale(_counts(pools))
@@ -121,7 +119,7 @@ def drain(
     """Send a worker no new requests and wait until none runs there, for example before removing its machine."""
     import asyncio
 
-    from splitserve.deploy.drain import drain_worker
+    from splitserve.deploy.router_client import drain_worker
 
     key = None if router_key_file is None else first_key(router_key_file, "--router-key-file")
     order = drain_worker(parse_url(router), parse_url(worker), migrate=migrate, timeout=timeout, operator_key=key)

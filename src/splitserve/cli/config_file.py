@@ -12,7 +12,7 @@ import typer
 
 from splitserve.cli.familiar import POSITIONAL, renamed
 from splitserve.core.errors import ConfigError
-from splitserve.deploy.yaml_keys import duplicate_key
+from splitserve.deploy.config import duplicate_key
 
 
 def read_config(ctx: typer.Context, file: str | None) -> str | None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml  # type: ignore[import-untyped]
 
 from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.errors import ConfigError
 from splitserve.core.nodes import misfit
 from splitserve.core.request import DisaggregationMode
-from splitserve.deploy.yaml_keys import duplicate_key
 
 MAX_REPLICAS = 1024
 ROUTER = "router"
@@ -309,3 +309,30 @@ def check_replicas(config: ClusterConfig, replicas: dict[str, Any], now: Mapping
             wanted = ", ".join(f"{count} {name}" for name, count in after.items())
             raise ConfigError(f"nothing could be served with {wanted}: {rule}; `splitserve cluster down` ends all")
     return replicas
+
+
+def duplicate_key(raw: bytes) -> tuple[str, int] | None:
+    """Return a key that its mapping has twice, and the line of its second occurrence. None: there is none.
+
+    `raw`: a valid YAML document.
+    """
+    pending = [yaml.compose(raw, Loader=yaml.SafeLoader)]
+    # Aliases refer to one node from several places, also from inside itself.
+    visited: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in visited:
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            pending += node.value
+        elif isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                # The tag distinguishes the number 1 from the text "1".
+                identity = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+                if identity in seen:
+                    return str(key.value), key.start_mark.line + 1
+                seen.add(identity)
+                pending += (key, value)
+    return None

@@ -1,5 +1,7 @@
 """Control interface of the supervisor for `splitserve cluster scale`, `down` and `status`: HTTP over a Unix socket.
 
+`show_status` prints the status that it returns.
+
 Only this user can access the folder of the socket, so no key and no port are needed. The supervisor owns the folder
 (`process/owned_folder.py`), so a name has one cluster at a time. The folder of a killed supervisor is removed.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import typer
 from aiohttp import web
 
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
@@ -32,6 +35,8 @@ from splitserve.process.owned_folder import (
 _ANSWER_SECONDS = 30.0
 _SOCKET_NAME = "control.sock"
 _NUM_ATTEMPTS = 10
+# Columns of `status`; the last one has the detail.
+_HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV pool", "")
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,3 +234,45 @@ def _problem(content: bytes) -> str:
         return msgspec.json.decode(content, type=dict[str, str])["error"]
     except (msgspec.MsgspecError, KeyError):
         return content.decode(errors="replace")
+
+
+def show_status(status: ClusterStatus, *, as_json: bool) -> None:
+    """Print the status on standard output."""
+    typer.echo(msgspec.json.encode(status).decode() if as_json else describe(status))
+
+
+def describe(status: ClusterStatus) -> str:
+    """Return the status as lines of text. They are not cut, whatever the width of the terminal."""
+    rows = [_HEAD, *(_row(process) for process in status.processes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, summary(status)])
+
+
+def summary(status: ClusterStatus) -> str:
+    """Return one line: the actual state of the cluster, and the desired one."""
+    wanted = ", ".join(f"{count} {pool}" for pool, count in status.replicas.items() if count)
+    how = "going down" if status.is_ending else "ready" if status.is_ready else "not ready"
+    return f"{status.name}: {how}; wanted: {wanted}; router: {status.router_url or 'not there'}"
+
+
+def _row(process: ProcessStatus) -> tuple[str, ...]:
+    return (
+        process.name,
+        process.pool,
+        process.state,
+        str(process.num_restarts),
+        "" if process.pid is None else str(process.pid),
+        process.node,
+        process.url or "",
+        process.model or "",
+        process.dtype or "",
+        _kv_pool(process),
+        process.detail,
+    )
+
+
+def _kv_pool(process: ProcessStatus) -> str:
+    if process.kv_pool_tokens is None or process.kv_pool_bytes is None:
+        return ""
+    return f"{process.kv_pool_tokens} tokens, {process.kv_pool_bytes / 1e6:.0f} MB"

@@ -35,8 +35,7 @@ from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.commands import Credentials, router_spec, threads_of, worker_spec
 from splitserve.deploy.deployment import LocalDeployment, pool_of
-from splitserve.deploy.local_placer import LocalPlacer
-from splitserve.deploy.placer import ProcessSpec
+from splitserve.deploy.placer import LocalPlacer, ProcessSpec
 from splitserve.process.child import POLL_INTERVAL, PROGRAM, ChildProcess, wait_until_ended
 from splitserve.process.console import progress
 from splitserve.process.process_end import deferred, unwinding

@@ -1,18 +1,29 @@
-"""Interface between supervisor and the place of its processes: this machine, or the nodes of a Ray cluster.
+"""Where the processes of a cluster run: the interface `Placer`, and its implementation for this machine.
 
-No call waits for a process to start, serve or end: `observe` returns that later.
+The one for the nodes of a Ray cluster is `ray_placer.py`. No call waits for a process to start, serve or end: `observe`
+returns that later.
 """
 
 from __future__ import annotations
 
+import shutil
+import signal
+import tempfile
+import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from splitserve.process.child import PROGRAM, ChildProcess
+from splitserve.process.cluster_token import write_secret_file
+from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.ready_file import ReadyInfo
 
+ADDRESS = "127.0.0.1"
 # In `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"
 
@@ -92,3 +103,132 @@ class Placer(Protocol):
     def close(self) -> None:
         """Remove all remaining processes, and release all resources."""
         ...
+
+
+class NodeProcess:
+    """Process that the constructor starts. Raises OSError.
+
+    `address`: of this node. `node`: name of the node for operators. `parent`: folder for its own folder and its log;
+    the log stays there. None: both are in the temporary directory, and are removed together.
+    """
+
+    def __init__(self, spec: ProcessSpec, address: str, node: str, parent: Path | None = None) -> None:
+        self._node = node
+        # Guards its folder and its last observation.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        with ExitStack() as closing:
+            if parent is None:
+                folder = closing.enter_context(OwnedFolder.for_sockets())
+            else:
+                # A short name: paths of Unix sockets in it have at most 107 bytes.
+                folder = Path(tempfile.mkdtemp(prefix="", dir=parent))
+                closing.callback(shutil.rmtree, folder, ignore_errors=True)
+            args = [address if word == NODE_ADDRESS else word for word in spec.args]
+            for option, content in spec.secrets.by_option.items():
+                path = folder / option.strip("-")
+                write_secret_file(path, content)
+                args += [option, str(path)]
+            self.child = ChildProcess(
+                spec.name,
+                args,
+                folder,
+                log_folder=parent,
+                # Files that a killed process leaves in its temporary directory are removed with the folder.
+                env={**spec.env, "TMPDIR": str(folder)},
+                pass_fds=() if spec.listen_fd is None else (spec.listen_fd,),
+                program=spec.program or PROGRAM,
+            )
+            self._last = self._observe()
+            self._closing = closing.pop_all()
+
+    def observe(self) -> Observation:
+        """Return its state. Callable from any thread, also during or after `close`."""
+        with self._lock:
+            if not self._is_closed:
+                self._last = self._observe()
+            return self._last
+
+    def terminate(self) -> None:
+        self.child.send_signal()
+
+    def close(self) -> None:
+        """End it at once, with all that it started, and remove its folder. Idempotent."""
+        self.child.close()
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed, self._last = True, self._observe()
+                self._closing.close()
+
+    def _observe(self) -> Observation:
+        child, code = self.child, self.child.exit_code
+        if code is not None:
+            tail = child.log_tail()
+            return Observation(phase=Phase.ENDED, node=self._node, detail=_end(code), log_tail=tail, exit_code=code)
+        child.bound_log()
+        phase = Phase.LOADING if child.ready is None else Phase.READY
+        return Observation(phase=phase, node=self._node, pid=child.pid, ready=child.ready)
+
+
+def _end(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class LocalPlacer:
+    """Placer for this machine. `log_folder` has one log per name. `close` removes it, unless `keep_logs` was called."""
+
+    def __init__(self) -> None:
+        self._folder = OwnedFolder.for_sockets()
+        self._processes: dict[str, NodeProcess] = {}
+        # Processes that could not be started.
+        self._failed: dict[str, Observation] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def log_folder(self) -> Path:
+        return self._folder.path
+
+    def start(self, spec: ProcessSpec) -> None:
+        try:
+            process = NodeProcess(spec, ADDRESS, "this machine", self.log_folder)
+        except OSError as error:
+            with self._lock:
+                self._failed[spec.name] = Observation(phase=Phase.ENDED, detail=f"could not be started: {error}")
+            return
+        with self._lock:
+            self._processes[spec.name] = process
+
+    def child(self, name: str) -> ChildProcess | None:
+        """Return the process of that name. None: it could not be started, or was removed."""
+        with self._lock:
+            process = self._processes.get(name)
+        return None if process is None else process.child
+
+    def observe(self) -> Mapping[str, Observation]:
+        with self._lock:
+            failed, processes = dict(self._failed), dict(self._processes)
+        return failed | {name: process.observe() for name, process in processes.items()}
+
+    def terminate(self, name: str) -> None:
+        if (child := self.child(name)) is not None:
+            child.send_signal()
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            process = self._processes.get(name)
+        if process is not None:
+            process.close()
+        with self._lock:
+            self._processes.pop(name, None)
+            self._failed.pop(name, None)
+
+    def keep_logs(self) -> None:
+        """Leave the logs for the user."""
+        self._folder.keep()
+
+    def close(self) -> None:
+        for process in list(self._processes.values()):
+            process.child.let_go()
+        for name in list(self._processes):
+            self.remove(name)
+        self._folder.close()

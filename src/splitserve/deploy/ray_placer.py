@@ -25,8 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from splitserve.core.errors import ConfigError, clause
-from splitserve.deploy.node_process import NodeProcess
-from splitserve.deploy.placer import Observation, Phase, ProcessSpec
+from splitserve.deploy.placer import NodeProcess, Observation, Phase, ProcessSpec
 
 # Seconds that one check of all actors may take, and seconds without an answer after which an actor is lost.
 _LOOK_SECONDS = 0.3

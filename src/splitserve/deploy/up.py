@@ -27,10 +27,9 @@ from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.deploy.commands import Credentials, check_startable
 from splitserve.deploy.config import ClusterConfig
-from splitserve.deploy.control import ClusterStatus, control_server
+from splitserve.deploy.control import ClusterStatus, control_server, describe
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.local_placer import ADDRESS, LocalPlacer
-from splitserve.deploy.show import describe
+from splitserve.deploy.placer import ADDRESS, LocalPlacer
 from splitserve.deploy.supervisor import Supervisor
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from splitserve import cli
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
-from splitserve.deploy.control import ClusterStatus, ControlClient, ProcessStatus, control_server, socket_path
-from splitserve.deploy.show import describe
+from splitserve.deploy.control import ClusterStatus, ControlClient, ProcessStatus, control_server, describe, socket_path
 from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, run_folder
 
 

@@ -6,9 +6,7 @@ import time
 
 import pytest
 
-from splitserve.deploy.local_placer import LocalPlacer
-from splitserve.deploy.node_process import NodeProcess
-from splitserve.deploy.placer import NODE_ADDRESS, Observation, Phase, ProcessSpec, Secrets
+from splitserve.deploy.placer import NODE_ADDRESS, LocalPlacer, NodeProcess, Observation, Phase, ProcessSpec, Secrets
 from splitserve.process.child import POLL_INTERVAL
 
 pytestmark = pytest.mark.process
@@ -74,7 +72,7 @@ def test_a_process_that_cannot_be_started_is_observed_as_ended(monkeypatch):
         raise OSError("Cannot allocate memory")
 
     placer = LocalPlacer()
-    monkeypatch.setattr("splitserve.deploy.local_placer.NodeProcess", fail)
+    monkeypatch.setattr("splitserve.deploy.placer.NodeProcess", fail)
     placer.start(SPEC)
     found = placer.observe()["router-0"]
     assert (found.phase, found.detail) == (Phase.ENDED, "could not be started: Cannot allocate memory")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.deploy.yaml_keys import duplicate_key
+from splitserve.deploy.config import duplicate_key
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from splitserve.api.http_server import port_of
 from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.deploy.drain import drain_worker
+from splitserve.deploy.router_client import drain_worker
 from splitserve.router.addresses import look_up
 from splitserve.testing.router_world import start_router
 from splitserve.worker.registration import RouterRegistration

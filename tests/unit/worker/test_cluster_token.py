@@ -130,7 +130,7 @@ class FakeChild:
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[FakeChild]:
     FakeChild.started = []
-    monkeypatch.setattr("splitserve.deploy.node_process.ChildProcess", FakeChild)
+    monkeypatch.setattr("splitserve.deploy.placer.ChildProcess", FakeChild)
     return FakeChild.started
 
 

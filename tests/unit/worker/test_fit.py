@@ -75,7 +75,7 @@ def test_commands_refuse_it_before_any_rank_starts(
         raise AssertionError("a process is started")
 
     monkeypatch.setattr("splitserve.worker.worker.uvloop.run", starts)
-    monkeypatch.setattr("splitserve.deploy.node_process.ChildProcess", starts)
+    monkeypatch.setattr("splitserve.deploy.placer.ChildProcess", starts)
     folder = folder_of(tmp_path, LLAMA)
     with pytest.raises(SystemExit) as exit_info:
         cli.main([str(folder) if word == "MODEL" else word for word in argv])
