@@ -27,7 +27,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.native.library import find_library
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.testing import fake_flashinfer
+from support import fake_flashinfer
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from splitserve.core.errors import ConfigError
-from splitserve.testing.transfer_peer import End, PeerProcess
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import TransferBackend, create_transport, missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState
+from support.transfer_peer import End, PeerProcess
 
 if problem := missing(TransferBackend.NIXL):
     pytest.skip(problem, allow_module_level=True)

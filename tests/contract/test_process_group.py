@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from splitserve.core.errors import ConfigError
-from splitserve.testing.transfer_peer import End, PeerProcess, digest
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing, sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteState
@@ -22,6 +21,7 @@ from splitserve.transfer.transports.groups import GlooGroup
 from splitserve.transfer.transports.process_group import Gloo
 from splitserve.transfer.transports.rendezvous import RECEIVER, SENDER, RendezvousWelcome
 from splitserve.transfer.transports.sockets import Deadline
+from support.transfer_peer import End, PeerProcess, digest
 
 DEADLINE = 20.0
 N = 32 << 20

@@ -21,8 +21,6 @@ import torch
 
 from splitserve.core.errors import CapacityError, ConfigError
 from splitserve.core.layout import Region
-from splitserve.testing.fake_gpu import FAKE_CUDA_IPC
-from splitserve.testing.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, TensorBytes, digest
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import (
     TransferBackend,
@@ -39,6 +37,8 @@ from splitserve.transfer.transports.memory import encode_regions
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import TcpIncoming
+from support.fake_gpu import FAKE_CUDA_IPC
+from support.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, TensorBytes, digest
 
 DEADLINE = 20.0
 # Senders write into the peer's memory by themselves: a stopped peer is no obstacle.

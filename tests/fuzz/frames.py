@@ -25,8 +25,6 @@ from splitserve.observe.events.publisher import END_OF_REPLAY, ZmqEventPublisher
 from splitserve.observe.events.schema import BlockStored
 from splitserve.ranks import node_wire
 from splitserve.ranks.node_wire import NodeConnection, NodeHello, NodeLostError, NodeServes
-from splitserve.testing.kv_world import KVWorld
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.directory import ClusterAuth
@@ -38,6 +36,8 @@ from splitserve.transfer.transports.frames import write_frame
 from splitserve.transfer.transports.handshake import introduce
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.wire import PROTOCOL_VERSION
+from support.kv_world import KVWorld
+from support.transfer_peer import End
 
 DEADLINE = 20.0
 TOKEN = b"a token of the cluster"

@@ -25,8 +25,8 @@ from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
 from splitserve.process.cluster_token import write_token_file
-from splitserve.testing.processes import running, wait_ready
-from splitserve.testing.tiny_models import make_tiny_model
+from support.processes import running, wait_ready
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from splitserve.testing.transfer_peer import End, PeerProcess, digest
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import missing
 from splitserve.transfer.transports.base import WriteState
+from support.transfer_peer import End, PeerProcess, digest
 
 PROBLEM = missing("cuda_ipc") or (None if torch.cuda.is_available() else "no CUDA device")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

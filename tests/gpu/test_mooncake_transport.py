@@ -12,11 +12,11 @@ import torch
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.testing.transfer_peer import End, PeerProcess, digest
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState
 from splitserve.transfer.transports.device import find_device
+from support.transfer_peer import End, PeerProcess, digest
 
 PROBLEM = missing("mooncake") or (None if torch.cuda.is_available() else "no CUDA device")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from splitserve.core.layout import Region
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing
 from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
 from splitserve.transfer.transports.device import CudaDevice
 from splitserve.transfer.transports.tensors import DeviceMemory, Ranges
+from support.transfer_peer import End
 
 NUM_GPUS = 0 if missing("nccl") else torch.cuda.device_count()
 

@@ -6,8 +6,8 @@ import transformers
 
 from splitserve.core.config import ModelConfig
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.reference import Reference, greedy_reference
-from splitserve.testing.tiny_models import TinyKind, make_tiny_model
+from support.reference import Reference, greedy_reference
+from support.tiny_models import TinyKind, make_tiny_model
 
 # One of each kind of KV cache and of step; the engine's tests have the others.
 KINDS: tuple[TinyKind, ...] = ("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3")

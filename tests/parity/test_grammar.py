@@ -16,11 +16,11 @@ from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.local_grammar import LocalCompiler
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.sim import ColocatedWorld
-from splitserve.testing.tiny_models import make_tiny_model
+from support.local_grammar import LocalCompiler
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.sim import ColocatedWorld
+from support.tiny_models import make_tiny_model
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "process" / "json_schemas.json").read_text())
 

@@ -4,8 +4,8 @@ import random
 
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.sim import ColocatedWorld
+from support.real_engine import real_engine
+from support.sim import ColocatedWorld
 
 NUM_PROMPTS, NUM_ROUNDS, NUM_PROMPT_TOKENS, PAGE_SIZE = 4, 3, 50, 4
 # A prompt with its answer takes 18 pages: one conversation evicts the other.

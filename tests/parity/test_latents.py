@@ -12,11 +12,11 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.speculation import Speculation
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.reference import greedy_reference
-from splitserve.testing.tiny_models import MLA_KINDS, make_tiny_model
 from splitserve.transfer.metadata import MetadataBuffers
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.reference import greedy_reference
+from support.tiny_models import MLA_KINDS, make_tiny_model
 
 NUM_NEW = 12
 GREEDY = ResolvedSampling(max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, temperature=0.0)

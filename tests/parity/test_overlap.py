@@ -12,11 +12,11 @@ from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.grammar import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.local_grammar import LocalCompiler
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.sim import ColocatedWorld, SimWorker
-from splitserve.testing.tiny_models import make_tiny_model
+from support.local_grammar import LocalCompiler
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.sim import ColocatedWorld, SimWorker
+from support.tiny_models import make_tiny_model
 
 NUM_REQUESTS = 24
 

@@ -9,9 +9,9 @@ import pytest
 
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.sim import ColocatedWorld, SimWorker
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.sim import ColocatedWorld, SimWorker
 
 NUM_REQUESTS, NUM_OUTPUT_TOKENS, PAGE_SIZE = 20, 40, 4
 # The longest request takes 16 pages of these.

@@ -11,10 +11,10 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
 from splitserve.scheduler.ngram import NgramProposer
 from splitserve.scheduler.speculation import Speculation
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.sim import ColocatedWorld, SimWorker
-from splitserve.testing.tiny_models import make_tiny_model
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.sim import ColocatedWorld, SimWorker
+from support.tiny_models import make_tiny_model
 
 NUM_REQUESTS, NUM_OUTPUT_TOKENS, PAGE_SIZE, NUM_DRAFT_TOKENS = 8, 24, 4, 4
 # The longest request takes 14 pages of these.

@@ -12,9 +12,9 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.sources import resolve_model
 from splitserve.scheduler.ngram import NgramProposer
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.sim import ColocatedWorld
 from splitserve.tools.passage import PASSAGE
+from support.real_engine import real_engine
+from support.sim import ColocatedWorld
 
 MODEL, NUM_OUTPUT_TOKENS = "smollm2", 32
 

@@ -9,10 +9,10 @@ import pytest
 
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.reference import LENGTHS, NUM_OUTPUT_TOKENS
-from splitserve.testing.sim import ColocatedWorld
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.reference import LENGTHS, NUM_OUTPUT_TOKENS
+from support.sim import ColocatedWorld
 
 # The reference keeps EOS from ending an answer by masking it; so do we.
 GREEDY = ResolvedSampling(max_new_tokens=NUM_OUTPUT_TOKENS, min_new_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)

@@ -11,11 +11,11 @@ from splitserve.core.layout import first_token_read
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.reference import Reference, greedy_reference
-from splitserve.testing.sim import ColocatedWorld
-from splitserve.testing.tiny_models import make_tiny_model
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.reference import Reference, greedy_reference
+from support.sim import ColocatedWorld
+from support.tiny_models import make_tiny_model
 
 WINDOW, CHUNK, NUM_TOKENS = 20, 16, 60
 GREEDY = ResolvedSampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, temperature=0.0)

@@ -10,11 +10,11 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.real_engine import real_engine
-from splitserve.testing.reference import Reference, greedy_reference
-from splitserve.testing.sim import ColocatedWorld, SimWorker
-from splitserve.testing.tiny_models import make_tiny_model
+from support.pair import PairWorld
+from support.real_engine import real_engine
+from support.reference import Reference, greedy_reference
+from support.sim import ColocatedWorld, SimWorker
+from support.tiny_models import make_tiny_model
 
 WINDOW, PAGE_SIZE, NUM_TOKENS = 20, 4, 80
 GREEDY = ResolvedSampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, temperature=0.0)

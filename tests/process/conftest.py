@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from splitserve.engine.sources import resolve_model
-from splitserve.testing.deployment import MODEL
-from splitserve.testing.reference import LENGTHS
+from support.deployment import MODEL
+from support.reference import LENGTHS
 
 
 @pytest.fixture(scope="session")

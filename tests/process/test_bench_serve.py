@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from splitserve.testing.fake_openai import FakeOpenAI
+from support.fake_openai import FakeOpenAI
 
 pytestmark = pytest.mark.process
 

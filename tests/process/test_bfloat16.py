@@ -5,7 +5,7 @@ from itertools import takewhile
 
 import pytest
 
-from splitserve.testing.deployment import Deployment, deploy
+from support.deployment import Deployment, deploy
 
 pytestmark = pytest.mark.process
 

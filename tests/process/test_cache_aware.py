@@ -9,8 +9,8 @@ import pytest
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.router.args import PrefillConfig
-from splitserve.testing.router_world import start_router
-from splitserve.testing.tiny_models import make_tiny_model
+from support.router_world import start_router
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

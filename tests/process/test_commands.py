@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.transfer.transports import missing
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -13,9 +13,9 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.testing.deployment import Deployment
-from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
-from splitserve.testing.tiny_models import make_tiny_model
+from support.deployment import Deployment
+from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -18,10 +18,10 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.core.shape import WorkerShape
 from splitserve.observe.leaks import held
 from splitserve.process.child import ChildProcess
-from splitserve.testing.processes import wait_ready
-from splitserve.testing.reference import Reference, greedy_reference
-from splitserve.testing.shapes import Shapes
-from splitserve.testing.tiny_models import TinyKind, make_tiny_model
+from support.processes import wait_ready
+from support.reference import Reference, greedy_reference
+from support.shapes import Shapes
+from support.tiny_models import TinyKind, make_tiny_model
 
 pytestmark = pytest.mark.process
 

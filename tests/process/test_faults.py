@@ -20,11 +20,11 @@ import pytest
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.testing.deployment import MODEL, Deployment
 from splitserve.tools.chaos.orders import PROGRAM, Fault
 from splitserve.tools.chaos.points import FaultStage
 from splitserve.tools.chaos.saboteur import order_fault, replace_worker, signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
+from support.deployment import MODEL, Deployment
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.testing.commands import RunningCommand, running_command
-from splitserve.testing.tiny_models import make_tiny_model
+from support.commands import RunningCommand, running_command
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.observe.events.discovery import find_publishers, follow, load_index
 from splitserve.observe.events.index import BlockIndex
-from splitserve.testing.tiny_models import make_tiny_model
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -16,7 +16,7 @@ import pytest
 
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.testing.tiny_models import make_tiny_model
+from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 

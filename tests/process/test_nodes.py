@@ -23,11 +23,11 @@ from splitserve.core.shape import WorkerShape
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
 from splitserve.process.cluster_token import write_token_file
-from splitserve.testing.deployment import MODEL
-from splitserve.testing.hosts import missing, standing_on, two_hosts
-from splitserve.testing.processes import running, wait_ready
-from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
-from splitserve.testing.shapes import Shapes, make_divisible_model
+from support.deployment import MODEL
+from support.hosts import missing, standing_on, two_hosts
+from support.processes import running, wait_ready
+from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
+from support.shapes import Shapes, make_divisible_model
 
 pytestmark = pytest.mark.process
 

@@ -17,8 +17,8 @@ import transformers
 import splitserve
 from splitserve import Engine, SamplingParams
 from splitserve.engine.sources import resolve_model
-from splitserve.testing.deployment import MODEL
-from splitserve.testing.reference import NUM_OUTPUT_TOKENS, greedy_reference
+from support.deployment import MODEL
+from support.reference import NUM_OUTPUT_TOKENS, greedy_reference
 
 pytestmark = pytest.mark.process
 

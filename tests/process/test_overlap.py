@@ -15,7 +15,7 @@ import pytest
 
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.testing.deployment import MODEL, Deployment
+from support.deployment import MODEL, Deployment
 
 pytestmark = pytest.mark.process
 

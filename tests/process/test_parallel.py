@@ -22,14 +22,14 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
-from splitserve.testing import failing_follower
-from splitserve.testing.deployment import MODEL, Deployment
-from splitserve.testing.failing_follower import MESSAGE
-from splitserve.testing.processes import wait_ready
-from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
-from splitserve.testing.shapes import Shapes, make_divisible_model
 from splitserve.tools.chaos.streams import follow_all, follow_undisturbed, make_requests
 from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
+from support import failing_follower
+from support.deployment import MODEL, Deployment
+from support.failing_follower import MESSAGE
+from support.processes import wait_ready
+from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
+from support.shapes import Shapes, make_divisible_model
 
 pytestmark = pytest.mark.process
 

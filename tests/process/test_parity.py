@@ -15,9 +15,9 @@ import transformers
 
 from splitserve.engine.sources import resolve_model
 from splitserve.router.args import PrefillConfig
-from splitserve.testing.deployment import MODEL, Deployment, deploy
-from splitserve.testing.reference import NUM_OUTPUT_TOKENS, NUM_SOAK_TOKENS, Reference, greedy_reference
-from splitserve.testing.router_world import start_router
+from support.deployment import MODEL, Deployment, deploy
+from support.reference import NUM_OUTPUT_TOKENS, NUM_SOAK_TOKENS, Reference, greedy_reference
+from support.router_world import start_router
 
 pytestmark = pytest.mark.process
 

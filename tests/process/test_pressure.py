@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splitserve.testing.deployment import Deployment, deploy
+from support.deployment import Deployment, deploy
 
 pytestmark = pytest.mark.process
 

@@ -19,8 +19,6 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.testing.deployment import MODEL, Deployment
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.tools.chaos.streams import (
     StreamOutcome,
     StreamRequest,
@@ -29,6 +27,8 @@ from splitserve.tools.chaos.streams import (
     make_requests,
     open_session,
 )
+from support.deployment import MODEL, Deployment
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

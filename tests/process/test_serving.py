@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from splitserve.testing.deployment import Deployment, deploy
+from support.deployment import Deployment, deploy
 
 pytestmark = pytest.mark.process
 

@@ -19,9 +19,9 @@ import pytest
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.testing.deployment import Deployment
-from splitserve.testing.sglang_router import SglangRouter, sglang_router
-from splitserve.testing.tiny_models import make_tiny_model
+from support.deployment import Deployment
+from support.sglang_router import SglangRouter, sglang_router
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.testing.processes import running, wait_ready
-from splitserve.testing.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
-from splitserve.testing.tiny_models import make_tiny_model
+from support.processes import running, wait_ready
+from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

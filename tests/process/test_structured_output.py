@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 
-from splitserve.testing.deployment import Deployment, deploy
+from support.deployment import Deployment, deploy
 
 pytestmark = pytest.mark.process
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from splitserve.router.worker_tls import worker_tls
-from splitserve.testing.commands import DEADLINE, running_command
-from splitserve.testing.tiny_models import make_tiny_model
+from support.commands import DEADLINE, running_command
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

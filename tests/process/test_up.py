@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.testing.commands import DEADLINE, RunningCommand, running_command
-from splitserve.testing.tiny_models import make_tiny_model
+from support.commands import DEADLINE, RunningCommand, running_command
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

@@ -11,12 +11,12 @@ import transformers
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.shape import WorkerShape
-from splitserve.testing.processes import wait_ready
-from splitserve.testing.reference import Reference, greedy_reference
-from splitserve.testing.shapes import Shapes
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.tools.transfers import read_transfers
 from splitserve.transfer.metadata import MetadataBuffers
+from support.processes import wait_ready
+from support.reference import Reference, greedy_reference
+from support.shapes import Shapes
+from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
 

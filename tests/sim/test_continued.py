@@ -12,9 +12,9 @@ from splitserve.core.batch import TokenLogprob
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.sim import ColocatedWorld, SimWorker
+from support.fake_grammar import multiples
+from support.pair import PairWorld
+from support.sim import ColocatedWorld, SimWorker
 
 PROMPT = list(range(30, 50))
 EOS = frozenset(range(0, 512, 9))

@@ -10,8 +10,8 @@ import pytest
 
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import FakeEngine, expected_tokens
-from splitserve.testing.pair import PairWorld
+from support.fake_engine import FakeEngine, expected_tokens
+from support.pair import PairWorld
 
 PAGES, PAGE_SIZE = 64, 16
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)

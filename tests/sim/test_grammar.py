@@ -9,9 +9,9 @@ from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_grammar import FakeCompiler, FakeMatcher, HeldPool, multiples
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_grammar import FakeCompiler, FakeMatcher, HeldPool, multiples
+from support.pair import PairWorld
+from support.sim import ColocatedWorld
 
 EOS = 511
 PLAIN = ResolvedSampling(max_new_tokens=8, ignore_eos=True)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from splitserve.observe.events.subscriber import KVEventSubscriber
-from splitserve.testing.kv_events_world import PublishingSimWorker, TcpRelay
+from support.kv_events_world import PublishingSimWorker, TcpRelay
 
 DEADLINE = 60.0
 

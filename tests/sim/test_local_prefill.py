@@ -10,11 +10,11 @@ import pytest
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.guesser import RandomProposer
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.sim import ColocatedWorld, SimWorker
+from support.fake_engine import expected_tokens
+from support.fake_grammar import multiples
+from support.guesser import RandomProposer
+from support.pair import PairWorld
+from support.sim import ColocatedWorld, SimWorker
 
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 PROMPT = list(range(100))

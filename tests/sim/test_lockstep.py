@@ -11,8 +11,8 @@ from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.lockstep import Called, Complete, Hub, Joined, LockstepBroken, LockstepEngine, Member
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.lockstep import LockstepWorker, LockstepWorld
+from support.fake_engine import expected_tokens
+from support.lockstep import LockstepWorker, LockstepWorld
 
 
 def ask(worker: LockstepWorker, rid: str, num_prompt_tokens: int = 3, **params) -> GenerateRequest:

@@ -9,9 +9,9 @@ from splitserve.core.errors import EngineError
 from splitserve.core.messages import AbortRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.pair import PairWorld
 from splitserve.transfer.metadata import MetadataBuffers
+from support.fake_engine import expected_tokens
+from support.pair import PairWorld
 
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 

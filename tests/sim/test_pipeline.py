@@ -7,8 +7,8 @@ import pytest
 from splitserve.core.batch import StepPlan
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.staged_engine import PipelineWorld
+from support.fake_engine import expected_tokens
+from support.staged_engine import PipelineWorld
 
 
 def a_second_a_token(plan: StepPlan) -> float:

@@ -15,10 +15,10 @@ from splitserve.core.config import SchedulePolicy
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import FakeEngine, expected_tokens
-from splitserve.testing.guesser import RandomProposer
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.sim import ColocatedWorld, SimWorker
+from support.fake_engine import FakeEngine, expected_tokens
+from support.guesser import RandomProposer
+from support.pair import PairWorld
+from support.sim import ColocatedWorld, SimWorker
 
 
 @dataclass

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from splitserve.observe.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
-from splitserve.testing.kv_events_world import PublishingSimWorker, TcpRelay
+from support.kv_events_world import PublishingSimWorker, TcpRelay
 
 DEADLINE = 60.0
 END = (-1).to_bytes(8, "big", signed=True)

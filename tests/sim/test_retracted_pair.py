@@ -3,8 +3,8 @@
 import pytest
 
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.pair import PairWorld
+from support.fake_engine import expected_tokens
+from support.pair import PairWorld
 
 PAGE = 4
 GREEDY = ResolvedSampling(max_new_tokens=24, temperature=0.0)

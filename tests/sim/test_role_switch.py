@@ -10,9 +10,9 @@ from splitserve.core.errors import EngineError
 from splitserve.core.messages import AbortRequest, GenerateRequest, RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import DisaggregationMode, FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.sim import ColocatedWorld
-from splitserve.testing.switching import DECODE, NULL, PREFILL, SwitchingWorker, SwitchWorld
+from support.fake_engine import expected_tokens
+from support.sim import ColocatedWorld
+from support.switching import DECODE, NULL, PREFILL, SwitchingWorker, SwitchWorld
 
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
 
@@ -163,7 +163,7 @@ def test_a_role_that_cannot_be_installed_leaves_the_old_one_in_its_place(monkeyp
     def fail(_: object) -> None:
         raise EngineError("no memory for its graphs")
 
-    monkeypatch.setattr("splitserve.testing.switching.SimRole.install", fail)
+    monkeypatch.setattr("support.switching.SimRole.install", fail)
     order(worker, RoleStep.COMMIT)
     reply = answer(worker)
     assert reply is not None

@@ -7,9 +7,9 @@ import pytest
 
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import FakeEngine, expected_tokens
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import FakeEngine, expected_tokens
+from support.pair import PairWorld
+from support.sim import ColocatedWorld
 
 PARAMS = ResolvedSampling(max_new_tokens=40, temperature=0.0)
 

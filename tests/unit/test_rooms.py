@@ -28,12 +28,10 @@ ROOMS = (
     "worker",
     "deploy",
     "offline",
-    "testing",
     "tools",
     "cli",
 )
-# Entry points of the command line that inject faults.
-ABOVE_ALL = {"__main__", "testing.failing_follower"}
+ABOVE_ALL = {"__main__"}
 # Bookkeeping without torch and sockets, and its exceptions.
 PURE_ROOMS = ("core", "_native", "cache", "transfer", "observe.events.schema", "observe.events.index")
 IMPURE = ("transfer.transports", "transfer.bootstrap", "transfer.directory", "transfer.control", "transfer.waker")

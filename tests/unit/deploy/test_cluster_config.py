@@ -14,7 +14,7 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import NODE_ADDRESS
 from splitserve.deploy.up import run_cluster_up
 from splitserve.offline.engine import _cluster as offline_cluster
-from splitserve.testing import ray_nodes
+from support import ray_nodes
 
 CREDENTIALS = Credentials(b"t" * 32, clients=b"c", operators=b"o", workers=b"w", operator_key="op-key-0123456789")
 

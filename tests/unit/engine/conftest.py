@@ -10,7 +10,7 @@ import torch
 
 from splitserve.core.config import ModelConfig
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.tiny_models import TinyKind, make_tiny_model
+from support.tiny_models import TinyKind, make_tiny_model
 
 
 @pytest.fixture(scope="session")

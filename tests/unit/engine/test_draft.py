@@ -16,7 +16,7 @@ from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.testing.tiny_models import TinyKind
+from support.tiny_models import TinyKind
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -18,8 +18,8 @@ from splitserve.core.errors import ConfigError, EngineError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine import runner as runner_module
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.testing.fake_grammar import FakeMatcher
-from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
+from support.fake_grammar import FakeMatcher
+from support.tiny_models import TINY_KINDS, TinyKind
 
 GREEDY = ResolvedSampling(temperature=0.0)
 

@@ -13,7 +13,7 @@ import pytest
 
 from splitserve.engine import fingerprint
 from splitserve.engine.fingerprint import begin_fingerprint, model_fingerprint
-from splitserve.testing.tiny_models import TinyKind, make_tiny_model
+from support.tiny_models import TinyKind, make_tiny_model
 
 MIB = 1 << 20
 

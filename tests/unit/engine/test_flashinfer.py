@@ -20,7 +20,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.testing import fake_flashinfer
+from support import fake_flashinfer
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.bitmask import MaskCollector, forbid
 from splitserve.engine.grammar_host import GrammarHost
 from splitserve.engine.sampler import draw
-from splitserve.testing.tiny_models import make_tiny_model
+from support.tiny_models import make_tiny_model
 
 # The tiny models' tokens: 0-255 are in the order of the byte alphabet, then five special ones. Their logits are padded.
 EOS, VOCAB_SIZE = 258, 300

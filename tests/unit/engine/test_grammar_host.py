@@ -9,7 +9,7 @@ import pytest
 from splitserve.core.errors import EngineError, GrammarBudgetError
 from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
 from splitserve.engine.grammar_host import GrammarHost
-from splitserve.testing.tiny_models import make_tiny_model
+from support.tiny_models import make_tiny_model
 
 EOS, VOCAB_SIZE = 258, 300
 TIMEOUT = 60.0

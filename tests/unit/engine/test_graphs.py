@@ -18,8 +18,8 @@ from splitserve.engine.graphs import DecodeGraphs, bucket_for, bucket_sizes, pad
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
-from splitserve.testing import fake_flashinfer
-from splitserve.testing.tiny_models import TinyKind
+from support import fake_flashinfer
+from support.tiny_models import TinyKind
 
 GREEDY = ResolvedSampling(temperature=0.0)
 PAGE_SIZE = 4

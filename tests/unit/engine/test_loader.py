@@ -15,7 +15,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError
 from splitserve.engine import loader
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.testing.tiny_models import TinyKind
+from support.tiny_models import TinyKind
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -19,8 +19,8 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.mla import UpProjection, use_latents
 from splitserve.engine.pool import KVPool, layout_for
-from splitserve.testing import fake_flashinfer
-from splitserve.testing.tiny_models import MLA_KINDS, TinyKind
+from support import fake_flashinfer
+from support.tiny_models import MLA_KINDS, TinyKind
 
 # On both sides of page, chunk and block borders; the last one is beyond the context that _YARN stretches.
 LENGTHS = (1, 2, 15, 16, 17, 65, 300, 1100)

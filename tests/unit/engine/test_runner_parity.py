@@ -20,7 +20,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
-from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
+from support.tiny_models import TINY_KINDS, TinyKind
 
 NUM_NEW = 32
 # On both sides of page, chunk, block and window borders.

@@ -16,7 +16,7 @@ import pytest
 from splitserve.core.errors import ModelLoadError
 from splitserve.engine import sources
 from splitserve.engine.sources import resolve_model
-from splitserve.testing.tiny_models import TinyKind
+from support.tiny_models import TinyKind
 
 
 @pytest.fixture(autouse=True)

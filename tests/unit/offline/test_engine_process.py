@@ -20,8 +20,8 @@ import tokenizers
 import splitserve
 from splitserve import BatchError, Engine
 from splitserve.core.errors import ModelLoadError, WorkerUnavailableError
-from splitserve.testing.fake_scheduler import CRASH, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
 from splitserve.worker import scheduler_link
+from support.fake_scheduler import CRASH, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
 
 pytestmark = pytest.mark.process
 
@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def choose(name: str) -> None:
-        command = (sys.executable, "-m", "splitserve.testing.fake_scheduler", name)
+        command = (sys.executable, "-m", "support.fake_scheduler", name)
         monkeypatch.setattr(scheduler_link, "SCHEDULER_COMMAND", command)
 
     choose(READY)
@@ -215,7 +215,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(model, tmp_path):
     program.write_text(
         "import sys, splitserve\n"
         "from splitserve.worker import scheduler_link\n"
-        "scheduler_link.SCHEDULER_COMMAND = (sys.executable, '-m', 'splitserve.testing.fake_scheduler', 'ready')\n"
+        "scheduler_link.SCHEDULER_COMMAND = (sys.executable, '-m', 'support.fake_scheduler', 'ready')\n"
         f"engine = splitserve.Engine({model!r})\n"
         "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pids[0])\n"
     )

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from splitserve.observe.events.schema import BlockRemoved
 from splitserve.router.prompts import PromptReader
-from splitserve.testing.router_world import start_router, start_worker
-from splitserve.testing.telling_worker import SIZE, PublishingWorker, chain
+from support.router_world import start_router, start_worker
+from support.telling_worker import SIZE, PublishingWorker, chain
 
 DEADLINE = 60.0
 TEXT = "the quick brown fox jumps over the lazy dog"

@@ -24,7 +24,7 @@ from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.local_prefill import PromptBlocks, num_uncached_tokens
 from splitserve.router.prefixes import CachedPrefixes
 from splitserve.router.worker import Worker
-from splitserve.testing.router_world import (
+from support.router_world import (
     FakeWorker,
     Handler,
     answers,
@@ -36,7 +36,7 @@ from splitserve.testing.router_world import (
     start_worker,
     streams,
 )
-from splitserve.testing.telling_worker import SIZE, PublishingWorker, chain
+from support.telling_worker import SIZE, PublishingWorker, chain
 
 OK = {"text": "ok"}
 SHORT, LONG = list(range(10)), list(range(100, 150))

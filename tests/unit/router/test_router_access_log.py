@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from splitserve.testing.router_world import (
+from support.router_world import (
     answers,
     journals,
     never,

@@ -16,8 +16,8 @@ from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.router_client import drain_worker
 from splitserve.router.addresses import look_up
-from splitserve.testing.router_world import start_router
 from splitserve.worker.registration import RouterRegistration
+from support.router_world import start_router
 
 DEADLINE = 60.0
 WORKER = "http://h:1"

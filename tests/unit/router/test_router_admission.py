@@ -14,7 +14,7 @@ from aiohttp import web
 
 from splitserve.core.errors import CapacityError, DeadlineExceededError
 from splitserve.router.admission import RequestAdmission
-from splitserve.testing.router_world import Handler, after, answers, serve_pair, start_router, start_worker
+from support.router_world import Handler, after, answers, serve_pair, start_router, start_worker
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 

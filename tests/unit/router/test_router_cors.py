@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from splitserve.testing.router_world import answers, serve_pair, start_router, streams
+from support.router_world import answers, serve_pair, start_router, streams
 
 ORIGIN, ALLOWED = "https://chat.example.org", "Access-Control-Allow-Origin"
 PREFLIGHT = {

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from splitserve.router.args import PrefillConfig
-from splitserve.testing.router_world import after, answers, dies, never, serve_pair, start_router, start_worker, streams
+from support.router_world import after, answers, dies, never, serve_pair, start_router, start_worker, streams
 
 OK = {"text": "Paris", "meta_info": {"id": "x"}}
 ERROR = {"error": {"message": "prompt too long", "type": "invalid_request_error", "param": None, "code": "too_long"}}

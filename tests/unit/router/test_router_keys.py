@@ -19,9 +19,9 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.app import CLIENT_PATHS, CLIENT_PREFIX, OPEN_PATHS, build_router_app
 from splitserve.router.args import LBArgs
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
-from splitserve.testing.router_world import start_router, start_worker, streams
 from splitserve.worker.checks import router_key
 from splitserve.worker.registration import RouterRegistration
+from support.router_world import start_router, start_worker, streams
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
 OPERATOR_CALLS = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from splitserve.testing.router_world import answers, serve_pair, streams
+from support.router_world import answers, serve_pair, streams
 
 
 def meta(input_logprobs: Any, **extra: Any) -> dict[str, Any]:

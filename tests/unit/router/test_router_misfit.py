@@ -17,8 +17,8 @@ from splitserve.router.args import LBArgs
 from splitserve.router.misfit import misfit_in
 from splitserve.router.registry import MISFIT_SECONDS, WorkerRegistry
 from splitserve.router.worker import WorkerPair
-from splitserve.testing.router_world import Pools, answers, never, serve_pools
 from splitserve.transfer.peers import BootstrapAddress, PrefillPeer
+from support.router_world import Pools, answers, never, serve_pools
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 DEADLINE = 20.0

@@ -14,7 +14,7 @@ from aiohttp import web
 from splitserve.router.args import PrefillConfig
 from splitserve.router.isolation import IsolationTurn
 from splitserve.router.request_shape import shape_of
-from splitserve.testing.router_world import (
+from support.router_world import (
     FakeWorker,
     Handler,
     Pools,

@@ -20,7 +20,7 @@ from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.proof import JOINED, LOST, WorkerProof
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.worker import WorkerPair
-from splitserve.testing.router_world import FakeWorker, answers, start_router, start_worker
+from support.router_world import FakeWorker, answers, start_router, start_worker
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 DEADLINE = 60.0

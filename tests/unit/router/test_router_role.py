@@ -16,7 +16,7 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
 from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
-from splitserve.testing.router_world import FakeWorker, Handler, start_router, start_worker
+from support.router_world import FakeWorker, Handler, start_router, start_worker
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 DEADLINE = 10.0

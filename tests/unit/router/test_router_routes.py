@@ -16,7 +16,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.args import PrefillConfig
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
-from splitserve.testing.router_world import Handler, answers, journals, serve_pools, start_router, start_worker
+from support.router_world import Handler, answers, journals, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitserve.router.args import PrefillConfig
-from splitserve.testing.router_world import (
+from support.router_world import (
     Handler,
     Pools,
     after,

@@ -17,9 +17,9 @@ from splitserve.api.http_server import port_of
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import PrefillConfig
-from splitserve.testing.router_world import FakeWorker, Handler, answers, journals, start_router, start_worker, streams
 from splitserve.worker.checks import router_urls
 from splitserve.worker.registration import RouterRegistration
+from support.router_world import FakeWorker, Handler, answers, journals, start_router, start_worker, streams
 
 DEADLINE = 60.0
 COUNT = 5

@@ -18,7 +18,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
 from splitserve.router.workers_file import WorkersFile, read_workers
-from splitserve.testing.router_world import answers, start_router, start_worker
+from support.router_world import answers, start_router, start_worker
 
 P1 = {"url": "http://p1:1", "mode": "prefill", "bootstrap_port": 8998}
 D1 = {"url": "http://d1:1", "mode": "decode"}

@@ -15,8 +15,8 @@ from splitserve.core.messages import (
 )
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import expected_tokens
+from support.sim import ColocatedWorld
 
 
 def request(rid, prompt, max_new_tokens=8, **more) -> GenerateRequest:

@@ -8,7 +8,7 @@ from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, multiples
+from support.fake_grammar import FakeCompiler, HeldPool, multiples
 
 BAD = GrammarSpec(GrammarKind.EBNF, "nonsense")
 

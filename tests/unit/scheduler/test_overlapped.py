@@ -9,9 +9,9 @@ from splitserve.core.errors import EngineError
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.loops import OverlappedLoop
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.fake_grammar import HeldPool, multiples
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import expected_tokens
+from support.fake_grammar import HeldPool, multiples
+from support.sim import ColocatedWorld
 
 PROMPT = list(range(5))
 

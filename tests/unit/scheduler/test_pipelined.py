@@ -11,10 +11,10 @@ from splitserve.core.batch import StepPlan
 from splitserve.core.errors import EngineError
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.guesser import RandomProposer
-from splitserve.testing.staged_engine import PipelineWorld
+from support.fake_engine import expected_tokens
+from support.fake_grammar import multiples
+from support.guesser import RandomProposer
+from support.staged_engine import PipelineWorld
 
 PROMPT = list(range(5))
 

@@ -6,8 +6,8 @@ from splitserve.core.config import SchedulePolicy
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.policy import AGEING
-from splitserve.testing.pair import PairWorld
-from splitserve.testing.sim import ColocatedWorld
+from support.pair import PairWorld
+from support.sim import ColocatedWorld
 
 
 def ask(rid, prompt, **more) -> GenerateRequest:

@@ -5,8 +5,8 @@ import pytest
 from splitserve.cache.kv_cache import InvariantViolation
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import expected_tokens
+from support.sim import ColocatedWorld
 
 PAGE = 4
 GREEDY = ResolvedSampling(max_new_tokens=24, temperature=0.0)

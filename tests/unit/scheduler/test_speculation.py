@@ -8,10 +8,10 @@ from splitserve.core.errors import EngineError
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.testing.fake_engine import expected_tokens
-from splitserve.testing.fake_grammar import multiples
-from splitserve.testing.guesser import RandomProposer
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import expected_tokens
+from support.fake_grammar import multiples
+from support.guesser import RandomProposer
+from support.sim import ColocatedWorld
 
 
 class Wrong:

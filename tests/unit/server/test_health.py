@@ -17,7 +17,7 @@ from splitserve.core.errors import DeadlineExceededError
 from splitserve.core.messages import SchedulerState
 from splitserve.server.heartbeat import MAX_AGE, Heartbeat
 from splitserve.server.prompt_pool import MEDIUM_BYTES
-from splitserve.testing.router_world import start_router
+from support.router_world import start_router
 
 from .conftest import DEADLINE, StartWorker, Worker, serve
 

@@ -11,13 +11,13 @@ import pytest
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
-from splitserve.testing.kv_world import layout
 from splitserve.transfer import pending
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.challenge import answer
 from splitserve.transfer.directory import ClusterAuth, HttpDirectory, register_rank
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
 from splitserve.transfer.wire import PROTOCOL_VERSION, KVArgs, PrefillInfo
+from support.kv_world import layout
 
 DEADLINE = 20.0
 TOKEN = b"a token of the cluster"

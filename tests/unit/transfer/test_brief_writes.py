@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import memory, sending, shm
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.shm import BRIEF_BYTES
+from support.transfer_peer import End
 
 DEADLINE = 20.0
 LONG = BRIEF_BYTES + 1

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.layout import Region
-from splitserve.testing.kv_world import KVWorld, layout
 from splitserve.transfer.checksum import Checksums
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.state import KVPoll
+from support.kv_world import KVWorld, layout
 
 
 class Pool:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
-from splitserve.testing.fake_gpu import FAKE_CUDA_IPC, FakeGpu
-from splitserve.testing.transfer_peer import End, PeerProcess, digest
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
 from splitserve.transfer.transports.base import WriteRefused, WriteState
@@ -22,6 +20,8 @@ from splitserve.transfer.transports.cuda_parts import ROW_BYTES, parts, rows_of
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import Deadline
+from support.fake_gpu import FAKE_CUDA_IPC, FakeGpu
+from support.transfer_peer import End, PeerProcess, digest
 
 PIECES = st.lists(st.integers(0, 3 * ROW_BYTES), max_size=12)
 

@@ -5,9 +5,9 @@ import pytest
 from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.testing.kv_world import BOOTSTRAP, KVWorker, KVWorld
 from splitserve.transfer.peers import LookupFailure
 from splitserve.transfer.state import KVPoll
+from support.kv_world import BOOTSTRAP, KVWorker, KVWorld
 
 
 class TwoRanks(KVWorld):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.testing.fake_device import FakeDevice
 from splitserve.transfer.transports import staging_choice
 from splitserve.transfer.transports.device import host_bytes
 from splitserve.transfer.transports.device_aux_data import DeviceAuxDataCodec
@@ -15,6 +14,7 @@ from splitserve.transfer.transports.device_staging import DeviceStaging, PinnedS
 from splitserve.transfer.transports.staging import Pieces, ProcessStaging
 from splitserve.transfer.transports.staging_choice import StagingChoice
 from splitserve.transfer.transports.tensors import DeviceMemory, Ranges
+from support.fake_device import FakeDevice
 
 KINDS = [PinnedStaging, DeviceStaging]
 SLOT = 4096

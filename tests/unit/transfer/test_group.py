@@ -9,11 +9,11 @@ from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.ranks.kv_follower import _Followed
 from splitserve.ranks.kv_group import GroupManager, GroupReceiver, GroupSender
 from splitserve.ranks.kv_group_wire import GiveUp, RoomReport, SendPages, decode_order, decode_report, encode
-from splitserve.testing.kv_groups import GroupWorld, RankLayouts
-from splitserve.testing.kv_world import BOOTSTRAP, CONFIG, NUM_ROWS
 from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.transfer.state import IllegalTransition, KVPoll
 from splitserve.transfer.wire import RoomFailureCause
+from support.kv_groups import GroupWorld, RankLayouts
+from support.kv_world import BOOTSTRAP, CONFIG, NUM_ROWS
 
 from .reshard_world import Cut, Kind
 

@@ -8,9 +8,9 @@ whole worker is replaced.
 import pytest
 
 from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.testing.kv_groups import GroupWorld, RankLayouts
-from splitserve.testing.kv_world import NUM_PAGES, PAGE_SIZE
 from splitserve.transfer.state import KVPoll
+from support.kv_groups import GroupWorld, RankLayouts
+from support.kv_world import NUM_PAGES, PAGE_SIZE
 
 from .test_manager_interleavings import EVENTS, Chaos, check_quiet_runs, check_runs
 

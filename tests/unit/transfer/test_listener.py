@@ -13,7 +13,6 @@ import time
 
 import pytest
 
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer import pending
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import handshake
@@ -22,6 +21,7 @@ from splitserve.transfer.transports.handshake import ReceiverHandshake, introduc
 from splitserve.transfer.transports.listener import DataListener
 from splitserve.transfer.transports.sending import MAX_HANDSHAKES
 from splitserve.transfer.transports.sockets import Deadline
+from support.transfer_peer import End
 
 DEADLINE = 20.0
 TOKEN = b"a token of the cluster"

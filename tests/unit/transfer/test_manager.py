@@ -16,7 +16,6 @@ from splitserve.core.errors import (
 )
 from splitserve.core.layout import Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.testing.kv_world import BOOTSTRAP, CONFIG, NUM_ROWS, PAGE_SIZE, KVWorld, layout
 from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
 from splitserve.transfer.metadata import MetadataRow
@@ -27,6 +26,7 @@ from splitserve.transfer.seal import control_key, seal, unseal
 from splitserve.transfer.state import IllegalTransition, KVPoll
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.wire import PROTOCOL_VERSION, Ping, encode
+from support.kv_world import BOOTSTRAP, CONFIG, NUM_ROWS, PAGE_SIZE, KVWorld, layout
 
 FAKE = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(9))
 

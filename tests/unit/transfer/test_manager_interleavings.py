@@ -12,9 +12,9 @@ import random
 import pytest
 
 from splitserve.core.request import BootstrapInfo, RoomKey
-from splitserve.testing.kv_world import BOOTSTRAP, NUM_PAGES, NUM_ROWS, PAGE_SIZE, KVWorld
 from splitserve.transfer.lease import LeaseTable
 from splitserve.transfer.state import KVPoll
+from support.kv_world import BOOTSTRAP, NUM_PAGES, NUM_ROWS, PAGE_SIZE, KVWorld
 
 CANARY = 0xAB
 NUM_ROOMS = 10

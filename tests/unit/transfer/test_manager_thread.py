@@ -12,7 +12,6 @@ from splitserve.core.clock import SystemClock
 from splitserve.core.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.testing.kv_world import layout
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.directory import HttpDirectory, register_rank
@@ -23,6 +22,7 @@ from splitserve.transfer.transports import create_transport
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.waker import Waker
 from splitserve.transfer.wire import KVArgs
+from support.kv_world import layout
 
 DEADLINE = 20.0
 NUM_ROWS = 64

@@ -11,11 +11,11 @@ import pytest
 
 from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState
 from splitserve.transfer.transports.staging import ProcessStaging
+from support.transfer_peer import End
 
 if problem := missing("mooncake"):
     pytest.skip(problem, allow_module_level=True)

@@ -8,19 +8,19 @@ import pytest
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import missing, staging_choice
 from splitserve.transfer.transports.base import TransportOptions, WriteState
+from support.transfer_peer import End
 
 if problem := missing("mooncake"):
     pytest.skip(problem, allow_module_level=True)
 
-from splitserve.testing.fake_device import FakeDevice, fake_mooncake_transport
 from splitserve.transfer.transports import mooncake
 from splitserve.transfer.transports.device_staging import DeviceStaging, PinnedStaging
 from splitserve.transfer.transports.mooncake_receive import SLOT_BYTES
 from splitserve.transfer.transports.mooncake_wire import INLINE_BYTES
+from support.fake_device import FakeDevice, fake_mooncake_transport
 
 PAGE = 12_000
 NUM_PAGES = 1000

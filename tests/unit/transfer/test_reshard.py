@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.testing.kv_world import layout
 from splitserve.transfer.convert import pack, unpack
 from splitserve.transfer.copies import num_bytes
 from splitserve.transfer.pairing import check_compatible, sources_of
 from splitserve.transfer.reshard import RoomPages, plan, plan_unpack
+from support.kv_world import layout
 
 from .reshard_world import Cache, Cut, Kind, chunks_of, cuts, empty_pools, models, naive, pages_of, run
 

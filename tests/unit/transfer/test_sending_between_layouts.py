@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.testing.kv_world import KVWorld, layout
 from splitserve.transfer.reshard import RoomPages, plan
 from splitserve.transfer.state import KVPoll
+from support.kv_world import KVWorld, layout
 
 from .reshard_world import Cache, Kind
 

@@ -11,7 +11,6 @@ import pytest
 from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, shm
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused, WriteState
@@ -19,6 +18,7 @@ from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.shm import PART_BYTES, ShmBackend, ShmIncoming, ShmOutgoing
 from splitserve.transfer.transports.sockets import Deadline
+from support.transfer_peer import End
 
 DEADLINE = 20.0
 
@@ -148,7 +148,7 @@ def test_an_interrupted_write_ends_at_the_next_part():
 # In a process of its own: threads of other tests open and close files of this one.
 WRITE_THREE_TIMES = """
 import os, time
-from splitserve.testing.transfer_peer import End
+from support.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import WriteState
 

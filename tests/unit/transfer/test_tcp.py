@@ -8,13 +8,13 @@ import pytest
 
 from splitserve._native import tables
 from splitserve.core.layout import Region
-from splitserve.testing.transfer_peer import End
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import iovec, tcp
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.frames import receive_reply, send_reply
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import TcpBackend, TcpOutgoing
+from support.transfer_peer import End
 
 DEADLINE = 20.0
 MIB = 1 << 20

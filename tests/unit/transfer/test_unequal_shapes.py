@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import IncompatiblePeerError
 from splitserve.core.parallel import ParallelRank
-from splitserve.testing.kv_groups import GroupWorld, RankLayouts
 from splitserve.transfer.feeds import feeds_of
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.wire import KVArgs
+from support.kv_groups import GroupWorld, RankLayouts
 
 from .reshard_world import Cache, Cut, Kind, chunks_of, cuts, models, naive, pages_of
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from splitserve.core.errors import DeadlineExceededError, KVTransferError
 from splitserve.core.messages import TransferStats
 from splitserve.core.request import RoomKey
-from splitserve.testing.kv_world import layout
 from splitserve.transfer import wire
 from splitserve.transfer.pairing import HeadPair
 from splitserve.transfer.transports.base import PeerAddress
+from support.kv_world import layout
 
 ARGS = wire.KVArgs(backend="tcp", model="m", layout=layout(), metadata_row_bytes=640, num_metadata_rows=8)
 CAUSE = wire.RoomFailureCause(message="why", http_status=400, reason="invalid_request")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 
 from splitserve import cli
-from splitserve.testing.fake_scheduler import FOLLOW, STUCK
 from splitserve.worker import scheduler_link
+from support.fake_scheduler import FOLLOW, STUCK
 
 if __name__ == "__main__":
-    fake = (sys.executable, "-m", "splitserve.testing.fake_scheduler")
+    fake = (sys.executable, "-m", "support.fake_scheduler")
     scheduler_link.SCHEDULER_COMMAND = (*fake, sys.argv[1])
     scheduler_link.FOLLOWER_COMMAND = (*fake, FOLLOW)
     if sys.argv[1] == STUCK:

@@ -17,8 +17,8 @@ import tokenizers
 from splitserve import cli
 from splitserve.process.child import ChildProcess
 from splitserve.process.cluster_token import write_token_file
-from splitserve.testing.fake_scheduler import HANG_TOKEN, STUCK
-from splitserve.testing.processes import running, wait_ready
+from support.fake_scheduler import HANG_TOKEN, STUCK
+from support.processes import running, wait_ready
 
 pytestmark = pytest.mark.process
 

@@ -25,10 +25,10 @@ from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.policy import WaitingOrder
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.running import RunningSet
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.worker.own_bootstrap import OwnBootstrap
 from splitserve.worker.rank_group import DriverPlace
 from splitserve.worker.roles import AssembledRole, RoleAssembly, Shared
+from support.tiny_models import make_tiny_model
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 PAGE_SIZE, NUM_PAGES = 4, 32

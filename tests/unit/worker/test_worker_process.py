@@ -23,7 +23,9 @@ import tokenizers
 
 from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import ChildProcess
-from splitserve.testing.fake_scheduler import (
+from splitserve.transfer.directory import ClusterAuth
+from splitserve.transfer.wire import PROTOCOL_VERSION
+from support.fake_scheduler import (
     CRASH,
     DEATH_CODE,
     DIE_TOKEN,
@@ -34,9 +36,7 @@ from splitserve.testing.fake_scheduler import (
     SPLIT,
     STUCK,
 )
-from splitserve.testing.processes import running, wait_ready
-from splitserve.transfer.directory import ClusterAuth
-from splitserve.transfer.wire import PROTOCOL_VERSION
+from support.processes import running, wait_ready
 
 pytestmark = pytest.mark.process
 

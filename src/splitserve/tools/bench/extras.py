@@ -16,8 +16,8 @@ from pathlib import Path
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.arena import Arena
 from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.testing.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.stats import median, percentile
+from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import TransferCase, TransferPlan
 from splitserve.tools.bench.transfer_report import TransferFigures
 from splitserve.transfer.checksum import Checksums

@@ -19,13 +19,13 @@ from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, engine_over
-from splitserve.testing.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.gpu_figures import Figure, GpuReport, GpuThroughput, decode_gb
 from splitserve.tools.bench.gpu_limits import measure_limits, median_seconds
 from splitserve.tools.bench.gpu_model import LLAMA_3_8B, ModelShape, random_model, weight_bytes
 from splitserve.tools.bench.growth_steps import prompt_flops
 from splitserve.tools.bench.machine import check_writable, describe_machine
 from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import WriteState
 

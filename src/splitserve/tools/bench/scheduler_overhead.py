@@ -14,20 +14,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 from splitserve.core.batch import StepPlan, StepResult
-from splitserve.core.messages import FromScheduler, GenerateRequest, encode
+from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
-from splitserve.testing.sim import ColocatedWorld, ListInbox
-from splitserve.tools.bench.growth_scheduler import InstantEngine
+from splitserve.scheduler.loops import OverlappedLoop, StepInFlight
 from splitserve.tools.bench.growth_series import Series, SeriesPoint
+from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
 
 LOOPS = ("normal", "overlapped")
 # Seconds of a step: longer than the overlapped loop's work during a step, as with a real model.
 STEP_SECONDS = 0.005
-_PAGE_SIZE = 16
 _PROMPT_TOKENS = 100
 # Prompt tokens that one step admits.
 _TOKEN_BUDGET = 64 * _PROMPT_TOKENS
@@ -36,17 +33,10 @@ _TOKEN_BUDGET = 64 * _PROMPT_TOKENS
 class SleepingEngine(InstantEngine):
     """Engine that sleeps for `STEP_SECONDS` and records when each step began."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self) -> None:
         self.began: list[float] = []
 
-    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        return partial(self._sleep, plan)
-
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._sleep(plan)
-
-    def _sleep(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         self.began.append(began)
         result = super().execute(plan)
@@ -67,37 +57,34 @@ class WakingInbox(ListInbox):
         self._event.clear()
 
 
-class BusyWorker(ColocatedWorld):
+class BusyWorker(InstantWorker):
     """Worker with `num_running` requests that do not end, in one of the loops."""
 
     def __init__(self, loop: str, num_running: int, num_steps: int, engine_thread: ThreadPoolExecutor) -> None:
         # Tokens for the requested steps, and for the steps that admit the prompts.
         num_tokens = num_steps + 2 * (1 + num_running * _PROMPT_TOKENS // _TOKEN_BUDGET)
-        inbox = WakingInbox()
+        self._sleeping, inbox = SleepingEngine(), WakingInbox()
         super().__init__(
-            num_pages=num_running * -(-(_PROMPT_TOKENS + num_tokens) // _PAGE_SIZE),
-            page_size=_PAGE_SIZE,
+            self._sleeping,
+            inbox,
+            num_pages=num_running * -(-(_PROMPT_TOKENS + num_tokens) // PAGE_SIZE),
             token_budget=_TOKEN_BUDGET,
             max_running=num_running,
+            max_queued=num_running,
             num_reserved_decode_tokens=num_tokens,
-            make_engine=SleepingEngine,
-            tells=False,
-            inbox=inbox,
         )
         params = ResolvedSampling(max_new_tokens=num_tokens, temperature=0.0)
         for i in range(num_running):
             ids = [(i * _PROMPT_TOKENS + j) for j in range(_PROMPT_TOKENS)]
             self.submit(GenerateRequest(rid=f"request-{i:024d}", prompt_ids=ids, params=params))
-        normal = NormalLoop(self.scheduler, self.engine)
         overlapped = OverlappedLoop(self.scheduler, self.engine, engine_thread, inbox.wake)
-        self._turn = normal.run_once if loop == "normal" else partial(self._turn_beside_a_step, overlapped)
+        self._turn = self.loop.run_once if loop == "normal" else partial(self._turn_beside_a_step, overlapped)
         self._under_way: StepInFlight | None = None
         self._run_until(lambda: not self.running.waiting and len(self.running.running) == num_running)
 
     def seconds_a_step(self, num_steps: int) -> float:
         """Return the shortest time between the starts of two decode steps, over `num_steps` of them."""
-        assert isinstance(self.engine, SleepingEngine)
-        began = self.engine.began
+        began = self._sleeping.began
         # The first step may have waited for its turn, and the next one for the first.
         first = len(began) + 2
         self._run_until(lambda: len(began) > first + num_steps)
@@ -111,9 +98,6 @@ class BusyWorker(ColocatedWorld):
 
     def _turn_beside_a_step(self, loop: OverlappedLoop) -> None:
         self._under_way = loop.turn(self._under_way)
-
-    def _collect(self, message: FromScheduler) -> None:
-        encode(message)
 
 
 def measure_overhead(sizes: Sequence[int], rounds: int, num_steps: int) -> list[Series]:

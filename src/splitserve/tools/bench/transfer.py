@@ -26,13 +26,13 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.process.console import progress
-from splitserve.testing.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.backends import choose_backends
 from splitserve.tools.bench.extras import measure_extras
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
 from splitserve.tools.bench.machine import check_writable, describe_machine
 from splitserve.tools.bench.publish import publish
 from splitserve.tools.bench.stats import median, percentile
+from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import (
     FULL,
     GIB,

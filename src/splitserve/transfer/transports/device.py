@@ -1,6 +1,6 @@
 """One GPU for transports that gather on it: location of memory, streams, page-locked memory of the host.
 
-`CudaDevice` is a real GPU, by torch. Tests use one in the CPU's memory (`testing/fake_device.py`). Independent of
+`CudaDevice` is a real GPU, by torch. Tests use one in the CPU's memory (`tests/support/fake_device.py`). Independent of
 pages, peers and the data copied.
 """
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from splitserve.core.layout import KVComponent
 from splitserve.core.parallel import stage_layers
-from splitserve.testing.rank_world import PAGE_SIZE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
+from support.rank_world import PAGE_SIZE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
 
 NUM_RANKS = 4
 COMMON: dict[str, Any] = {

@@ -20,7 +20,7 @@ from splitserve.engine.parallel.follower import FollowerRunner
 from splitserve.engine.parallel.orders import StepOrder, array, decode, encode, step_order
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
-from splitserve.testing.tiny_models import TinyKind
+from support.tiny_models import TinyKind
 
 PAGE_SIZE, NUM_PAGES = 4, 32
 GREEDY = ResolvedSampling(temperature=0.0, ignore_eos=True)

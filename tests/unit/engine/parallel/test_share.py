@@ -19,7 +19,7 @@ from splitserve.engine.build import build_engine
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.checkpoint import Checkpoint
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.testing.tiny_models import TINY_KINDS, TinyKind
+from support.tiny_models import TINY_KINDS, TinyKind
 
 Folder = Callable[[TinyKind], Path]
 

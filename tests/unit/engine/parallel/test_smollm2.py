@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from splitserve.engine.sources import resolve_model
-from splitserve.testing.rank_world import RankCase, RankProcesses, RankWork, on_one_rank
+from support.rank_world import RankCase, RankProcesses, RankWork, on_one_rank
 
 
 @pytest.mark.soak

@@ -11,12 +11,12 @@ import torch
 import transformers
 from rich.console import Console
 
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.tools.bench.baseline import BaselineTask, run_job
 from splitserve.tools.bench.jobs import Job
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.stream import LoadError
 from splitserve.tools.bench.systems import TransformersSystem
+from support.tiny_models import make_tiny_model
 
 JOBS = [Job(prompts=[[1, 2, 3]], max_tokens=2), Job(prompts=[[1], [2]], max_tokens=1)]
 # Answers every job with as many records as it has prompts.

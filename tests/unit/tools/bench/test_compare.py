@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.testing.fake_openai import FakeOpenAI
 from splitserve.tools.bench import peers
 from splitserve.tools.bench.compare import SYSTEMS, CompareOptions, measure, run_compare
 from splitserve.tools.bench.compare_plan import FULL, QUICK, ComparePlan, PrefillFigures, PromptBatch
@@ -26,6 +25,7 @@ from splitserve.tools.bench.prompts import PromptMaker
 from splitserve.tools.bench.stats import StreamsFigures
 from splitserve.tools.bench.stream import Endpoint, LoadError
 from splitserve.tools.bench.systems import RunningServer
+from support.fake_openai import FakeOpenAI
 
 PLAN = ComparePlan((PromptBatch(2, 4, 3), PromptBatch(1, 8, 1)), IsolationPlan(window=0.1, stream_output_tokens=5))
 

@@ -11,10 +11,12 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.testing.fake_gpu import FAKE_CUDA_IPC
+from splitserve.tools.bench import gpu
 from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu, run_gpu_bench
 from splitserve.tools.bench.gpu_figures import Figure, GpuReport, GpuThroughput, decode_gb
 from splitserve.tools.bench.gpu_model import ModelShape, random_model, weight_bytes
+from support.fake_gpu import FAKE_CUDA_IPC
+from support.transfer_peer import End, PeerProcess
 
 TINY = {
     "vocab_size": 100,
@@ -58,7 +60,9 @@ def test_a_share_is_what_was_reached_of_the_limit() -> None:
     assert report.table().row_count == 1
 
 
-def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none() -> None:
+def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "End", End)
+    monkeypatch.setattr(gpu, "PeerProcess", PeerProcess)
     sizes = GpuSizes(
         shape=ModelShape("tiny", TINY),
         batch=2,

@@ -15,11 +15,11 @@ from rich.console import Console
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.engine.loader import load_model
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.tools.bench.growth import GrowthOptions, measure_growth, options_for, run_growth_bench
 from splitserve.tools.bench.growth_report import GrowthReport
 from splitserve.tools.bench.growth_series import Series, SeriesPoint, doublings, measure
 from splitserve.tools.bench.growth_steps import StepSizes, prompt_flops
+from support.tiny_models import make_tiny_model
 
 
 def series(seconds_of, sizes=(1, 2, 4, 8), name="thing", unit="ms"):

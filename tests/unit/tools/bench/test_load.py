@@ -8,13 +8,13 @@ import itertools
 import pytest
 from aiohttp import web
 
-from splitserve.testing.fake_openai import FakeOpenAI
-from splitserve.testing.router_world import start_worker
 from splitserve.tools.bench.load import client_session, run_load
 from splitserve.tools.bench.prompts import Prompt
 from splitserve.tools.bench.stream import Endpoint, LoadError, MeasuredStream, num_tokens_of, parse_frame
 from splitserve.tools.bench.systems import first_model
 from splitserve.tools.bench.workload import LoadRequest
+from support.fake_openai import FakeOpenAI
+from support.router_world import start_worker
 
 
 def request(number, max_tokens=3, send_at=0.0):

@@ -10,7 +10,6 @@ from aiohttp import web
 from splitserve.core.errors import ConfigError
 from splitserve.core.messages import SchedulerState
 from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.testing.router_world import start_worker
 from splitserve.tools.bench.routing import (
     SINGLE,
     PolicyFigures,
@@ -20,6 +19,7 @@ from splitserve.tools.bench.routing import (
     run_routing_bench,
 )
 from splitserve.tools.bench.trace import Trace, TraceRow
+from support.router_world import start_worker
 
 
 def figures(name: str, hit_rate: float) -> PolicyFigures:

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
-from splitserve.testing.tiny_models import make_tiny_model
 from splitserve.tools.bench.startup import (
     StartupOptions,
     StartupReport,
@@ -17,6 +16,7 @@ from splitserve.tools.bench.startup import (
     measure_startup,
     run_startup_bench,
 )
+from support.tiny_models import make_tiny_model
 
 
 def options(model, **given):

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from splitserve.testing.router_world import answers, start_worker, streams
 from splitserve.tools.bench.stream import LoadError
 from splitserve.tools.chaos.report import ChaosReport, Tally
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
+from support.router_world import answers, start_worker, streams
 
 
 def event(**choice):

@@ -13,9 +13,9 @@ from typing import Any
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.clock import ManualClock
 from splitserve.scheduler.pipeline import PipelinedLoop
-from splitserve.testing.fake_engine import FakeEngine
-from splitserve.testing.fake_grammar import HeldPool
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import FakeEngine
+from support.fake_grammar import HeldPool
+from support.sim import ColocatedWorld
 
 
 class StagedEngine(FakeEngine):

@@ -15,7 +15,7 @@ from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, PagesCopy, layout_for
 from splitserve.engine.runner import ModelRunner
-from splitserve.testing.sim import EngineMaker, EngineWithMemory
+from support.sim import EngineMaker, EngineWithMemory
 
 
 class RealEngine:

@@ -21,12 +21,12 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.kv_group import GroupManager
-from splitserve.testing.control import FakeDirectory, Wires
-from splitserve.testing.kv_world import BOOTSTRAP, NUM_ROWS, KVWorker
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.ports import ReceiverPort, SenderPort
 from splitserve.transfer.transports.fake import FakeNetwork
 from splitserve.transfer.wire import KVArgs
+from support.control import FakeDirectory, Wires
+from support.kv_world import BOOTSTRAP, NUM_ROWS, KVWorker
 
 # Tokens of a room at most, for content that `fill` generates.
 MAX_TOKENS = 64

@@ -1,4 +1,4 @@
-"""Scheduler process without a model, for tests of its front end: `python -m splitserve.testing.fake_scheduler`.
+"""Scheduler process without a model, for tests of its front end: `python -m support.fake_scheduler`.
 
 It exchanges the real messages over the real pipes. It answers a request with the prompt's first token, repeated. Its
 argument selects a failure at startup, the prompt's first token a failure of the request.

@@ -12,7 +12,6 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.testing.control import Channel, FakeDirectory, Wires
 from splitserve.transfer.arrival import Arrivals
 from splitserve.transfer.checksum import Checksums
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
@@ -24,6 +23,7 @@ from splitserve.transfer.staging import StagingArea
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
+from support.control import Channel, FakeDirectory, Wires
 
 PAGE_SIZE = 4
 NUM_PAGES = 64

@@ -13,7 +13,7 @@ from splitserve.cache.prefix import split_pages
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import ZmqEventPublisher
 from splitserve.observe.events.schema import BlockStored, IndexSnapshot
-from splitserve.testing.router_world import FakeWorker
+from support.router_world import FakeWorker
 
 # Tokens per block.
 SIZE = 4

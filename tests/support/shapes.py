@@ -24,8 +24,8 @@ from splitserve.observe.leaks import held
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_token_file
 from splitserve.process.ready_file import ReadyInfo
-from splitserve.testing.processes import running, wait_ready
-from splitserve.testing.tiny_models import make_tiny_model
+from support.processes import running, wait_ready
+from support.tiny_models import make_tiny_model
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _ANSWER_SECONDS = 120.0

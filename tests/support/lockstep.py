@@ -16,9 +16,9 @@ from typing import Any
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.scheduler.lockstep import Hub, Joined, JointStep, LockstepEngine, Member, Order, Orders
 from splitserve.scheduler.loops import OverlappedLoop, StepInFlight
-from splitserve.testing.fake_engine import FakeEngine
-from splitserve.testing.fake_grammar import run
-from splitserve.testing.sim import ColocatedWorld
+from support.fake_engine import FakeEngine
+from support.fake_grammar import run
+from support.sim import ColocatedWorld
 
 
 class _Share:

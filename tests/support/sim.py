@@ -52,8 +52,8 @@ from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.scheduler import RequestLimits, Scheduler, SchedulerPorts
 from splitserve.scheduler.speculation import Proposer, Speculation
-from splitserve.testing.fake_engine import FakeEngine
-from splitserve.testing.fake_grammar import FakeCompiler, HeldPool, InlinePool
+from support.fake_engine import FakeEngine
+from support.fake_grammar import FakeCompiler, HeldPool, InlinePool
 
 RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
 

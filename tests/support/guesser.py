@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from splitserve.core.batch import RequestStep
 from splitserve.core.errors import EngineError
-from splitserve.testing.fake_engine import expected_tokens
+from support.fake_engine import expected_tokens
 
 
 class RandomProposer:

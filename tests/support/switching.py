@@ -22,16 +22,16 @@ from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.testing.control import Channel, FakeDirectory, Wires
-from splitserve.testing.fake_grammar import InlinePool
-from splitserve.testing.pair import PairLinks
-from splitserve.testing.sim import SimSettings, SimWorker
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs, PrefillInfo
+from support.control import Channel, FakeDirectory, Wires
+from support.fake_grammar import InlinePool
+from support.pair import PairLinks
+from support.sim import SimSettings, SimWorker
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 

@@ -20,14 +20,14 @@ from splitserve.scheduler.roles.base import Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.testing.control import Channel, FakeDirectory, Wires
-from splitserve.testing.sim import SimSettings, SimWorker
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, Directory
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
+from support.control import Channel, FakeDirectory, Wires
+from support.sim import SimSettings, SimWorker
 
 
 class DisaggregatedWorker(SimWorker):

@@ -17,7 +17,7 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import ZmqEventPublisher
 from splitserve.observe.events.schema import IndexSnapshot
-from splitserve.testing.sim import ColocatedWorld
+from support.sim import ColocatedWorld
 
 PAGE = 4
 _ANY = "tcp://127.0.0.1:0"

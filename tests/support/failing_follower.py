@@ -1,6 +1,6 @@
 """Worker with followers that fail at their next step after a SIGUSR1.
 
-Start it with `python -m splitserve.testing.failing_follower serve ...`. Otherwise it works as `splitserve serve ...`.
+Start it with `python -m support.failing_follower serve ...`. Otherwise it works as `splitserve serve ...`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import threading
 
 _RANK = "rank"
-PROGRAM = (sys.executable, "-m", "splitserve.testing.failing_follower")
+PROGRAM = (sys.executable, "-m", "support.failing_follower")
 MESSAGE = "no memory is left for this step"
 
 

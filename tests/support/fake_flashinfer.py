@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from splitserve.testing import fake_flashinfer_mla as mla
+from support import fake_flashinfer_mla as mla
 
 __all__ = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "mla"]
 

@@ -1,1 +1,0 @@
-"""Small complete implementations of engine, scheduler, transport and workers, for tests and benchmarks."""
