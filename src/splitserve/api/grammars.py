@@ -1,20 +1,93 @@
 """Conversion of a request's output constraints to a GrammarSpec, or an InvalidRequestError that names the field.
 
-This module checks only the outer form: one constraint at a time, valid JSON, size, depth and references. The compiler
-checks the grammar itself, before the request is scheduled or paired.
+This module checks only the outer form: one constraint at a time, valid JSON, depth and references. The compiler
+checks the grammar itself, before the request is scheduled or paired. Each reference in a JSON schema must point to
+another place in the same schema: the grammar library does not constrain the output if it cannot resolve one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from splitserve.api.json_body import json_type
-from splitserve.api.schema_refs import check_references, check_tag_references
 from splitserve.api.schemas import OpenAIBody, SamplingFields
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
+
+# Keywords with data as their value. "$ref" in that data is an ordinary name.
+_DATA = frozenset(["const", "default", "enum", "example", "examples"])
+# Keywords with an object of schemas by name as their value.
+_NAMED_SCHEMAS = frozenset(
+    ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"]
+)
+# References that the grammar library ignores.
+_UNSUPPORTED = ("$dynamicRef", "$recursiveRef")
+
+
+def check_references(schema: object, param: str) -> None:
+    """Raise InvalidRequestError that names the place of a reference which does not lead into `schema`."""
+    for path, keyword, target in _references(schema, "#"):
+        place = f"{param} has a {keyword} at {path}"
+        if keyword in _UNSUPPORTED:
+            raise InvalidRequestError(f"{place}: use $ref with a path like #/$defs/name", param=param)
+        if not isinstance(target, str):
+            raise InvalidRequestError(f"{place} that is not a string: send a path like #/$defs/name", param=param)
+        if target != "#" and not target.startswith("#/"):
+            raise InvalidRequestError(
+                f"{place} to {target[:200]!r}, outside the schema: copy the definition into $defs and refer to it as "
+                "#/$defs/name",
+                param=param,
+            )
+        if not _leads_somewhere(schema, target):
+            raise InvalidRequestError(f"{place} to {target[:200]!r}, which the schema does not define", param=param)
+
+
+def check_tag_references(value: object, param: str) -> None:
+    """Check each JSON schema inside a structural tag."""
+    if isinstance(value, list):
+        for child in value:
+            check_tag_references(child, param)
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            if key in ("json_schema", "schema"):
+                check_references(child, param)
+            else:
+                check_tag_references(child, param)
+
+
+def _references(value: object, path: str) -> Iterator[tuple[str, str, object]]:
+    """Yield (path of the schema, keyword, value) of each reference below `value`, a schema or a list of schemas."""
+    if isinstance(value, list):
+        for i, child in enumerate(value):
+            yield from _references(child, f"{path}/{i}")
+    elif isinstance(value, dict):
+        for keyword, child in value.items():
+            if keyword == "$ref" or keyword in _UNSUPPORTED:
+                yield path, keyword, child
+            elif keyword in _NAMED_SCHEMAS and isinstance(child, dict):
+                for name, schema in child.items():
+                    yield from _references(schema, f"{path}/{keyword}/{name}")
+            elif keyword not in _DATA:
+                yield from _references(child, f"{path}/{keyword}")
+
+
+def _leads_somewhere(schema: Any, target: str) -> bool:
+    """Return whether the JSON pointer after "#" leads to a value in `schema`."""
+    for escaped in target.split("/")[1:]:
+        name = escaped.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list):
+            if not name.isdecimal() or int(name) >= len(schema):
+                return False
+            schema = schema[int(name)]
+        elif isinstance(schema, dict) and name in schema:
+            schema = schema[name]
+        else:
+            return False
+    return True
+
 
 # The time of a compiler grows with the square of the depth.
 MAX_GRAMMAR_DEPTH = 64
@@ -23,26 +96,23 @@ _JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
 _ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"object"}', strict=False)
 
 
-def grammar_of(fields: SamplingFields, max_chars: int) -> GrammarSpec | None:
-    """Return the one of `json_schema`, `regex`, `ebnf` and `structural_tag` that is set.
-
-    `max_chars`: characters that it may have (--max-grammar-chars).
-    """
+def grammar_of(fields: SamplingFields) -> GrammarSpec | None:
+    """Return the one of `json_schema`, `regex`, `ebnf` and `structural_tag` that is set."""
     given = {kind: value for kind in GrammarKind if (value := getattr(fields, kind)) is not None}
     if not given:
         return None
     if len(given) > 1:
         raise InvalidRequestError(f"{' and '.join(given)} exclude each other: send one of them", param=[*given][1])
     [(kind, value)] = given.items()
-    return json_grammar(kind, value, kind, max_chars) if kind in _JSON_KINDS else _checked(kind, value, kind, max_chars)
+    return json_grammar(kind, value, kind) if kind in _JSON_KINDS else _text_grammar(kind, value)
 
 
-def openai_grammar(body: OpenAIBody, max_chars: int) -> GrammarSpec | None:
+def openai_grammar(body: OpenAIBody) -> GrammarSpec | None:
     """Return `response_format`, or one of the extensions that `grammar_of` supports."""
-    grammar = grammar_of(body, max_chars)
+    grammar = grammar_of(body)
     if body.response_format is None:
         return grammar
-    formatted = _response_format(body.response_format, max_chars)
+    formatted = _response_format(body.response_format)
     if grammar is not None and formatted is not None:
         raise InvalidRequestError(
             f"response_format and {grammar.kind} exclude each other: send one of them", param="response_format"
@@ -50,7 +120,7 @@ def openai_grammar(body: OpenAIBody, max_chars: int) -> GrammarSpec | None:
     return formatted or grammar
 
 
-def json_grammar(kind: GrammarKind, value: object, param: str, max_chars: int, *, strict: bool = True) -> GrammarSpec:
+def json_grammar(kind: GrammarKind, value: object, param: str, *, strict: bool = True) -> GrammarSpec:
     """Return a grammar that is given in JSON, as text or as an object."""
     if isinstance(value, str):
         try:
@@ -65,11 +135,10 @@ def json_grammar(kind: GrammarKind, value: object, param: str, max_chars: int, *
         check_references(value, param)
     else:
         check_tag_references(value, param)
-    text = msgspec.json.encode(value).decode()
-    return _checked(kind, text, param, max_chars, strict=strict)
+    return GrammarSpec(kind, msgspec.json.encode(value).decode(), strict)
 
 
-def _response_format(form: dict[str, Any], max_chars: int) -> GrammarSpec | None:
+def _response_format(form: dict[str, Any]) -> GrammarSpec | None:
     match form.get("type"):
         case "text":
             return None
@@ -84,9 +153,9 @@ def _response_format(form: dict[str, Any], max_chars: int) -> GrammarSpec | None
                 )
             # Absent means strict too, because small models ramble wherever the grammar permits it.
             strict = given.get("strict") is not False
-            return json_grammar(GrammarKind.JSON_SCHEMA, given["schema"], "response_format", max_chars, strict=strict)
+            return json_grammar(GrammarKind.JSON_SCHEMA, given["schema"], "response_format", strict=strict)
         case "structural_tag":
-            return json_grammar(GrammarKind.STRUCTURAL_TAG, form, "response_format", max_chars)
+            return json_grammar(GrammarKind.STRUCTURAL_TAG, form, "response_format")
         case other:
             raise InvalidRequestError(
                 f"response_format.type is {other!r}: it must be text, json_object, json_schema or structural_tag",
@@ -94,12 +163,10 @@ def _response_format(form: dict[str, Any], max_chars: int) -> GrammarSpec | None
             )
 
 
-def _checked(kind: GrammarKind, text: str, name: str, max_chars: int, *, strict: bool = True) -> GrammarSpec:
+def _text_grammar(kind: GrammarKind, text: str) -> GrammarSpec:
     if not text:
-        raise InvalidRequestError(f"{name} is empty: leave it out, or say what the output must look like", param=name)
-    if len(text) > max_chars:
-        raise InvalidRequestError(f"{name} has {len(text)} characters: send at most {max_chars}", param=name)
-    return GrammarSpec(kind, text, strict)
+        raise InvalidRequestError(f"{kind} is empty: leave it out, or say what the output must look like", param=kind)
+    return GrammarSpec(kind, text, True)
 
 
 def _is_within(value: object, depth: int) -> bool:

@@ -10,16 +10,50 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from typing import Any
+from collections import OrderedDict, defaultdict
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from splitserve.api.intake import error_bytes
-from splitserve.api.pending_connections import PendingConnections
+from splitserve.api.error_response import status_error
 from splitserve.core.config import LimitsConfig
+
+
+class Closable(Protocol):
+    def close_pending(self) -> None:
+        """Close the connection, which waits for a request or reads one."""
+        ...
+
+
+class PendingConnections:
+    """Connections without a complete request. `max_per_address`: limit for each client address."""
+
+    def __init__(self, max_per_address: int) -> None:
+        self._max_per_address = max_per_address
+        self._by_address: defaultdict[str, OrderedDict[Closable, None]] = defaultdict(OrderedDict)
+
+    def add(self, address: str, connection: Closable) -> None:
+        """Add a connection that waits for its next request. If its address has too many, close the oldest one."""
+        pending = self._by_address[address]
+        pending[connection] = None
+        if len(pending) > self._max_per_address:
+            oldest, _ = pending.popitem(last=False)
+            oldest.close_pending()
+
+    def remove(self, address: str, connection: Closable) -> None:
+        """Remove a connection: its request is complete, or it is closed. Idempotent."""
+        pending = self._by_address.get(address)
+        if pending is not None:
+            pending.pop(connection, None)
+            if not pending:
+                del self._by_address[address]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_address.values()))
+
 
 # Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
 # would reset the connection, and the client might lose the response.
@@ -179,7 +213,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             # Otherwise the rejection would be inserted into the response to an earlier request of this connection.
             if not self._is_responding:
-                body = error_bytes(status, message)
+                body = status_error(status, message)
                 head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
                 self.transport.write(STATUS_LINE[status] + head + body)
             self.transport.close()

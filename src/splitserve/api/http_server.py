@@ -16,8 +16,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from splitserve.api.http_protocol import EdgeProtocol
-from splitserve.api.pending_connections import PendingConnections
+from splitserve.api.http_protocol import EdgeProtocol, PendingConnections
 from splitserve.api.tls import TlsFiles
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import AddressTakenError, ConfigError, SplitserveError

@@ -2,7 +2,8 @@
 
 1. A body larger than the limit, by its announcement or by its received bytes: 413.
 2. A body that is not complete in time: 408.
-3. Too little memory for the received bytes, or for parsing them: 503 with Retry-After.
+3. Too little memory for the received bytes, or for parsing them: 503 with Retry-After. The memory is estimated from the
+   size of the bodies.
 4. Otherwise the app gets the body in one piece. When the response starts, only the bytes of the body stay reserved: the
    router keeps it for a retry.
 """
@@ -11,13 +12,62 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
-import msgspec
+from prometheus_client import CollectorRegistry, Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from splitserve.api.request_memory import PARSED_FACTOR, RequestMemory, Reservation
+from splitserve.api.error_response import status_error
+from splitserve.core.config import LimitsConfig
 
-_CODES = {408: "request_timeout", 413: "request_too_large", 431: "headers_too_large", 503: "over_capacity"}
+# Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
+# bytes of text become 72 of dict and list entry. Plain text takes 3 for each byte.
+PARSED_FACTOR = 24
+
+
+class RequestMemory:
+    """Account of the bytes reserved by requests. `max_bytes`: bound of their sum."""
+
+    def __init__(self, max_bytes: int = LimitsConfig().max_request_memory) -> None:
+        self.max_bytes = max_bytes
+        self.reserved = 0
+
+    def export(self, registry: CollectorRegistry, prefix: str) -> None:
+        """Add the account to the metrics of a registry."""
+        reserved = Gauge(f"{prefix}request_memory_bytes", "Memory reserved by requests, bytes.", registry=registry)
+        reserved.set_function(lambda: self.reserved)
+        bound = Gauge(f"{prefix}request_memory_max_bytes", "Bound of that memory, bytes.", registry=registry)
+        bound.set(self.max_bytes)
+
+
+class Reservation:
+    """Bytes reserved by one request, none at first. Use as a context manager: it releases what is still reserved."""
+
+    def __init__(self, memory: RequestMemory) -> None:
+        self._memory = memory
+        self._num_bytes = 0
+
+    def resize(self, num_bytes: int) -> bool:
+        """Change the reservation to this many bytes. Return False, and change nothing, if it exceeds the bound.
+
+        The only request is always admitted, so that a small bound cannot reject every request.
+        """
+        memory = self._memory
+        others = memory.reserved - self._num_bytes
+        if num_bytes > self._num_bytes and others and others + num_bytes > memory.max_bytes:
+            return False
+        memory.reserved = others + num_bytes
+        self._num_bytes = num_bytes
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.resize(0)
 
 
 class _RejectedError(Exception):
@@ -124,16 +174,9 @@ def _announced_length(scope: Scope) -> int:
     return max((int(value) for value in lengths if value.isdigit()), default=0)
 
 
-def error_bytes(status: int, message: str) -> bytes:
-    """Return the body of an error that the edge itself answers, in OpenAI's shape."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = _CODES.get(status, "invalid_request")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
-
-
 async def _answer(send: Send, status: int, message: str) -> None:
     """Send an error and close the connection, so that the rest of the body is not parsed as the next request."""
-    body = error_bytes(status, message)
+    body = status_error(status, message)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

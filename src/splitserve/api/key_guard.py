@@ -13,11 +13,10 @@ import logging
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve.api.api_keys import ApiKeys
-from splitserve.api.error_shape import body_of, headers_of
+from splitserve.api.error_response import error_response
 from splitserve.core.errors import ForbiddenError, InvalidKeyError, SplitserveError
 
 logger = logging.getLogger(__name__)
@@ -53,8 +52,7 @@ class KeyGuard:
             except SplitserveError as error:
                 address = scope["client"][0] if scope.get("client") else "-"
                 logger.warning("caller refused path=%r status=%d from=%s", scope["path"], error.http_status, address)
-                answer = Response(body_of(error), error.http_status, headers_of(error), media_type="application/json")
-                await answer(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)

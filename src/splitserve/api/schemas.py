@@ -11,8 +11,14 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, PlainValidator, SkipValidation, WithJsonSchema
 
-from splitserve.api.dispatch import Dispatch
+from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import clause
+from splitserve.core.request import FinishReason
+
+# Request header with the worker role that the request is for.
+ROLE_HEADER = "x-splitserve-role"
+# Response header of a stream that has a journal.
+JOURNAL_HEADER = "x-splitserve-journal"
 
 
 class RequestModel(BaseModel):
@@ -71,6 +77,32 @@ class NativeSampling(SamplingFields):
     min_new_tokens: int | None = None
 
 
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the journal (`samples.py`): content of the preceding events, for one sample."""
+
+    # Index of the sample over the whole request.
+    index: int
+    token_ids: list[int] = []
+    # Logprobs of these tokens, if requested.
+    logprobs: list[TokenLogprob] = []
+    num_cached_tokens: int = 0
+    finish: FinishReason | None = None
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """One attempt of a request (`samples.py`)."""
+
+    # Number of the attempt, from 0.
+    attempt: int = 0
+    # Time at which the client's request reached the router, seconds since 1970; seconds from then to this attempt.
+    created: int | None = None
+    elapsed: float = 0.0
+    # Whether to write a journal if the answer is streamed.
+    journal: bool = False
+    # Lines of earlier attempts, in order.
+    told: list[JournalEntry] = []
+
+
 def _dispatch(value: object) -> Dispatch | None:
     try:
         return msgspec.convert(value, Dispatch | None)
@@ -78,21 +110,15 @@ def _dispatch(value: object) -> Dispatch | None:
         raise ValueError(f"{clause(error)}: it is for routers, leave it out") from None
 
 
-class DispatchFields(RequestModel):
-    dispatch: Annotated[Dispatch | None, PlainValidator(_dispatch), WithJsonSchema({"type": ["object", "null"]})] = None
+class GenerationFields(RequestModel):
+    """Fields of all routes that generate."""
 
-
-class PatienceFields(RequestModel):
-    """Priority and timeout of a waiting request (`patience.py`)."""
-
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    # Priority, and timeout in seconds, of every sample (`samples.py`).
     priority: int | None = None
-    # Seconds.
     timeout: float | None = None
-
-
-class BootstrapFields(RequestModel):
-    """Fields that a router adds: a value for all samples, or a list with one per prompt or one per sample."""
-
+    # A router adds the others. `bootstrap_*`: a value for all samples, or a list with one per prompt or one per sample.
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
@@ -100,17 +126,16 @@ class BootstrapFields(RequestModel):
     data_parallel_rank: Any = None
     # Whether a decode worker computes the prompt itself. Without a room there is no prefill worker.
     local_prefill: bool | None = None
+    dispatch: Annotated[Dispatch | None, PlainValidator(_dispatch), WithJsonSchema({"type": ["object", "null"]})] = None
 
 
-class GenerateBody(BootstrapFields, PatienceFields, DispatchFields):
+class GenerateBody(GenerationFields):
     """Body of POST /generate."""
 
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     # One NativeSampling for all prompts, or a list with one per prompt.
     sampling_params: SkipValidation[NativeSampling | list[NativeSampling | None] | None] = None
-    rid: str | list[str] | None = None
-    stream: bool | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
@@ -123,15 +148,13 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(SamplingFields, BootstrapFields, PatienceFields, DispatchFields):
+class OpenAIBody(SamplingFields, GenerationFields):
     """Fields that completions and chat completions share, extensions included."""
 
     model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    rid: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     # Add `token_ids` to the choices and `prompt_token_ids` to the answer.
     return_token_ids: bool | None = None

@@ -1,11 +1,12 @@
-"""Tools of a chat: definitions of the client, choice, prompt, grammar, and the text format of calls.
+"""Tools of a chat: definitions of the client, choice, prompt, grammar, and the calls in the text of an answer.
 
 1. `ToolUse.of` checks `tools`, `tool_choice` and `parallel_tool_calls`.
 2. `prompt` presents the tools to the model: through its chat template if that supports tools, otherwise in a system
    message.
 3. `grammar` restricts the output to well-formed calls with arguments of the tool's schema: from the first token if a
    call is required, or from the token that opens a call if it is optional.
-4. `tool_calls` parses the calls from the text.
+4. ToolCallParser parses the calls from the text, which arrives in pieces. The grammar guarantees the format, so the
+   parser only finds the parts.
 
 A form (prefix, name, infix, arguments, suffix) is one that models were trained on; the grammar enforces it on any
 model.
@@ -16,13 +17,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from splitserve.api.chat_template import ChatTemplate
 from splitserve.api.grammars import json_grammar
+from splitserve.api.json_body import check_chars
 from splitserve.api.schemas import ChatBody
+from splitserve.api.tokenizer import ChatTemplate
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarSpec
 
@@ -96,7 +99,7 @@ class ToolUse:
         return [{"role": "system", "content": prompt}, *chat], {}
 
     def grammar(self, answer: GrammarSpec | None, max_chars: int) -> GrammarSpec:
-        """Return the grammar of calls. `answer`: grammar of an answer in text. `max_chars`: see `grammar_of`."""
+        """Return the grammar of calls. `answer`: grammar of an answer in text. `max_chars`: its greatest length."""
         calls: dict[str, Any] = {
             "type": "tags_with_separator",
             "tags": [
@@ -115,7 +118,9 @@ class ToolUse:
             }
         elif not self.is_required and answer is not None:
             calls = {"type": "or", "elements": [_text_format(answer), calls]}
-        return json_grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": calls}, "tools", max_chars)
+        grammar = json_grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": calls}, "tools")
+        check_chars("tools", grammar.text, max_chars)
+        return grammar
 
     def _tag(self, function: Mapping[str, Any]) -> dict[str, Any]:
         schema = function.get("parameters") or {"type": "object", "additionalProperties": True}
@@ -217,3 +222,112 @@ def _past_call(call: object, i: int) -> dict[str, Any]:
 
 def _as_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """Change of call number `index`: its id and name first, then pieces of its arguments' JSON."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class Parsed:
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class ToolCallParser:
+    """Incremental parser: `push` text, then `finish`. Each returns the text and calls that are final."""
+
+    def __init__(self, form: ToolForm) -> None:
+        self.num_calls = 0
+        self._form = form
+        self._step: Callable[[Parsed], bool] = self._take_text
+        # Unparsed text: the start of a prefix, an infix or a suffix.
+        self._held = ""
+        self._arguments = _JsonEnd()
+
+    def push(self, text: str) -> Parsed:
+        parsed = Parsed()
+        self._held += text
+        while self._step(parsed):
+            pass
+        return parsed
+
+    def finish(self) -> Parsed:
+        """Return the text held back at the end of the answer. The beginning of a call without a name is dropped."""
+        held, self._held = self._held, ""
+        # After a call, the held text is the beginning of another one.
+        return Parsed(held if self._step == self._take_text and not self.num_calls else "")
+
+    def _take_text(self, parsed: Parsed) -> bool:
+        """Consume text before a call. Like all steps, return whether to continue with the next."""
+        before, prefix, rest = self._held.partition(self._form.prefix)
+        if prefix:
+            # White space before a call is not part of the answer.
+            parsed.text += before.rstrip()
+            self._held, self._step = rest, self._take_name
+            return True
+        keep = _overlap(self._held, self._form.prefix)
+        shown = self._held[: len(self._held) - keep].rstrip()
+        parsed.text += shown
+        self._held = self._held[len(shown) :]
+        return False
+
+    def _take_name(self, parsed: Parsed) -> bool:
+        name, infix, rest = self._held.partition(self._form.infix)
+        if infix:
+            parsed.calls.append(CallDelta(self.num_calls, id=f"call_{uuid.uuid4().hex[:24]}", name=name))
+            self.num_calls += 1
+            self._held, self._step, self._arguments = rest, self._take_arguments, _JsonEnd()
+        return bool(infix)
+
+    def _take_arguments(self, parsed: Parsed) -> bool:
+        end = self._arguments.find(self._held)
+        piece = self._held[:end]
+        if piece:
+            parsed.calls.append(CallDelta(self.num_calls - 1, piece))
+        self._held = self._held[len(piece) :]
+        if end is not None:
+            self._step = self._take_suffix
+        return end is not None
+
+    def _take_suffix(self, _: Parsed) -> bool:
+        is_whole = len(self._held) >= len(self._form.suffix)
+        if is_whole:
+            self._held, self._step = self._held[len(self._form.suffix) :], self._take_text
+        return is_whole
+
+
+class _JsonEnd:
+    """Finder of the end of a JSON object that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def find(self, piece: str) -> int | None:
+        """Return the end of the object within this piece. None: it continues after it."""
+        for i, character in enumerate(piece):
+            if self._in_string:
+                self._in_string = self._is_escaped or character != '"'
+                self._is_escaped = character == "\\" and not self._is_escaped
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return i + 1
+        return None
+
+
+def _overlap(text: str, prefix: str) -> int:
+    """Return the length of the longest end of `text` that is a proper prefix of `prefix`."""
+    return next((n for n in range(min(len(text), len(prefix) - 1), 0, -1) if prefix.startswith(text[-n:])), 0)

@@ -25,8 +25,9 @@ from splitserve.offline.outputs import named_error
 from splitserve.router.args import LBArgs
 from splitserve.server.answer import AbortedAnswerError
 from splitserve.server.front_end import FrontEnd
+from splitserve.server.generate_route import samples_of
 from splitserve.server.generation import Generation
-from splitserve.server.native import answer_object, prepare
+from splitserve.server.native import answer_object, read_generate
 from splitserve.server.requests import RequestTable
 from splitserve.worker.scheduler_link import Schedulers, open_schedulers
 
@@ -89,7 +90,7 @@ class SchedulerBackend:
         received_at = front.clock.now()
         parsed = validation.parse(GenerateBody, body)
         with validation.stage(body["rid"], "validation"):
-            fanout, _ = prepare(front, parsed, body["rid"])
+            fanout = samples_of(front, parsed, body["rid"], read_generate(front, parsed, body["rid"]))
         try:
             async with aclosing(Generation(front, fanout, received_at).updates()) as updates:
                 async for answer, _ in updates:

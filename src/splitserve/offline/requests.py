@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from pydantic import ConfigDict, field_validator
 
 from splitserve.api import validation
-from splitserve.api.fanout import draw_rid
+from splitserve.api.samples import random_rid
 from splitserve.api.schemas import NativeSampling
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import InvalidRequestError
@@ -78,7 +78,7 @@ def requests_for(
     each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
     shared = list(sampling) if isinstance(sampling, Sequence) else sampling
     params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]
-    call = draw_rid()
+    call = random_rid()
     return [PromptRequest(i, f"{call}-{i}", p, params[i], num_top_logprobs) for i, p in enumerate(each)]
 
 

@@ -12,7 +12,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,11 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.api import validation
 from splitserve.api.api_keys import ApiKeys, read_keys
-from splitserve.api.error_shape import body_of, error_body, headers_of
-from splitserve.api.intake import Intake
-from splitserve.api.json_body import parse_object
+from splitserve.api.error_response import install_error_handlers, json_response, raw_json
+from splitserve.api.intake import Intake, RequestMemory
+from splitserve.api.json_body import effective_limits, parse_object
 from splitserve.api.key_guard import KeyGuard
-from splitserve.api.limits import effective_limits
 from splitserve.api.openapi import (
     BOOLEAN,
     DOCS_PATHS,
@@ -39,11 +37,10 @@ from splitserve.api.openapi import (
     new_app,
     operation,
     or_null,
+    shared_operations,
 )
-from splitserve.api.operations import shared_operations
-from splitserve.api.request_memory import RequestMemory
 from splitserve.api.schemas import AbortBody
-from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer, logger
@@ -102,9 +99,8 @@ def build_router_app(args: LBArgs) -> ASGIApp:
             await balancer.close()
 
     app = new_app("Splitserve router", __version__, lifespan=lifespan)
-    app.add_exception_handler(SplitserveError, _answer_error)
+    install_error_handlers(app)
     app.add_exception_handler(UpstreamError, _answer_upstream_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
     generate = GenerateApp(balancer)
     for path in GENERATE_ROUTES:
         app.router.routes.append(Route(path, generate, methods=["POST"]))
@@ -191,24 +187,24 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
         if registry.add(worker.registry_url, worker.role, worker.bootstrap_port):
             logger.info("worker registered url=%s mode=%s", worker.registry_url, worker.mode)
-        return _json({"message": "Registered successfully"})
+        return json_response({"message": "Registered successfully"})
 
     @app.post("/deregister", **operation("Deregister a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
     async def deregister(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
         if registry.deregister(worker.registry_url):
             logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
-        return _json({"message": "Deregistered"})
+        return json_response({"message": "Deregistered"})
 
     @app.get("/workers", **operation("List the workers", answer=fields(workers=list_of(_WORKER))))
     async def workers() -> Response:
-        return _json({"workers": [_describe(w) for w in registry.all()]})
+        return json_response({"workers": [_describe(w) for w in registry.all()]})
 
     @app.post("/workers", **operation("Add a worker", body=PDRegistryRequest, answer=_WORKER, errors=(400,)))
     async def add_worker(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
         registry.add(worker.registry_url, worker.role, worker.bootstrap_port, is_static=True)
-        return _json(_describe(registry.get(worker.registry_url)))
+        return json_response(_describe(registry.get(worker.registry_url)))
 
     @app.delete("/workers", **operation("Remove a worker", answer=_WORKER, errors=(400, 404)))
     async def remove_worker(url: str = "") -> Response:
@@ -216,12 +212,12 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             raise InvalidRequestError("url is missing: DELETE /workers?url=URL, as GET /workers has it", param="url")
         worker = registry.get(url)
         registry.remove(worker.url)
-        return _json(_describe(worker))
+        return json_response(_describe(worker))
 
     @app.post("/workers/drain", **operation("Drain a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404, 409)))
     async def drain_worker(request: Request) -> Response:
         order = _parse(WorkerOrder, await request.body(), "find")
-        return _json(_describe(_drain(registry, order)))
+        return json_response(_describe(_drain(registry, order)))
 
     @app.post("/workers/resume", **operation("Resume a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404)))
     async def resume_worker(request: Request) -> Response:
@@ -229,13 +225,13 @@ def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         worker.is_draining = False
         # The operator has examined the worker.
         worker.forgive()
-        return _json(_describe(worker))
+        return json_response(_describe(worker))
 
     @app.post("/role", **_ROLE)
     async def role(request: Request) -> Response:
         order = _parse(RoleOrderBody, await request.body(), "change the role of")
         worker, seconds = await switch_role(registry, balancer.upstream, order)
-        return _json({**_describe(worker), "seconds": seconds})
+        return json_response({**_describe(worker), "seconds": seconds})
 
 
 def _drain(registry: WorkerRegistry, order: WorkerOrder) -> Worker:
@@ -264,7 +260,7 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.get("/", **operation("Name the router, its workers and its main routes", answer=INDEX))
     async def root() -> Response:
         workers = {mode.value: len(registry.pool(mode)) for mode in DisaggregationMode}
-        return _json(index("Splitserve router", __version__, _LINKS, workers=workers))
+        return json_response(index("Splitserve router", __version__, _LINKS, workers=workers))
 
     @app.get("/health", **operation("Return 200 while the router runs"))
     async def health() -> Response:
@@ -274,12 +270,12 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def ready() -> Response:
         if reason := registry.unready_reason():
             raise WorkerUnavailableError(f"{reason}: GET /workers has more")
-        return _json({"ready": True})
+        return json_response({"ready": True})
 
     @app.get("/health_generate", **_PROOF)
     async def health_generate() -> Response:
         await balancer.prove_path()
-        return _json({"success": True})
+        return json_response({"success": True})
 
     @app.post("/flush_cache", **_FLUSH)
     async def flush_cache() -> Response:
@@ -302,7 +298,7 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         for mode in DisaggregationMode:
             pool = [(w, answer) for w, status, answer in answers if status == 200 and w.mode is mode]
             info[mode.value] = [{"url": w.url, **_object(answer)} for w, answer in pool]
-        return _json({**info, **_merged_states(info)})
+        return json_response({**info, **_merged_states(info)})
 
     @app.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
     async def metrics() -> Response:
@@ -353,7 +349,7 @@ def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:
     failed = {
         w.url: {"status": status, "body": body.decode(errors="replace")} for w, status, body in answers if status != 200
     }
-    return _json({"success": not failed, "failed": failed}, 503 if failed else 200)
+    return json_response({"success": not failed, "failed": failed}, 503 if failed else 200)
 
 
 def _object(answer: bytes) -> dict[str, Any]:
@@ -364,24 +360,6 @@ def _object(answer: bytes) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-async def _answer_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, SplitserveError)
-    return Response(body_of(error), error.http_status, headers_of(error), media_type="application/json")
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Answer a request to an unknown route or with an unsupported method."""
-    assert isinstance(error, HTTPException)
-    code = "not_found" if error.status_code == 404 else "invalid_request"
-    body = error_body(f"{request.method} {request.url.path}: {error.detail}", "invalid_request_error", code)
-    headers = dict(error.headers or {})
-    return Response(body, error.status_code, headers, media_type="application/json")
-
-
 async def _answer_upstream_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, UpstreamError)
-    return Response(error.body, error.status, error.headers, media_type="application/json")
+    return raw_json(error.body, error.status, error.headers)

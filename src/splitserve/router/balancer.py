@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from splitserve.api.api_keys import first_key, key_header
-from splitserve.api.error_shape import Headers, body_of, headers_of
-from splitserve.api.field_limits import check_fields
-from splitserve.api.json_body import parse_object
+from splitserve.api.error_response import Headers, error_body, error_headers
+from splitserve.api.json_body import check_fields, parse_object
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import RateLimitError, SplitserveError, WorkerUnavailableError, clause
@@ -119,8 +118,8 @@ class MiniLoadBalancer:
         except UpstreamError as error:
             await self._fail_upstream(visit, client, error)
         except SplitserveError as error:
-            self._log_failure(visit, "router", error.http_status, body_of(error))
-            await self._fail(visit, client, "router", error.http_status, body_of(error), headers_of(error))
+            self._log_failure(visit, "router", error.http_status, error_body(error))
+            await self._fail(visit, client, "router", error.http_status, error_body(error), error_headers(error))
         except asyncio.CancelledError:
             visit.fail("client", 499)
             raise

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.dispatch import JOURNAL_HEADER
-from splitserve.api.error_shape import Headers
+from splitserve.api.error_response import Headers
+from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.api.sse import EventSplitter, encode_event, event_data
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.client_stream import ClientStream

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.error_shape import Headers, error_body
+from splitserve.api.error_response import Headers, error_json
 from splitserve.core.errors import (
     PeerLostError,
     SchedulerLostError,
@@ -100,7 +100,7 @@ class UpstreamError(Exception):
         `is_worker_loss`: False if it cannot have received the request, or if an operator ended its requests.
         """
         headers = {"retry-after": "1"} if status == 503 else {}
-        body = error_body(message, "server_error", "worker_unavailable")
+        body = error_json(message, "server_error", "worker_unavailable")
         error = cls(side, url, status, body, FailureCause.LOST, headers)
         error.is_worker_loss = is_worker_loss
         return error

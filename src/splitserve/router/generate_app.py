@@ -9,7 +9,7 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
-from splitserve.api.error_shape import Headers
+from splitserve.api.error_response import Headers
 from splitserve.api.key_guard import caller_of
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from splitserve.api.prompt_batch import is_batch
+from splitserve.api.json_body import is_batch
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.prompt_batch import is_batch
+from splitserve.api.json_body import is_batch
 from splitserve.api.schemas import NativeSampling, SamplingFields
 from splitserve.core.grammar import GrammarKind
 from splitserve.router.pairing import Body

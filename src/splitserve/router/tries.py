@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.error_shape import Headers
+from splitserve.api.error_response import Headers
 from splitserve.core.errors import (
     DeadlineExceededError,
     PeerLostError,
@@ -225,7 +225,7 @@ class Tries:
             await PairExchange(self._upstream, target, call, self._client).run()
 
     def _dispatch(self) -> dict[str, Any]:
-        """Return the fields that describe this attempt to the workers; `api/dispatch.py` parses them."""
+        """Return the fields that describe this attempt to the workers; `api/samples.py` reads them."""
         return {
             "attempt": self.num_tries,
             "created": self._created,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ssl
 
-from splitserve.api.dispatch import ROLE_HEADER
-from splitserve.api.error_shape import Headers
-from splitserve.api.unknown_fields import WARNING_HEADER
+from splitserve.api.error_response import Headers
+from splitserve.api.schemas import ROLE_HEADER
+from splitserve.api.validation import WARNING_HEADER
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import UpstreamError
 from splitserve.router.http_answer import BrokenConnectionError, ConnectError, UpstreamResponse

@@ -17,10 +17,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
 from splitserve.api.error_response import json_response
-from splitserve.api.fanout import FanOut, PromptSpec, draw_rid, fan_out
-from splitserve.api.limits import worker_limits
-from splitserve.api.openapi import BOOLEAN, INDEX, INTEGER, OBJECT, TEXT, fields, index, list_of, operation
-from splitserve.api.operations import OPERATIONS
+from splitserve.api.json_body import worker_limits
+from splitserve.api.openapi import BOOLEAN, INDEX, INTEGER, OBJECT, OPERATIONS, TEXT, fields, index, list_of, operation
+from splitserve.api.samples import FanOut, PromptSpec, fan_out, random_rid
 from splitserve.api.schemas import AbortBody
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerState
@@ -266,7 +265,7 @@ def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
     bootstrap = None
     if front.mode is not DisaggregationMode.NULL:
         bootstrap = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(secrets.randbits(63)))
-    return dataclasses.replace(fan_out([spec], 1, f"health-{draw_rid()}", [bootstrap]), dp_rank=dp_rank)
+    return dataclasses.replace(fan_out([spec], 1, f"health-{random_rid()}", [bootstrap]), dp_rank=dp_rank)
 
 
 def _abort(front: FrontEnd, body: AbortBody) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from splitserve.api.dispatch import JournalEntry
-from splitserve.api.fanout import Sample
+from splitserve.api.samples import Sample
+from splitserve.api.schemas import JournalEntry
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats

@@ -11,10 +11,9 @@ from fastapi import FastAPI
 from splitserve import __version__
 from splitserve.api.api_keys import ApiKeys, read_keys
 from splitserve.api.error_response import install_error_handlers
-from splitserve.api.intake import Intake
+from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.key_guard import KeyGuard
 from splitserve.api.openapi import DOCS_PATHS, describe, new_app
-from splitserve.api.request_memory import RequestMemory
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.observe.worker_metrics import PREFIX, WorkerMetrics
@@ -25,7 +24,6 @@ from splitserve.server.openai import openai_routes
 from splitserve.server.requests import RequestTable
 from splitserve.server.role import role_routes
 from splitserve.server.scheduler_group import SchedulerPort
-from splitserve.server.tokenize import tokenize_routes
 
 # Monitoring and the documentation need no key.
 _OPEN_PATHS = ("/health", "/metrics", *DOCS_PATHS)
@@ -77,7 +75,7 @@ def build_app(
     if config.server.api_key_file is not None:
         keys = ApiKeys(read_keys(Path(config.server.api_key_file), "--api-key-file"))
         app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())
-    for routes in (native_routes, openai_routes, admin_routes, role_routes, tokenize_routes):
+    for routes in (native_routes, openai_routes, admin_routes, role_routes):
         app.include_router(routes(front))
     describe(app)
     return app

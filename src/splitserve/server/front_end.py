@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from splitserve.api.limits import DEFAULT_CONTEXT_LENGTH
-from splitserve.api.request_memory import RequestMemory
+from splitserve.api.intake import RequestMemory
+from splitserve.api.json_body import DEFAULT_CONTEXT_LENGTH
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.config import DisaggregationConfig, WorkerConfig

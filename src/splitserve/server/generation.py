@@ -1,7 +1,7 @@
 """One client request in flight: its samples from admission to their ends.
 
 1. Nothing is held before `updates` is iterated; then it holds a slot in the request table and the samples' stream. At
-   that time the answers already contain what other workers sent to the client (`dispatch.py`).
+   that time the answers already contain what other workers sent to the client (`samples.py`).
 2. Every output becomes a Delta of its sample's Answer, and is timed for the metrics.
 3. A stop string ends its sample here. The scheduler is ordered to stop, without waiting for its answer.
 4. A sample that was ordered to end (/abort_request) is answered with its output so far. A sample that the scheduler
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from splitserve.api.fanout import FanOut, Sample
+from splitserve.api.samples import FanOut, Sample
 from splitserve.core.errors import RequestAbortedError
 from splitserve.core.messages import TokenOutput
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
@@ -35,10 +35,13 @@ class Generation:
         # Role for which the request was prepared.
         self._mode = front.mode
         self._names = fanout.names
-        self._is_again = fanout.is_again
+        self._is_again = fanout.dispatch.attempt > 0
         self._dp_rank = fanout.dp_rank
-        self.has_journal = fanout.has_journal
-        self.answers = [SampleAnswer(s, self._detokenizer(s), received_at - fanout.elapsed) for s in fanout.samples]
+        # Whether each delta of a stream is followed by a journal line.
+        self.has_journal = fanout.dispatch.journal
+        # The time that a router had the request before this attempt counts.
+        arrived_at = received_at - fanout.dispatch.elapsed
+        self.answers = [SampleAnswer(s, self._detokenizer(s), arrived_at) for s in fanout.samples]
         for answer in self.answers:
             if answer.sample.past is not None:
                 answer.push(answer.sample.past, received_at)

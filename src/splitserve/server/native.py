@@ -1,42 +1,36 @@
-"""POST /generate: the native API, in the format of SGLang's clients and routers.
+"""Native API: /generate in the format of SGLang's clients and routers, and the model's tokenizer over HTTP.
 
-1. The body becomes prompts, one PromptSpec each, and these become a FanOut.
-2. Not streamed, the answer is one object, or a list if the client sent a batch or requested n > 1.
-3. Streamed, every frame contains all text so far of one sample, with its `index` if there are several.
+Not streamed, the answer of /generate is one object, or a list if the client sent a batch or requested n > 1. Streamed,
+every frame contains all text so far of one sample, with its `index` if there are several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from starlette.datastructures import Headers
 
 from splitserve.api import validation
-from splitserve.api.dispatch import ROLE_HEADER, with_dispatch
 from splitserve.api.error_response import json_response
-from splitserve.api.fanout import FanOut, PromptSpec, draw_rid, draw_seed, fan_out
-from splitserve.api.field_limits import check_fields
 from splitserve.api.grammars import grammar_of
-from splitserve.api.operations import OPERATIONS
-from splitserve.api.patience import with_patience
+from splitserve.api.json_body import check_fields
+from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import tokenize
-from splitserve.api.schemas import GenerateBody, NativeSampling
-from splitserve.api.stream import Frames, event, stream_response, unless_disconnected
+from splitserve.api.samples import PromptSpec
+from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from splitserve.api.sse import event
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.observe.worker_metrics import gb_per_s
-from splitserve.server.answer import SampleAnswer, journal_line
+from splitserve.server.answer import Delta, SampleAnswer
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.generation import Generation
-from splitserve.server.prompts import bootstraps_of, prompt_spec
-from splitserve.server.read_body import check_unknown, read_object, with_warning
+from splitserve.server.generate_route import Prompts, serve
+from splitserve.server.prompts import prompt_spec
+from splitserve.server.read_body import read_object
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -47,68 +41,68 @@ def native_routes(front: FrontEnd) -> APIRouter:
     @router.post("/generate", **OPERATIONS["/generate"])
     @router.put("/generate", **OPERATIONS["/generate"])
     async def generate(request: Request) -> Response:
-        received_at = front.clock.now()
-        work = partial(_prepare_request, front, request.headers)
-        body, fanout, is_list, warning = await read_object(front, request, work)
-        generation = Generation(front, fanout, received_at)
-        with_text = bool(body.return_text_in_logprobs)
-        if body.stream:
-            frames = _frames(front, generation, is_list, with_text)
-            response = await stream_response(request, frames, has_journal=generation.has_journal)
-        else:
-            answers = await unless_disconnected(request, generation.complete())
-            items = [answer_object(front, a, with_text) for a in answers]
-            response = json_response(items if is_list else items[0])
-        return with_warning(response, warning)
+        return await serve(front, request, GenerateBody, read_generate)
+
+    @router.post("/tokenize", **OPERATIONS["/tokenize"])
+    @router.post("/v1/tokenize", **OPERATIONS["/tokenize"])
+    async def tokenize_route(request: Request) -> Response:
+        return json_response(await read_object(front, request, lambda found: _tokenize(front, found)))
+
+    @router.post("/detokenize", **OPERATIONS["/detokenize"])
+    @router.post("/v1/detokenize", **OPERATIONS["/detokenize"])
+    async def detokenize_route(request: Request) -> Response:
+        return json_response({"text": await read_object(front, request, lambda found: _detokenize(front, found))})
 
     return router
 
 
-def _prepare_request(
-    front: FrontEnd, headers: Headers, found: dict[str, Any]
-) -> tuple[GenerateBody, FanOut, bool, str]:
-    """Return the body, its samples, whether the answer is a list, and a warning. Raises SplitserveError."""
-    check_fields(found, front.config.server.limits)
-    body = validation.parse(GenerateBody, found)
-    rid = body.rid or draw_rid()
-    with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
-        warning = check_unknown(front, found, GenerateBody, NativeSampling)
-        front.check_role(headers.get(ROLE_HEADER))
-        fanout, is_list = prepare(front, body, rid)
-        fanout = with_patience(fanout, body, headers)
-        return body, with_dispatch(fanout, body.dispatch, front.info.vocab_size), is_list, warning
+class NativeFormat:
+    """Reply format of /generate. `is_list`: whether the answer is a list."""
+
+    def __init__(self, front: FrontEnd, *, is_list: bool, with_text: bool) -> None:
+        self._front = front
+        self._is_list = is_list
+        self._with_text = with_text
+
+    def answer(self, answers: Sequence[SampleAnswer]) -> bytes:
+        items = [answer_object(self._front, answer, self._with_text) for answer in answers]
+        return msgspec.json.encode(items if self._is_list else items[0])
+
+    def frame(self, answer: SampleAnswer, delta: Delta, answers: Sequence[SampleAnswer]) -> bytes:
+        frame = answer_object(self._front, answer, self._with_text)
+        if self._is_list:
+            frame["index"] = answer.sample.index
+        return event(msgspec.json.encode(frame))
+
+    def end(self, answers: Sequence[SampleAnswer]) -> bytes:
+        return b""
 
 
-def prepare(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> tuple[FanOut, bool]:
-    """Return the samples to generate, and whether the answer is a list. Raises InvalidRequestError."""
+def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> Prompts:
+    """Return the prompts of a body and its reply format. Raises InvalidRequestError."""
     validation.check_exactly_one(body, "text", "input_ids")
     name, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     assert value is not None
     prompts, is_batch = validation.prompt_list(value, name)
-    count = len(prompts)
-    sampling = [
-        validation.parse(NativeSampling, s if s is not None else {})
-        for s in validation.per_prompt(body.sampling_params, count, "sampling_params")
-    ]
-    n = _common_n(sampling)
-    validation.check_sample_counts(count, n, front.config.server.limits)
-    if isinstance(rid, list):
-        validation.per_prompt(rid, count, "rid")
-    bootstraps = bootstraps_of(front, body, count, n)
-    returns = validation.per_prompt(body.return_logprob, count, "return_logprob")
-    starts = validation.per_prompt(body.logprob_start_len, count, "logprob_start_len")
-    tops = validation.per_prompt(body.top_logprobs_num, count, "top_logprobs_num")
+
+    def per_prompt(field: str) -> list[Any]:
+        return validation.per_prompt(getattr(body, field), len(prompts), field)
+
+    sampling = [validation.parse(NativeSampling, {} if s is None else s) for s in per_prompt("sampling_params")]
+    counts = {1 if s.n is None else s.n for s in sampling}
+    if len(counts) != 1:
+        raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")
+    n = counts.pop()
+    validation.check_sample_counts(len(prompts), n, front.config.server.limits)
+    logprobs = zip(
+        per_prompt("return_logprob"), per_prompt("logprob_start_len"), per_prompt("top_logprobs_num"), strict=True
+    )
     specs = [
-        _spec(
-            front,
-            tokenize(front.tokenizer, prompt, front.context_length),
-            name,
-            sampling[i],
-            (bool(returns[i]), starts[i], tops[i]),
-        )
-        for i, prompt in enumerate(prompts)
+        _spec(front, tokenize(front.tokenizer, prompt, front.context_length), name, params, *wanted)
+        for prompt, params, wanted in zip(prompts, sampling, logprobs, strict=True)
     ]
-    return fan_out(specs, n, rid, bootstraps), is_batch or n > 1
+    reply = NativeFormat(front, is_list=is_batch or n > 1, with_text=bool(body.return_text_in_logprobs))
+    return Prompts(specs, n, reply)
 
 
 def _spec(
@@ -116,10 +110,10 @@ def _spec(
     token_ids: list[int],
     name: str,
     sampling: NativeSampling,
-    logprobs: tuple[bool, int | None, int | None],
+    return_logprob: bool | None,
+    logprob_start: int | None,
+    num_top: int | None,
 ) -> PromptSpec:
-    wants_logprobs, start, top = logprobs
-    seed = sampling.seed if sampling.seed is not None else sampling.sampling_seed
     return prompt_spec(
         front,
         token_ids,
@@ -127,30 +121,12 @@ def _spec(
         name=name,
         max_new=DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens,
         min_new=sampling.min_new_tokens,
-        seed=draw_seed() if seed is None else seed,
-        return_logprob=wants_logprobs,
-        num_top_logprobs=(top or 0) if wants_logprobs else 0,
-        logprob_start_len=-1 if start is None or not wants_logprobs else start,
+        return_logprob=bool(return_logprob),
+        num_top_logprobs=(num_top or 0) if return_logprob else 0,
+        logprob_start_len=-1 if logprob_start is None or not return_logprob else logprob_start,
         top_name="top_logprobs_num",
-        grammar=grammar_of(sampling, front.config.server.limits.max_grammar_chars),
+        grammar=grammar_of(sampling),
     )
-
-
-def _common_n(sampling: Sequence[NativeSampling]) -> int:
-    counts = {1 if s.n is None else s.n for s in sampling}
-    if len(counts) != 1:
-        raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")
-    return counts.pop()
-
-
-async def _frames(front: FrontEnd, generation: Generation, is_list: bool, with_text: bool) -> Frames:
-    async with aclosing(generation.updates()) as updates:
-        async for answer, delta in updates:
-            frame = answer_object(front, answer, with_text)
-            if is_list:
-                frame["index"] = answer.sample.index
-            line = journal_line(answer, delta) if generation.has_journal else b""
-            yield event(msgspec.json.encode(frame)) + line
 
 
 def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dict[str, Any]:
@@ -230,3 +206,36 @@ def _logprob_fields(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> d
         fields["input_top_logprobs"] = [*([None] if has_first else []), *top(scored)]
         fields["output_top_logprobs"] = top(answer.logprobs)
     return fields
+
+
+def _tokenize(front: FrontEnd, found: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens and their count. A list of texts yields a list of token lists, and of counts."""
+    check_fields(found, front.config.server.limits)
+    body = validation.parse(TokenizeBody, found)
+    validation.check_exactly_one(body, "prompt", "messages")
+    limit = None if front.scheduler.info is None else front.scheduler.info.max_total_tokens_per_request
+    adds_special = body.add_special_tokens is not False
+    tokens: list[int] | list[list[int]]
+    if body.messages is not None:
+        chat = validation.chat_messages(body.messages)
+        tokens = front.tokenizer.encode_chat(chat, add_generation_prompt=body.add_generation_prompt is not False)
+    elif isinstance(body.prompt, list):
+        tokens = [front.tokenizer.encode(text, add_special_tokens=adds_special) for text in body.prompt]
+        return {"tokens": tokens, "count": [len(t) for t in tokens], "max_model_len": limit}
+    else:
+        tokens = front.tokenizer.encode(body.prompt or "", add_special_tokens=adds_special)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
+
+
+def _detokenize(front: FrontEnd, found: dict[str, Any]) -> str | list[str]:
+    body = validation.parse(DetokenizeBody, found)
+    vocab_size = front.tokenizer.vocab_size if front.scheduler.info is None else front.scheduler.info.vocab_size
+    lists, is_batch = validation.prompt_list(body.tokens, "tokens") if body.tokens else ([[]], False)
+    texts = []
+    for ids in lists:
+        assert isinstance(ids, list)
+        wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"tokens holds id {wrong}: ids must be in [0, {vocab_size})", param="tokens")
+        texts.append(front.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens is not False))
+    return texts if is_batch else texts[0]

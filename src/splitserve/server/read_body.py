@@ -10,8 +10,8 @@ from fastapi import Request, Response
 
 from splitserve.api import validation
 from splitserve.api.json_body import parse_object
-from splitserve.api.schemas import RequestModel
-from splitserve.api.unknown_fields import MAX_NAMED, WARNING_HEADER, unknown_fields, warning
+from splitserve.api.schemas import GenerateBody, NativeSampling, RequestModel
+from splitserve.api.validation import MAX_NAMED, WARNING_HEADER, unknown_fields, warning
 from splitserve.core.errors import InvalidRequestError
 from splitserve.server.front_end import FrontEnd
 
@@ -41,20 +41,16 @@ async def read_body(front: FrontEnd, request: Request, model: type[B]) -> B:
     return await read_object(front, request, lambda body: validation.parse(model, body))
 
 
-def check_unknown(
-    front: FrontEnd, found: dict[str, Any], model: type[RequestModel], sampling: type[RequestModel] | None = None
-) -> str:
+def check_unknown(front: FrontEnd, found: dict[str, Any], model: type[RequestModel]) -> str:
     """Return a warning about unknown fields of a body, empty if there are none.
 
     Raises InvalidRequestError if the worker is configured to reject such fields.
-
-    `sampling`: model of the field `sampling_params`. None: `model` has no such field.
     """
     unknown = unknown_fields(found, model.model_fields)
-    parts = found.get("sampling_params") if sampling is not None else None
+    parts = found.get("sampling_params") if model is GenerateBody else None
     for part in parts if isinstance(parts, list) else [parts]:
-        if isinstance(part, dict) and sampling is not None:
-            unknown += unknown_fields(part, sampling.model_fields, "sampling_params.")
+        if isinstance(part, dict):
+            unknown += unknown_fields(part, NativeSampling.model_fields, "sampling_params.")
     unknown = list(dict.fromkeys(unknown))[:MAX_NAMED]
     if not unknown:
         return ""

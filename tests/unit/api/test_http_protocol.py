@@ -11,8 +11,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from splitserve.api.http_server import HttpServer, bind, port_of
-from splitserve.api.intake import Intake
-from splitserve.api.request_memory import RequestMemory
+from splitserve.api.intake import Intake, RequestMemory
 from splitserve.core.config import LimitsConfig
 
 Talk = Callable[[int], Awaitable[None]]

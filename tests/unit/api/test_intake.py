@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from splitserve.api.intake import Intake
-from splitserve.api.request_memory import PARSED_FACTOR, RequestMemory, Reservation
+from splitserve.api.intake import PARSED_FACTOR, Intake, RequestMemory, Reservation
 
 LIMIT = 1_000
 

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.api.error_text import shortened
-from splitserve.api.field_limits import check_fields
-from splitserve.api.json_body import parse_object
-from splitserve.api.prompt_batch import is_batch
-from splitserve.api.unknown_fields import unknown_fields
+from splitserve.api.error_response import shortened
+from splitserve.api.json_body import check_fields, is_batch, parse_object
+from splitserve.api.validation import unknown_fields
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 

@@ -7,7 +7,7 @@ import httpx
 import msgspec
 import pytest
 
-from splitserve.api.fanout import PromptSpec, fan_out
+from splitserve.api.samples import PromptSpec, fan_out
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import KVEventsConfig, WorkerConfig
 from splitserve.core.errors import EngineError, WorkerUnavailableError

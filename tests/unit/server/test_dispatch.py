@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from splitserve.api.dispatch import JOURNAL_HEADER
+from splitserve.api.schemas import JOURNAL_HEADER
 
 from .server_fakes import SteppedScheduler
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from splitserve.api.fanout import PromptSpec, fan_out
-from splitserve.api.schemas import BootstrapFields
+from splitserve.api.samples import PromptSpec, fan_out
+from splitserve.api.schemas import GenerationFields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.request import DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling, sample_seed
-from splitserve.server.bootstrap_fields import bootstrap_infos
+from splitserve.server.prompts import bootstrap_infos
 
 SPEC = PromptSpec([1, 2], ResolvedSampling(seed=5))
 
@@ -24,7 +24,7 @@ def infos(
 ) -> list[Any]:
     given = {"bootstrap_host": "h", **{f"bootstrap_{k}": v for k, v in fields.items()}}
     return bootstrap_infos(
-        BootstrapFields(**given, data_parallel_rank=data_parallel_rank, local_prefill=local_prefill),
+        GenerationFields(**given, data_parallel_rank=data_parallel_rank, local_prefill=local_prefill),
         mode=DisaggregationMode(mode),
         num_prompts=num_prompts,
         n=n,

@@ -15,17 +15,16 @@ from splitserve.core.grammar import GrammarKind, GrammarSpec
 
 from .conftest import StartWorker, Worker
 
-MAX_CHARS = LimitsConfig().max_grammar_chars
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"null"},"a":{"type":"null"}}}'
 
 
 def native(**fields: Any) -> GrammarSpec | None:
-    return grammar_of(NativeSampling(**fields), MAX_CHARS)
+    return grammar_of(NativeSampling(**fields))
 
 
 def openai(**fields: Any) -> GrammarSpec | None:
-    return openai_grammar(CompletionBody(prompt="a", **fields), MAX_CHARS)
+    return openai_grammar(CompletionBody(prompt="a", **fields))
 
 
 def response_format(schema: object, **more: object) -> dict[str, Any]:
@@ -72,7 +71,6 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json_schema": "{nope"}, "json_schema", "not valid JSON"),
         ({"json_schema": "[]"}, "json_schema", "a JSON array: send an object"),
         ({"json_schema": nested(MAX_GRAMMAR_DEPTH + 1)}, "json_schema", "deeper than 64"),
-        ({"regex": "a" * (MAX_CHARS + 1)}, "regex", "262145 characters: send at most 262144"),
         ({"response_format": {"type": "yaml"}}, "response_format", "'yaml'"),
         ({"response_format": {}}, "response_format", "None"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),

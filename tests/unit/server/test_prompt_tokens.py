@@ -21,8 +21,8 @@ from splitserve.observe.events.schema import BlockStored
 from splitserve.router.prompts import hash_prompt, hash_prompts
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.native import prepare
-from splitserve.server.openai import prepare_chat, prepare_completion
+from splitserve.server.native import read_generate
+from splitserve.server.openai import read_chat, read_completion
 
 from .server_fakes import READY, SteppedScheduler
 
@@ -76,12 +76,12 @@ def front(tokenizer: Tokenizer) -> FrontEnd:
 def computed(front: FrontEnd, path: str, body: dict[str, Any]) -> list[int]:
     """What this worker's scheduler would get of the body's first prompt."""
     if path == NATIVE:
-        fanout, _ = prepare(front, GenerateBody.model_validate(body), "r")
+        prompts = read_generate(front, GenerateBody.model_validate(body), "r")
     elif path == COMPLETION:
-        _, fanout = prepare_completion(front, CompletionBody.model_validate(body), "r", "r")
+        prompts = read_completion(front, CompletionBody.model_validate(body), "r")
     else:
-        _, fanout = prepare_chat(front, ChatBody.model_validate(body), "r", "r")
-    return fanout.samples[0].request.prompt_ids
+        prompts = read_chat(front, ChatBody.model_validate(body), "r")
+    return prompts.specs[0].token_ids
 
 
 def told(prompt: list[int]) -> list[int]:

@@ -6,12 +6,9 @@ import pytest
 
 from splitserve.api.grammars import grammar_of, openai_grammar
 from splitserve.api.schemas import CompletionBody, NativeSampling
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 
 from .conftest import Worker
-
-MAX_CHARS = LimitsConfig().max_grammar_chars
 
 
 @pytest.mark.parametrize(
@@ -31,7 +28,7 @@ MAX_CHARS = LimitsConfig().max_grammar_chars
 )
 def test_a_reference_that_does_not_lead_into_the_schema_is_rejected_with_its_place(schema: Any, says: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        grammar_of(NativeSampling(json_schema=schema), MAX_CHARS)
+        grammar_of(NativeSampling(json_schema=schema))
     assert caught.value.param == "json_schema"
     assert says in caught.value.message
 
@@ -50,14 +47,14 @@ def test_a_reference_that_does_not_lead_into_the_schema_is_rejected_with_its_pla
     ],
 )
 def test_a_reference_into_the_schema_passes(schema: Any) -> None:
-    assert grammar_of(NativeSampling(json_schema=schema), MAX_CHARS) is not None
+    assert grammar_of(NativeSampling(json_schema=schema)) is not None
 
 
 def test_schemas_inside_a_structural_tag_are_checked() -> None:
     content = {"type": "json_schema", "json_schema": {"$ref": "https://example.com"}}
     tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": content, "end": ">"}}
     with pytest.raises(InvalidRequestError, match="outside the schema"):
-        openai_grammar(CompletionBody(prompt="a", response_format=tag), MAX_CHARS)
+        openai_grammar(CompletionBody(prompt="a", response_format=tag))
 
 
 async def test_the_parameters_of_a_tool_are_checked(worker: Worker) -> None:

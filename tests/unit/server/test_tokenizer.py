@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from splitserve.api.chat_template import ChatTemplate
-from splitserve.api.tokenizer import Tokenizer
+from splitserve.api.tokenizer import ChatTemplate, Tokenizer
 from splitserve.core.errors import InvalidRequestError, ModelLoadError
 
 from .server_fakes import CHAT_TEMPLATE, write_tokenizer_folder

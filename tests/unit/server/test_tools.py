@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from splitserve.api.chat_template import ChatTemplate
 from splitserve.api.schemas import ChatBody
-from splitserve.api.tokenizer import Tokenizer
-from splitserve.api.tool_calls import ToolCallParser
-from splitserve.api.tools import BARE, TAGGED, ToolForm, ToolUse, readable_calls
+from splitserve.api.tokenizer import ChatTemplate, Tokenizer
+from splitserve.api.tools import BARE, TAGGED, ToolCallParser, ToolForm, ToolUse, readable_calls
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec

@@ -20,7 +20,7 @@ import httptools
 import msgspec
 import uvloop
 
-from splitserve.api.dispatch import JOURNAL_HEADER
+from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.process.lifecycle import Lifecycle
 from splitserve.process.ready_file import ReadyInfo, write_ready_file
 from splitserve.tools.bench.router_messages import ASKED, DONE, Asked, chunk, journal_line, whole_answer
