@@ -25,7 +25,7 @@ from splitserve.tools.chaos.orders import PROGRAM, Fault
 from splitserve.tools.chaos.points import FaultStage
 from splitserve.tools.chaos.saboteur import order_fault, signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, follow_all, make_requests, open_session
-from splitserve.tools.metrics_page import sum_samples
+from splitserve.tools.metrics import sum_samples
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process

@@ -11,7 +11,7 @@ import transformers
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.shape import WorkerShape
-from splitserve.tools.transfers import read_transfers
+from splitserve.tools.metrics import read_transfers
 from splitserve.transfer.metadata import MetadataBuffers
 from support.processes import wait_ready
 from support.reference import Reference, greedy_reference

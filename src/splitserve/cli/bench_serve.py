@@ -15,9 +15,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.router.args import parse_url
 
 if TYPE_CHECKING:
-    from splitserve.tools.bench.stream import Endpoint
-    from splitserve.tools.bench.trace import Trace
-    from splitserve.tools.bench.workload import LoadPlan
+    from splitserve.tools.bench.load import Endpoint
+    from splitserve.tools.bench.workload import LoadPlan, Trace
 
 _CONCURRENCY = 4
 # Default duration of an open loop, seconds.
@@ -153,7 +152,7 @@ def with_defaults(plan: LoadPlan) -> LoadPlan:
 
 def make_trace(path: Path | None, count: int | None, length_scale: float, speed: float) -> Trace | None:
     """Return the trace in the file `path`. None: no file was given. Raises ConfigError."""
-    from splitserve.tools.bench.trace import Trace, read_trace
+    from splitserve.tools.bench.workload import Trace, read_trace
 
     for option, value in (("--trace-length-scale", length_scale), ("--trace-speed", speed)):
         if not (value > 0 and math.isfinite(value)):
@@ -162,8 +161,8 @@ def make_trace(path: Path | None, count: int | None, length_scale: float, speed:
 
 
 def _endpoint(url: str, served_model: str | None, prompt_format: str, extra_body: str | None) -> Endpoint:
-    from splitserve.tools.bench.stream import Endpoint
-    from splitserve.tools.bench.systems import first_model
+    from splitserve.tools.bench.load import Endpoint
+    from splitserve.tools.client import first_model
 
     if prompt_format not in ("ids", "text"):
         raise ConfigError(f"--prompt-format {prompt_format!r}: choose one of ids, text")

@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 import time
 
-from openai import OpenAIError
-from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.table import Table
 
@@ -22,8 +20,9 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster, wait_ready
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import standard_output
-from splitserve.tools.streaming import StreamedAnswer, open_client, stream_chat
-from splitserve.tools.transfers import Transfers, read_transfers
+from splitserve.tools.chat import StreamedAnswer, stream_chat
+from splitserve.tools.client import RequestFailedError
+from splitserve.tools.metrics import Transfers, read_transfers
 
 _READY_TIMEOUT = 300.0
 # Tokens in the KV pool of each worker: the demo needs no more.
@@ -46,7 +45,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
             cluster.add_worker(DisaggregationMode.NULL, "colocated")
             wait_ready(cluster, console, _READY_TIMEOUT)
             colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
-    except (ClusterError, OpenAIError) as error:
+    except (ClusterError, RequestFailedError) as error:
         console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     equal = split.token_ids == colocated.token_ids and bool(split.token_ids)
@@ -60,9 +59,8 @@ def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> S
             sys.stdout.write(piece)
             sys.stdout.flush()
 
-    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
-    with open_client(url) as client:
-        answer = stream_chat(client, model, messages, max_tokens=max_tokens, temperature=0.0, on_text=show)
+    messages = [{"role": "user", "content": prompt}]
+    answer = stream_chat(url, model, messages, max_tokens=max_tokens, temperature=0.0, on_text=show)
     show("\n")
     return answer
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
@@ -29,6 +29,7 @@ from splitserve.deploy.local import LocalCluster, wait_ready
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
+from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.passage import PASSAGE
 from splitserve.tools.verify_compare import Comparison, VerifiedAnswer, VerifyError, VerifyReport
 from splitserve.tools.verify_prompts import CHUNK_TOKENS, Prompt, built_in_prompts, read_prompts
@@ -42,6 +43,9 @@ _AT_A_TIME = 6
 # Top logprobs requested per position, to compare the rankings at the position where two answers diverge.
 _NUM_TOP = 5
 _SEEDED_TEMPERATURE = 0.8
+
+# Sends a body to a URL, or a GET without one, and returns the JSON of the answer. Raises RequestFailedError.
+Send = Callable[..., Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ _ROUNDS = (
 def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
     """Run all rounds and return the exit code: 0 if the output is equal, or if a quantization is measured.
 
-    Raises ConfigError, ClusterError, VerifyError.
+    Raises ConfigError, ClusterError, VerifyError, RequestFailedError.
     """
     if options.transfer_backend not in USER_BACKENDS:
         raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
@@ -149,7 +153,14 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         workers = [w.url for w in cluster.workers if w.url is not None]
         sides = Sides(colocated, cluster.router_url, workers)
         with progress(console, "comparing") as show:
-            return asyncio.run(compare_sides(options, prompts, sides, show))
+            return asyncio.run(_compare(options, prompts, sides, show))
+
+
+async def _compare(
+    options: VerifyOptions, prompts: list[Prompt] | None, sides: Sides, show: Callable[[str], None]
+) -> VerifyReport:
+    async with open_session(_ANSWER_TIMEOUT) as session:
+        return await compare_sides(options, prompts, sides, show, partial(send, session))
 
 
 async def compare_sides(
@@ -157,70 +168,43 @@ async def compare_sides(
     prompts: list[Prompt] | None,
     sides: Sides,
     show: Callable[[str], None],
-    transport: httpx.AsyncBaseTransport | None = None,
+    request: Send,
 ) -> VerifyReport:
-    """Send the prompts of every round to both sides. `show` receives a line of progress. Raises VerifyError."""
-    async with httpx.AsyncClient(
-        timeout=_ANSWER_TIMEOUT, limits=httpx.Limits(max_connections=None), transport=transport
-    ) as http:
-        client = _Client(http)
-        colocated = sides.colocated
-        dtype = (await client.get(f"{colocated}/server_info"))["dtype"]
-        if prompts is None:
-            text = await client.post(f"{colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
-            prompts = built_in_prompts(text["tokens"], text["max_model_len"] - options.max_tokens)
-        comparisons: list[Comparison] = []
-        for number, this in enumerate(_ROUNDS, start=1):
-            show(
-                f"comparing {len(prompts)} prompts, round {number} of {len(_ROUNDS)}: {this.pass_name}, {this.setting}"
-            )
-            if not this.is_warm:
-                await asyncio.gather(*(client.post(f"{url}/flush_cache", {}) for url in sides.workers))
-            ours, theirs = await asyncio.gather(
-                _ask_all(client, colocated, prompts, this, options.max_tokens),
-                _ask_all(client, sides.disaggregated, prompts, this, options.max_tokens),
-            )
-            comparisons += [
-                Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))
-            ]
+    """Send the prompts of every round to both sides. `show` receives a line of progress.
+
+    Raises VerifyError, RequestFailedError.
+    """
+    colocated = sides.colocated
+    dtype = (await request(f"{colocated}/server_info"))["dtype"]
+    if prompts is None:
+        text = await request(f"{colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
+        prompts = built_in_prompts(text["tokens"], text["max_model_len"] - options.max_tokens)
+    comparisons: list[Comparison] = []
+    for number, this in enumerate(_ROUNDS, start=1):
+        show(f"comparing {len(prompts)} prompts, round {number} of {len(_ROUNDS)}: {this.pass_name}, {this.setting}")
+        if not this.is_warm:
+            await asyncio.gather(*(request(f"{url}/flush_cache", {}) for url in sides.workers))
+        ours, theirs = await asyncio.gather(
+            _ask_all(request, colocated, prompts, this, options.max_tokens),
+            _ask_all(request, sides.disaggregated, prompts, this, options.max_tokens),
+        )
+        comparisons += [Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))]
     return VerifyReport(options.model, dtype, options.transfer_backend, comparisons, options.quantization, options.pair)
 
 
 async def _ask_all(
-    client: _Client, url: str, prompts: Sequence[Prompt], this: _Round, max_tokens: int
+    request: Send, url: str, prompts: Sequence[Prompt], this: _Round, max_tokens: int
 ) -> list[VerifiedAnswer]:
     """Return one side's answers in the order of the prompts."""
     places = asyncio.Semaphore(this.at_a_time)
 
     async def ask(i: int) -> VerifiedAnswer:
-        body = {**prompts[i], "sampling_params": this.params(i, max_tokens)}
+        params = this.params(i, max_tokens)
+        body = {**prompts[i], "sampling_params": params, "return_logprob": True, "top_logprobs_num": _NUM_TOP}
         async with places:
-            answer = await client.post(
-                f"{url}/generate", {**body, "return_logprob": True, "top_logprobs_num": _NUM_TOP}, f"prompt {i}, "
-            )
-        return VerifiedAnswer.of(answer)
+            try:
+                return VerifiedAnswer.of(await request(f"{url}/generate", body))
+            except RequestFailedError as error:
+                raise VerifyError(f"prompt {i}, {error}") from error
 
     return list(await asyncio.gather(*(ask(i) for i in range(len(prompts)))))
-
-
-class _Client:
-    """HTTP client that raises VerifyError with the server's message if a worker rejects a request or is gone."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
-
-    async def get(self, url: str) -> dict[str, Any]:
-        return await self._send("GET", url, None, "")
-
-    async def post(self, url: str, body: dict[str, Any], what: str = "") -> dict[str, Any]:
-        return await self._send("POST", url, body, what)
-
-    async def _send(self, method: str, url: str, body: dict[str, Any] | None, what: str) -> dict[str, Any]:
-        try:
-            response = await self._http.request(method, url, json=body)
-        except httpx.HTTPError as error:
-            raise VerifyError(f"{what}{method} {url}: {str(error) or type(error).__name__}") from error
-        if response.status_code != 200:
-            raise VerifyError(f"{what}{method} {url}: HTTP {response.status_code}: {response.text[:500]}")
-        parsed: dict[str, Any] = response.json()
-        return parsed

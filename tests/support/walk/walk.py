@@ -19,7 +19,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
-from splitserve.tools.streaming import open_client, stream_chat
+from splitserve.tools.chat import stream_chat
 
 MODEL = "smollm2"
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -29,9 +29,8 @@ SOURCE = Path(splitserve.__file__).parent
 
 
 def ask(url: str) -> None:
-    with open_client(url) as client:
-        messages = [{"role": "user", "content": PROMPT}]
-        answer = stream_chat(client, MODEL, messages, max_tokens=16, temperature=0.0, on_text=lambda _: None)
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = stream_chat(url, MODEL, messages, max_tokens=16, temperature=0.0, on_text=lambda _: None)
     assert answer.completion_tokens > 0
 
 

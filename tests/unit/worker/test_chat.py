@@ -7,19 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai import OpenAIError
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
 from splitserve.tools import chat
 from splitserve.tools.chat import run_chat
+from splitserve.tools.client import RequestFailedError
 
 Stream = Callable[[list[dict[str, str]], Callable[[str], None]], None]
 
@@ -27,26 +26,22 @@ Stream = Callable[[list[dict[str, str]], Callable[[str], None]], None]
 class Conversation:
     """A terminal with a list of input lines, and a server with a list of answers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, served: list[str] | OpenAIError) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, served: list[str] | RequestFailedError) -> None:
         self.lines: list[str | BaseException] = []
         self.answers: list[Stream] = []
         # (model, messages) of each request.
         self.requests: list[tuple[str, list[str]]] = []
         self._served = served
-        monkeypatch.setattr(chat, "open_client", self._client)
+        monkeypatch.setattr(chat, "served_models", self._models)
         monkeypatch.setattr(chat, "stream_chat", self._stream)
         monkeypatch.setattr(Console, "input", self._input)
 
-    @contextmanager
-    def _client(self, url: str) -> Iterator[Any]:
-        def models() -> list[SimpleNamespace]:
-            if isinstance(self._served, OpenAIError):
-                raise self._served
-            return [SimpleNamespace(id=name) for name in self._served]
+    def _models(self, url: str) -> list[str]:
+        if isinstance(self._served, RequestFailedError):
+            raise self._served
+        return self._served
 
-        yield SimpleNamespace(models=SimpleNamespace(list=models))
-
-    def _stream(self, client: Any, model: str, messages: list[dict[str, str]], **options: Any) -> None:
+    def _stream(self, url: str, model: str, messages: list[dict[str, str]], **options: Any) -> None:
         self.requests.append((model, [message["content"] for message in messages]))
         self.answers.pop(0)(messages, options["on_text"])
 
@@ -73,7 +68,7 @@ def interrupted(messages: list[dict[str, str]], on_text: Callable[[str], None]) 
 
 
 def failing(messages: list[dict[str, str]], on_text: Callable[[str], None]) -> None:
-    raise OpenAIError("gone")
+    raise RequestFailedError("gone")
 
 
 @pytest.mark.parametrize(
@@ -81,11 +76,11 @@ def failing(messages: list[dict[str, str]], on_text: Callable[[str], None]) -> N
     [
         (["m", "n"], "nope", ConfigError, "--model nope: http://h:1 serves m, n"),
         ([], None, ConfigError, "serves no model"),
-        (OpenAIError("Connection error."), None, WorkerUnavailableError, r"\(Connection error\): give --url"),
+        (RequestFailedError("Connection error."), None, WorkerUnavailableError, r"\(Connection error\): give --url"),
     ],
 )
 def test_a_model_that_is_not_served_ends_the_chat_before_it_begins(
-    served: list[str] | OpenAIError,
+    served: list[str] | RequestFailedError,
     model: str | None,
     error: type[SplitserveError],
     message: str,

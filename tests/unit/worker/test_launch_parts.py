@@ -20,7 +20,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.process.lifecycle import Lifecycle
 from splitserve.process.logs import setup_logger
 from splitserve.process.ready_file import ReadyInfo, read_ready_file, write_ready_file
-from splitserve.tools.streaming import StreamedAnswer
+from splitserve.tools.chat import StreamedAnswer
 from splitserve.worker import rank_share
 from splitserve.worker.hand_over import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
 from splitserve.worker.rank_share import share_of_rank

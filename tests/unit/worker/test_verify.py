@@ -1,15 +1,15 @@
-"""How `splitserve verify` asks both sides: rounds, cold caches, company, and errors. The sides are HTTP fakes."""
+"""How `splitserve verify` asks both sides: rounds, cold caches, company, and errors. The sides are fakes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
+from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.client import RequestFailedError
 from splitserve.tools.verify import Sides, VerifyOptions, compare_sides, run_verify
 from splitserve.tools.verify_compare import VerifyError
 
@@ -19,32 +19,32 @@ OPTIONS = VerifyOptions(
 SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://p", "http://d"])
 
 
-class FakeDeployment(httpx.AsyncBaseTransport):
+class FakeDeployment:
     """Both sides answer with tokens made of the prompt and the seed, until one is told to tamper."""
 
-    def __init__(self, tampers=lambda host, body: False, status=200):
+    def __init__(self, tampers=lambda host, body: False, refuses=False):
         self.tampers = tampers
-        self.status = status
+        self.refuses = refuses
         self.calls = []
         self.num_running = Counter()
         self.most_running = Counter()
 
-    async def handle_async_request(self, request):
-        host, path, body = request.url.host, request.url.path, json.loads(request.content or b"null")
+    async def request(self, url, body=None):
+        host, path = urlsplit(url).hostname, urlsplit(url).path
         self.calls.append((host, path, body))
         if path == "/server_info":
-            return httpx.Response(200, json={"dtype": "float32"})
+            return {"dtype": "float32"}
         if path == "/tokenize":
-            return httpx.Response(200, json={"tokens": list(range(500)), "max_model_len": 70})
+            return {"tokens": list(range(500)), "max_model_len": 70}
         if path == "/flush_cache":
-            return httpx.Response(200, json={})
+            return {}
         self.num_running[host] += 1
         self.most_running[host] = max(self.most_running[host], self.num_running[host])
         await asyncio.sleep(0)
         self.num_running[host] -= 1
-        if self.status != 200:
-            return httpx.Response(self.status, json={"error": {"message": "too long"}})
-        return httpx.Response(200, json=self.answer(host, body))
+        if self.refuses:
+            raise RequestFailedError(f"{url}: HTTP 400: too long")
+        return self.answer(host, body)
 
     def answer(self, host, body):
         seed = body["sampling_params"].get("seed", 0)
@@ -61,7 +61,7 @@ class FakeDeployment(httpx.AsyncBaseTransport):
 
 
 def compare(deployment, prompts=None):
-    return asyncio.run(compare_sides(OPTIONS, prompts, SIDES, lambda line: None, deployment))
+    return asyncio.run(compare_sides(OPTIONS, prompts, SIDES, lambda line: None, deployment.request))
 
 
 def test_honest_sides_are_equal_in_four_rounds_over_our_own_prompts():
@@ -115,7 +115,7 @@ def test_one_tampered_answer_of_one_round_is_found():
 
 def test_a_refused_prompt_is_named_with_the_workers_reason():
     with pytest.raises(VerifyError, match=r"prompt 0.*HTTP 400.*too long"):
-        compare(FakeDeployment(status=400), [{"input_ids": [1]}])
+        compare(FakeDeployment(refuses=True), [{"input_ids": [1]}])
 
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():

@@ -10,17 +10,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
@@ -30,13 +27,12 @@ from splitserve.deploy.local import LocalCluster, wait_ready
 from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, AttackResult
 from splitserve.tools.bench.abuse_report import AbuseReport, AttackFigures
-from splitserve.tools.bench.load import ask, client_session
+from splitserve.tools.bench.load import Endpoint, MeasuredStream, StreamLoad, ask, run_load, running_load
 from splitserve.tools.bench.machine import check_writable, describe_machine
-from splitserve.tools.bench.prompts import Prompt
 from splitserve.tools.bench.publish import publish
-from splitserve.tools.bench.stream import Endpoint, LoadError, MeasuredStream, wait_closed
 from splitserve.tools.bench.systems import READY_TIMEOUT, ServedSystem
-from splitserve.tools.bench.workload import LoadRequest
+from splitserve.tools.bench.workload import LoadRequest, Prompt
+from splitserve.tools.client import RequestFailedError, call
 
 NUM_STREAMS = 8
 _PROMPT_TOKENS = 64
@@ -73,7 +69,7 @@ class AbuseOptions:
 
 
 def run_abuse_bench(options: AbuseOptions) -> int:
-    """Return the exit code: 1 if an attack did harm. Raises ClusterError, LoadError."""
+    """Return the exit code: 1 if an attack did harm. Raises ClusterError, RequestFailedError."""
     if options.append_to is not None:
         check_writable(options.append_to)
     console = Console(stderr=True)
@@ -90,25 +86,24 @@ def run_abuse_bench(options: AbuseOptions) -> int:
         wait_ready(cluster, console, READY_TIMEOUT)
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")
-        _fill_pools(endpoint)
-        _start_grammar_servers(cluster.router_url)
-        figures = asyncio.run(_Abuse(cluster, endpoint, options, console).run())
+        for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
+            ask(endpoint, [_prompt(1_000 + number, _FILL_TOKENS)], 2)
+        # Serve one grammar: memory that grows later is not the library's.
+        sampling = {"max_new_tokens": 2, "regex": "[a-z]+"}
+        call(f"{cluster.router_url}/generate", {"text": "a", "sampling_params": sampling}, timeout=READY_TIMEOUT)
+        figures = asyncio.run(_attack_all(cluster, endpoint, options, console))
     report = AbuseReport(options.model, options.dtype, options.command, NUM_STREAMS, describe_machine(), figures)
     publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
     return 0 if report.is_passed else 1
 
 
-def _fill_pools(endpoint: Endpoint) -> None:
-    for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
-        ask(endpoint, [_prompt(1_000 + number, _FILL_TOKENS)], 2)
-
-
-def _start_grammar_servers(router_url: str) -> None:
-    """Serve one grammar: memory that grows later is not the library's."""
-    body = {"text": "a", "sampling_params": {"max_new_tokens": 2, "regex": "[a-z]+"}}
-    request = urllib.request.Request(f"{router_url}/generate", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=READY_TIMEOUT) as response:
-        response.read()
+async def _attack_all(
+    cluster: LocalCluster, endpoint: Endpoint, options: AbuseOptions, console: Console
+) -> list[AttackFigures]:
+    """Run the attacks while clients stream, each one stream after another."""
+    requests = (LoadRequest(_prompt(number, _PROMPT_TOKENS), _OUTPUT_TOKENS) for number in count())
+    async with running_load(endpoint, requests, concurrency=NUM_STREAMS, pause=_SAMPLE_INTERVAL) as load:
+        return await _Abuse(cluster, load, options, console).run()
 
 
 def _prompt(seed: int, num_tokens: int) -> Prompt:
@@ -119,82 +114,56 @@ def _prompt(seed: int, num_tokens: int) -> Prompt:
     return Prompt(ids=[5 + (seed * 7919 + (i + seed) * i) % 251 for i in range(num_tokens)], text="")
 
 
-@dataclass
-class _Client:
-    """One client with its streams, one after another."""
+def gaps_in(streams: Iterable[MeasuredStream], began: float, ended: float) -> list[float]:
+    """Return the gaps between tokens that overlap this interval."""
+    return [b - a for s in streams for a, b in pairwise(s.arrived_at) if b > began and a < ended]
 
-    number: int
-    streams: list[MeasuredStream] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
 
-    async def run(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
-        for turn in count():
-            request = LoadRequest(_prompt(self.number + NUM_STREAMS * turn, _PROMPT_TOKENS), _OUTPUT_TOKENS)
-            self.streams.append(MeasuredStream(endpoint, request))
-            # Older streams are measured already.
-            del self.streams[:-4]
-            try:
-                await self.streams[-1].run(session)
-            except LoadError as error:
-                self.errors.append(error.message)
-                await asyncio.sleep(_SAMPLE_INTERVAL)
+def ttfts_in(streams: Iterable[MeasuredStream], began: float, ended: float) -> list[float]:
+    """Return the times to first token of streams that waited for it in this interval."""
+    return [
+        s.arrived_at[0] - s.sent_at for s in streams if s.arrived_at and s.arrived_at[0] > began and s.sent_at < ended
+    ]
 
-    def gaps(self, began: float, ended: float) -> Iterator[float]:
-        """Yield the gaps between tokens that overlap this interval."""
-        for stream in self.streams:
-            yield from (b - a for a, b in pairwise(stream.arrived_at) if b > began and a < ended)
 
-    def ttfts(self, began: float, ended: float) -> Iterator[float]:
-        """Yield the times to first token of streams that waited for it in this interval."""
-        for stream in self.streams:
-            if stream.arrived_at and stream.arrived_at[0] > began and stream.sent_at < ended:
-                yield stream.arrived_at[0] - stream.sent_at
-
-    def has_gone_on(self, since: float) -> bool:
-        return any(stream.arrived_at and stream.arrived_at[-1] > since for stream in self.streams)
+def have_gone_on(streams: Sequence[MeasuredStream], since: float) -> bool:
+    """Return whether every client has a stream with a token that is newer than `since`."""
+    return len(streams) == NUM_STREAMS and all(s.arrived_at and s.arrived_at[-1] > since for s in streams)
 
 
 class _Abuse:
-    def __init__(self, cluster: LocalCluster, endpoint: Endpoint, options: AbuseOptions, console: Console) -> None:
+    def __init__(self, cluster: LocalCluster, load: StreamLoad, options: AbuseOptions, console: Console) -> None:
         self._cluster = cluster
-        self._endpoint = endpoint
+        self._load = load
         self._options = options
         self._console = console
-        self._clients = [_Client(number) for number in range(NUM_STREAMS)]
 
     async def run(self) -> list[AttackFigures]:
-        """Return the figures of each attack. Raises LoadError if the streams do not start."""
-        async with client_session() as session:
-            tasks = [asyncio.create_task(client.run(self._endpoint, session)) for client in self._clients]
-            try:
-                if not await self._have_gone_on(0.0):
-                    raise LoadError("the streams did not start: see the logs of router and workers")
-                return [await self._attack(name, session) for name in self._options.attacks]
-            finally:
-                await wait_closed(tasks)
+        """Return the figures of each attack. Raises RequestFailedError if the streams do not start."""
+        if not await self._go_on(0.0):
+            raise RequestFailedError("the streams did not start: see the logs of router and workers")
+        return [await self._attack(name) for name in self._options.attacks]
 
-    async def _attack(self, name: str, session: aiohttp.ClientSession) -> AttackFigures:
+    async def _attack(self, name: str) -> AttackFigures:
         self._console.print(f"attack: {name}", highlight=False)
-        for client in self._clients:
-            client.errors.clear()
+        load = self._load
+        load.errors.clear()
         memory = await asyncio.to_thread(_MemoryWatch, self._cluster.children)
         watching = asyncio.create_task(memory.watch())
         began = time.perf_counter()
         try:
             outcomes, errors = await self._run_process(name)
             ended = time.perf_counter()
-            if not await self._have_gone_on(ended):
+            if not await self._go_on(ended):
                 errors.append(f"a stream had no token for {_RECOVERY_TIMEOUT:g} s after the attack")
-            errors += await self._check_new_request(session)
+            errors += await self._check_new_request()
         finally:
-            await wait_closed([watching])
-        errors += [f"a stream failed: {error}" for client in self._clients for error in client.errors[:1]]
+            watching.cancel()
+        errors += [f"a stream failed: {error}" for error in load.errors]
         errors += [f"{child.name} ended" for child in self._cluster.children if child.exit_code is not None]
-        gaps = [gap for client in self._clients for gap in client.gaps(began, ended)]
-        ttfts = [ttft for client in self._clients for ttft in client.ttfts(began, ended)]
-        return AttackFigures(
-            name, max(gaps, default=_RECOVERY_TIMEOUT), max(ttfts, default=None), memory.growth, outcomes, errors
-        )
+        gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)
+        ttft = max(ttfts_in(load.streams, began, ended), default=None)
+        return AttackFigures(name, gap, ttft, memory.growth, outcomes, errors)
 
     async def _run_process(self, name: str) -> tuple[dict[str, int], list[str]]:
         """Run one attack in a process. Return its outcomes and the problems of its process."""
@@ -224,22 +193,20 @@ class _Abuse:
                 process.kill()
             await process.wait()
 
-    async def _have_gone_on(self, since: float) -> bool:
+    async def _go_on(self, since: float) -> bool:
         """Wait until every client has a token that is newer than `since`."""
         deadline = time.perf_counter() + _RECOVERY_TIMEOUT
-        while not all(client.has_gone_on(since) for client in self._clients):
+        while not have_gone_on(self._load.running, since):
             if time.perf_counter() > deadline:
                 return False
             await asyncio.sleep(_SAMPLE_INTERVAL)
         return True
 
-    async def _check_new_request(self, session: aiohttp.ClientSession) -> list[str]:
-        try:
-            async with asyncio.timeout(_RECOVERY_TIMEOUT):
-                await MeasuredStream(self._endpoint, LoadRequest(_prompt(999, _PROMPT_TOKENS), 2)).run(session)
-        except (LoadError, TimeoutError) as error:
-            return [f"a new request failed after the attack: {error or 'no answer'}"]
-        return []
+    async def _check_new_request(self) -> list[str]:
+        endpoint = Endpoint(self._cluster.router_url, self._options.model)
+        request = LoadRequest(_prompt(999, _PROMPT_TOKENS), 2)
+        load = await run_load(endpoint, [request], timeout=_RECOVERY_TIMEOUT)
+        return [f"a new request failed after the attack: {error}" for error in load.errors]
 
 
 class _MemoryWatch:

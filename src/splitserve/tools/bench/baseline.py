@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from splitserve.tools.bench.jobs import Job
 from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.bench.workload import Job
 
 
 class BaselineTask(msgspec.Struct, frozen=True, kw_only=True):

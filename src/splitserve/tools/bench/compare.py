@@ -24,14 +24,14 @@ from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.compare_plan import FULL, QUICK, ComparePlan, Outcome, PrefillFigures, PromptBatch
 from splitserve.tools.bench.compare_report import CompareReport, ServerFigures
 from splitserve.tools.bench.isolation import IsolationFigures, measure_isolation
-from splitserve.tools.bench.load import ask
+from splitserve.tools.bench.load import Endpoint, ask
 from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.tools.bench.peers import PEERS, PeerServer, PeerUnavailableError, find_scripts
-from splitserve.tools.bench.prompts import Encode, PromptMaker
 from splitserve.tools.bench.publish import publish
 from splitserve.tools.bench.stats import StreamsFigures
-from splitserve.tools.bench.stream import Endpoint, LoadError
 from splitserve.tools.bench.systems import ServedSystem, Server
+from splitserve.tools.bench.workload import Encode, PromptMaker
+from splitserve.tools.client import RequestFailedError
 
 OURS = ("null", "disaggregated")
 SYSTEMS = (*OURS, *PEERS)
@@ -90,7 +90,7 @@ def measure(
     try:
         with server.running(console) as running, console.status(f"{server.name}: warming up") as status:
             outcomes = _Measuring(running.endpoint, plan, encode, runs, timeout, status, server.name).all()
-    except (PeerUnavailableError, ClusterError, LoadError) as error:
+    except (PeerUnavailableError, ClusterError, RequestFailedError) as error:
         return ServerFigures(server.name, server.threads, error.message, [], 0.0)
     return ServerFigures(server.name, server.threads, None, outcomes, others.cores_taken())
 
@@ -108,7 +108,7 @@ class _Measuring:
     name: str
 
     def all(self) -> list[Outcome]:
-        """Run the scenarios in the order of the plan. Raises LoadError if the warm-up fails."""
+        """Run the scenarios in the order of the plan. Raises RequestFailedError if the warm-up fails."""
         # Warm-up prompts differ from the measured ones. They are the same for every server, and unique.
         warm_up = PromptMaker(self.encode, seed=1)
         for batch in self.plan.batches[:1] + self.plan.batches[-1:]:
@@ -124,7 +124,7 @@ class _Measuring:
                 self.status.update(f"{self.name}: {batch.name}, run {run} of {self.runs}")
                 made = [prompts.make(batch.input_tokens) for _ in range(batch.num_prompts)]
                 results.append(ask(self.endpoint, made, batch.output_tokens, timeout=self.timeout))
-        except LoadError as error:
+        except RequestFailedError as error:
             return error.message
         return PrefillFigures.of(results) if batch.is_prefill else StreamsFigures.of(results)
 
@@ -138,7 +138,7 @@ class _Measuring:
                 results.append(
                     asyncio.run(measure_isolation(self.endpoint, self.plan.isolation, prompts, self.timeout))
                 )
-        except LoadError as error:
+        except RequestFailedError as error:
             return error.message
         return IsolationFigures.median_of(results)
 

@@ -19,12 +19,12 @@ from splitserve.core.config import DTYPES
 from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ConfigError
 from splitserve.engine.sources import resolve_model
-from splitserve.tools.bench.jobs import FULL, QUICK, MeasurementPlan
 from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.tools.bench.publish import publish
 from splitserve.tools.bench.report import MainReport, SystemFigures
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import ServedSystem, System, TransformersSystem
+from splitserve.tools.bench.workload import FULL, QUICK, MeasurementPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError, ClusterError, LoadError."""
+    """Run the benchmark and return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
     if options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.append_to is not None:

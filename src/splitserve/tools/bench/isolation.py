@@ -15,13 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import aiohttp
-
-from splitserve.tools.bench.load import client_session
-from splitserve.tools.bench.prompts import PromptMaker
-from splitserve.tools.bench.stats import StreamRecord, median, percentile
-from splitserve.tools.bench.stream import Endpoint, LoadError, MeasuredStream, wait_closed
-from splitserve.tools.bench.workload import LoadRequest
+from splitserve.tools.bench.load import Endpoint, MeasuredStream, running_load
+from splitserve.tools.bench.stats import median, percentile
+from splitserve.tools.bench.workload import LoadRequest, PromptMaker
+from splitserve.tools.client import RequestFailedError
 
 # Seconds between two checks of the streams.
 _POLL_INTERVAL = 0.01
@@ -38,6 +35,10 @@ class IsolationPlan:
     long_prompt_tokens: int = 2048
     # Seconds between two long prompts.
     interval: float = 1.0
+
+    @property
+    def num_long_prompts(self) -> int:
+        return max(1, int(self.window / self.interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,63 +66,40 @@ class IsolationFigures:
 async def measure_isolation(
     endpoint: Endpoint, plan: IsolationPlan, prompts: PromptMaker, timeout: float
 ) -> IsolationFigures:
-    """Run the measurement once. `timeout`: seconds for a wait for the streams' tokens. Raises LoadError."""
-    async with client_session(timeout + 2 * plan.window) as session:
-        run = _Run(endpoint, plan, session)
-        try:
-            return await run.measure(prompts, timeout)
-        finally:
-            await wait_closed(run.tasks)
+    """Run the measurement once. `timeout`: seconds for a wait for the streams' tokens. Raises RequestFailedError."""
+    # Create the prompts before the streams start, because that takes time.
+    long_prompts = [
+        LoadRequest(prompts.make(plan.long_prompt_tokens), 1, number * plan.interval)
+        for number in range(plan.num_long_prompts)
+    ]
+    requests = [
+        LoadRequest(prompts.make(plan.stream_prompt_tokens), plan.stream_output_tokens) for _ in range(plan.num_streams)
+    ]
+    answer_timeout = timeout + 2 * plan.window
+    async with running_load(endpoint, requests, concurrency=plan.num_streams, timeout=answer_timeout) as load:
 
+        async def until(is_true: Callable[[], bool]) -> None:
+            deadline = time.perf_counter() + timeout
+            while not is_true():
+                if load.complete():
+                    raise RequestFailedError(f"{endpoint.url}: a stream ended by itself: give the streams more tokens")
+                if time.perf_counter() > deadline:
+                    raise RequestFailedError(
+                        f"{endpoint.url}: streams or long prompts brought no token for {timeout:g} s"
+                    )
+                await asyncio.sleep(_POLL_INTERVAL)
 
-class _Run:
-    def __init__(self, endpoint: Endpoint, plan: IsolationPlan, session: aiohttp.ClientSession) -> None:
-        self._endpoint = endpoint
-        self._plan = plan
-        self._session = session
-        # All tasks in flight, streams first.
-        self.tasks: list[asyncio.Task[StreamRecord]] = []
-
-    async def measure(self, prompts: PromptMaker, timeout: float) -> IsolationFigures:
-        plan = self._plan
-        # Create the prompts before the streams start, because that takes time.
-        requests = [LoadRequest(prompts.make(plan.long_prompt_tokens), 1) for _ in range(self._num_long_prompts())]
-        streams = [
-            self._start(LoadRequest(prompts.make(plan.stream_prompt_tokens), plan.stream_output_tokens))
-            for _ in range(plan.num_streams)
-        ]
-        await self._until(lambda: all(s.arrived_at for s in streams), timeout)
+        streams = load.streams
+        await until(lambda: len(streams) == plan.num_streams and all(s.arrived_at for s in streams))
         began = time.perf_counter()
         await asyncio.sleep(plan.window)
         loaded_from = time.perf_counter()
-        long_prompts = []
-        for number, request in enumerate(requests):
-            await asyncio.sleep(loaded_from + number * plan.interval - time.perf_counter())
-            long_prompts.append(self._start(request))
-        await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
-        loaded_to = time.perf_counter()
-        await self._until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams), timeout)
-        await self._until(lambda: any(s.arrived_at for s in long_prompts), timeout)
-        return figures_of(streams, long_prompts, plan, began, loaded_from, loaded_to)
-
-    def _num_long_prompts(self) -> int:
-        return max(1, int(self._plan.window / self._plan.interval))
-
-    def _start(self, request: LoadRequest) -> MeasuredStream:
-        stream = MeasuredStream(self._endpoint, request)
-        self.tasks.append(asyncio.create_task(stream.run(self._session)))
-        return stream
-
-    async def _until(self, is_true: Callable[[], bool], timeout: float) -> None:
-        deadline = time.perf_counter() + timeout
-        while not is_true():
-            for task in self.tasks[: self._plan.num_streams]:
-                if task.done():
-                    task.result()
-                    raise LoadError(f"{self._endpoint.url}: a stream ended by itself: give the streams more tokens")
-            if time.perf_counter() > deadline:
-                raise LoadError(f"{self._endpoint.url}: streams or long prompts brought no token for {timeout:g} s")
-            await asyncio.sleep(_POLL_INTERVAL)
+        async with running_load(endpoint, long_prompts, timeout=answer_timeout) as long_load:
+            await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
+            loaded_to = time.perf_counter()
+            await until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams))
+            await until(lambda: any(s.arrived_at for s in long_load.streams))
+            return figures_of(streams, long_load.streams, plan, began, loaded_from, loaded_to)
 
 
 def figures_of(
@@ -134,14 +112,16 @@ def figures_of(
 ) -> IsolationFigures:
     """Return the figures of both windows: quiet [began, loaded_from), loaded [loaded_from, loaded_to).
 
-    Raises LoadError.
+    Raises RequestFailedError.
     """
     gaps = [(a, b) for s in streams for a, b in zip(s.arrived_at, s.arrived_at[1:], strict=False)]
     quiet = [b - a for a, b in gaps if began <= a and b < loaded_from]
     loaded = [b - a for a, b in gaps if a < loaded_to and b >= loaded_from]
     answered = [s for s in long_prompts if s.arrived_at]
     if not quiet or not loaded or not answered:
-        raise LoadError(f"too few tokens in windows of {plan.window:g} s to speak of gaps: the server is too slow")
+        raise RequestFailedError(
+            f"too few tokens in windows of {plan.window:g} s to speak of gaps: the server is too slow"
+        )
     num_in_time = sum(s.arrived_at[0] < loaded_to for s in answered)
     return IsolationFigures(
         quiet_itl_p50=percentile(quiet, 50),

@@ -1,62 +1,217 @@
-"""Load generator: requests to /v1/completions in a closed or an open loop.
+"""Load generator: streamed requests to /v1/completions in a closed or an open loop, with the time of each token.
 
 closed loop   `concurrency` clients. Each sends its next request after the last token of the one before.
 open loop     Each request is sent at its own time, whatever is in flight. A slow server does not slow down its load.
 
-Failed requests are counted, and the load goes on. The caller decides what they mean for the figures.
+1. A request asks for an exact number of tokens, greedy, with their ids: a token without complete text brings no text,
+   and would not be detected. If a server sends no ids, an event with text counts as one token, and `usage` at the end
+   gives the total.
+2. An answer of another length than requested is an error, because figures of unequal work cannot be compared.
+3. Failed requests are counted, and the load goes on. The caller decides what they mean for the figures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 import aiohttp
 
-from splitserve.api.api_keys import key_header
-from splitserve.tools.bench.prompts import Prompt
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.stream import Endpoint, LoadError, MeasuredStream, wait_closed
-from splitserve.tools.bench.workload import LoadRequest
-from splitserve.tools.streaming import api_key
+from splitserve.tools.bench.workload import LoadRequest, Prompt
+from splitserve.tools.client import STREAM_TIMEOUT, RequestFailedError, open_session, parse_event, stream
 
-# Seconds for one stream from sending to its end.
-STREAM_TIMEOUT = 900.0
+# Fields beyond OpenAI's. Splitserve and vLLM support both. Most servers ignore unknown fields.
+_EXACT = {"ignore_eos": True, "return_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
-class StreamLoadResult:
-    # Records in the order of the ends of their requests.
-    records: list[StreamRecord]
-    # Messages of failed requests -> number of requests.
-    errors: Counter[str]
-    # Seconds from the start to the end of the last request.
-    elapsed: float
+class Endpoint:
+    """An OpenAI-compatible server."""
+
+    # URL without /v1.
+    url: str
+    model: str
+    # Whether prompts are sent as text: not every server accepts token ids.
+    prompt_as_text: bool = False
+    # Fields of the body to add or replace. None: omit the field.
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self, request: LoadRequest) -> dict[str, Any]:
+        prompt = request.prompt
+        if self.prompt_as_text and not prompt.text:
+            raise RequestFailedError(
+                "this tokenizer has too few words of one token for prompts as text: send token ids"
+            )
+        body = {
+            "model": self.model,
+            "prompt": prompt.text if self.prompt_as_text else prompt.ids,
+            "max_tokens": request.max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_EXACT,
+            **self.extra_body,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class MeasuredStream:
+    """Streamed completion that other tasks of the same event loop may read while it runs."""
+
+    def __init__(self, endpoint: Endpoint, request: LoadRequest) -> None:
+        self._endpoint = endpoint
+        self._request = request
+        self.sent_at = 0.0
+        # Arrival times of tokens, on the clock of time.perf_counter.
+        self.arrived_at: list[float] = []
+        # Number of tokens that arrived at arrived_at[i].
+        self.arrived: list[int] = []
+        # `usage` from the server. Empty: not received yet.
+        self._usage: dict[str, Any] = {}
+
+    async def run(self, session: aiohttp.ClientSession) -> StreamRecord:
+        """Run the stream. Raises RequestFailedError."""
+        url, body = self._endpoint.url, self._endpoint.body(self._request)
+        self.sent_at = time.perf_counter()
+        await stream(session, f"{url}/v1/completions", body, self._take)
+        asked = self._request.max_tokens
+        num_tokens = self._usage.get("completion_tokens") or sum(self.arrived)
+        if num_tokens != asked or not self.arrived_at:
+            raise RequestFailedError(f"{url}: a stream brought {num_tokens} of {asked} tokens: see the server's log")
+        num_prompt_tokens = self._usage.get("prompt_tokens") or len(self._request.prompt.ids)
+        return StreamRecord(self.sent_at, tuple(self.arrived_at), num_prompt_tokens, num_tokens)
+
+    def _take(self, line: bytes) -> None:
+        now = time.perf_counter()
+        event = parse_event(line)
+        if event is None:
+            return
+        self._usage = event.get("usage") or self._usage
+        if count := num_tokens_of(event):
+            self.arrived_at.append(now)
+            self.arrived.append(count)
+
+
+def num_tokens_of(event: Mapping[str, Any]) -> int:
+    """Return the number of output tokens of one event."""
+    total = 0
+    for choice in event.get("choices") or ():
+        ids = choice.get("token_ids")
+        total += len(ids) if ids is not None else bool(choice.get("text"))
+    return total
+
+
+class StreamLoad:
+    """One run of a load, with its results so far."""
+
+    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
+        self._endpoint = endpoint
+        self._session = session
+        # All streams in the order in which they were sent, and those that have not ended.
+        self.streams: list[MeasuredStream] = []
+        self.running: list[MeasuredStream] = []
+        # Records in the order of the ends of their requests.
+        self.records: list[StreamRecord] = []
+        # Messages of failed requests -> number of requests.
+        self.errors: Counter[str] = Counter()
+        # Seconds from the start to the end of the last request.
+        self.elapsed = 0.0
+        # Ends with the last request.
+        self.task: asyncio.Task[None]
 
     @property
     def num_failed(self) -> int:
         return self.errors.total()
 
     def complete(self) -> list[StreamRecord]:
-        """Return all records. Raises LoadError if a request failed."""
+        """Return all records. Raises RequestFailedError if a request failed."""
         if self.errors:
             error, _ = self.errors.most_common(1)[0]
-            raise LoadError(f"{self.num_failed} of {self.num_failed + len(self.records)} requests failed: {error}")
+            raise RequestFailedError(
+                f"{self.num_failed} of {self.num_failed + len(self.records)} requests failed: {error}"
+            )
         return self.records
 
+    async def closed(self, requests: Iterator[LoadRequest], concurrency: int, duration: float, pause: float) -> None:
+        began = time.perf_counter()
 
-def client_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
-    # The buffer must hold one frame, and a frame may be longer than the default of 64 KiB.
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=timeout),
-        headers=key_header(api_key()),
-        read_bufsize=2**20,
-    )
+        async def client() -> None:
+            # Clients share the iterator: the next free one takes the next request.
+            for request in requests:
+                if time.perf_counter() - began >= duration:
+                    return
+                if not await self.send(request):
+                    await asyncio.sleep(pause)
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(concurrency):
+                clients.create_task(client())
+        self.elapsed = time.perf_counter() - began
+
+    async def open(self, requests: Iterable[LoadRequest], duration: float) -> None:
+        in_time = list(takewhile(lambda request: request.send_at < duration, requests))
+        # Preparing the requests took time.
+        began = time.perf_counter()
+
+        async def send_in_time(request: LoadRequest) -> None:
+            await asyncio.sleep(began + request.send_at - time.perf_counter())
+            await self.send(request)
+
+        async with asyncio.TaskGroup() as sending:
+            for request in in_time:
+                sending.create_task(send_in_time(request))
+        self.elapsed = time.perf_counter() - began
+
+    async def send(self, request: LoadRequest) -> bool:
+        """Send one request and wait for its end. Return whether it succeeded."""
+        measured = MeasuredStream(self._endpoint, request)
+        self.streams.append(measured)
+        self.running.append(measured)
+        try:
+            self.records.append(await measured.run(self._session))
+        except RequestFailedError as error:
+            self.errors[error.message] += 1
+            return False
+        finally:
+            self.running.remove(measured)
+        return True
+
+
+@asynccontextmanager
+async def running_load(
+    endpoint: Endpoint,
+    requests: Iterable[LoadRequest],
+    *,
+    concurrency: int | None = None,
+    duration: float = math.inf,
+    timeout: float = STREAM_TIMEOUT,
+    pause: float = 0.0,
+) -> AsyncIterator[StreamLoad]:
+    """Run requests in a closed loop of `concurrency`, or with None at the `send_at` of each.
+
+    The end of the block closes the connections of requests in flight. `duration`: seconds after which no request is
+    sent; those in flight continue to their end. `timeout`: seconds of a stream. `pause`: seconds for which a client of
+    a closed loop waits after a request that failed.
+    """
+    async with open_session(timeout) as session:
+        load = StreamLoad(endpoint, session)
+        running = (
+            load.closed(iter(requests), concurrency, duration, pause) if concurrency else load.open(requests, duration)
+        )
+        load.task = asyncio.create_task(running)
+        try:
+            yield load
+        finally:
+            load.task.cancel()
+            await asyncio.gather(load.task, return_exceptions=True)
 
 
 async def run_load(
@@ -64,71 +219,18 @@ async def run_load(
     requests: Iterable[LoadRequest],
     *,
     concurrency: int | None = None,
-    duration: float | None = None,
+    duration: float = math.inf,
     timeout: float = STREAM_TIMEOUT,
-) -> StreamLoadResult:
-    """Run requests in a closed loop of `concurrency`, or with None at the `send_at` of each.
-
-    `duration`: seconds after which no request is sent; those in flight continue to their end. `timeout`: seconds of a
-    stream.
-    """
-    async with client_session(timeout) as session:
-        load = _Load(endpoint, session, duration)
-        await (load.closed(iter(requests), concurrency) if concurrency else load.open(requests))
-    return StreamLoadResult(load.records, load.errors, time.perf_counter() - load.began)
+) -> StreamLoad:
+    """Run requests as `running_load` does, to the end of the last one."""
+    async with running_load(endpoint, requests, concurrency=concurrency, duration=duration, timeout=timeout) as load:
+        await load.task
+    return load
 
 
 def ask(
     endpoint: Endpoint, prompts: Iterable[Prompt], max_tokens: int, *, timeout: float = STREAM_TIMEOUT
 ) -> list[StreamRecord]:
-    """Send all prompts at once and return their records. Raises LoadError if one fails."""
+    """Send all prompts at once and return their records. Raises RequestFailedError if one fails."""
     requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
     return asyncio.run(run_load(endpoint, requests, concurrency=len(requests), timeout=timeout)).complete()
-
-
-class _Load:
-    """One run of a load, with its results."""
-
-    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession, duration: float | None) -> None:
-        self._endpoint = endpoint
-        self._session = session
-        self._duration = duration
-        self.began = time.perf_counter()
-        self.records: list[StreamRecord] = []
-        self.errors: Counter[str] = Counter()
-
-    async def closed(self, requests: Iterator[LoadRequest], concurrency: int) -> None:
-        async def client() -> None:
-            # Clients share the iterator: the next free one takes the next request.
-            for request in requests:
-                if self._is_over(time.perf_counter() - self.began):
-                    return
-                await self._send(request)
-
-        await _all([asyncio.create_task(client()) for _ in range(concurrency)])
-
-    async def open(self, requests: Iterable[LoadRequest]) -> None:
-        async def send_in_time(request: LoadRequest) -> None:
-            await asyncio.sleep(self.began + request.send_at - time.perf_counter())
-            await self._send(request)
-
-        in_time = list(takewhile(lambda request: not self._is_over(request.send_at), requests))
-        # Restart the clock: preparing the requests took time.
-        self.began = time.perf_counter()
-        await _all([asyncio.create_task(send_in_time(request)) for request in in_time])
-
-    def _is_over(self, seconds: float) -> bool:
-        return self._duration is not None and seconds >= self._duration
-
-    async def _send(self, request: LoadRequest) -> None:
-        try:
-            self.records.append(await MeasuredStream(self._endpoint, request).run(self._session))
-        except LoadError as error:
-            self.errors[error.message] += 1
-
-
-async def _all(tasks: list[asyncio.Task[None]]) -> None:
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await wait_closed(tasks)

@@ -30,7 +30,7 @@ from rich.console import Console
 from splitserve.api.http_server import bind, port_of
 from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.engine.sources import cache_dir
-from splitserve.tools.bench.stream import Endpoint
+from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.systems import READY_TIMEOUT, Running
 
 # Beside this package's sources in a checkout.

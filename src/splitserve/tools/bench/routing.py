@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +28,15 @@ from splitserve.deploy.local import LocalCluster, wait_ready
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.tools.bench.load import run_load
+from splitserve.tools.bench.load import Endpoint, run_load
 from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.tools.bench.markdown import listed, table_of
-from splitserve.tools.bench.prompts import PromptMaker
 from splitserve.tools.bench.publish import publish
 from splitserve.tools.bench.stats import percentile
-from splitserve.tools.bench.stream import Endpoint
 from splitserve.tools.bench.systems import READY_TIMEOUT
-from splitserve.tools.bench.trace import BLOCK_TOKENS, Trace
-from splitserve.tools.bench.workload import LoadRequest
-from splitserve.tools.metrics_page import sum_samples
+from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace
+from splitserve.tools.client import call
+from splitserve.tools.metrics import sum_samples
 
 SINGLE = "one worker"
 _EVENTS = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'
@@ -221,8 +217,7 @@ def _await_events(router_url: str) -> None:
     """Wait until the router follows the cache of every prefill worker. Raises ClusterError."""
     deadline = time.monotonic() + READY_TIMEOUT
     while True:
-        with urllib.request.urlopen(f"{router_url}/workers", timeout=30.0) as response:
-            workers = json.load(response)["workers"]
+        workers = call(f"{router_url}/workers")["workers"]
         if all(w["num_cached_blocks"] is not None for w in workers if w["mode"] == "prefill"):
             return
         if time.monotonic() > deadline:

@@ -12,6 +12,7 @@ run side by side, and one of them receives requests at a time:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,17 +28,16 @@ from splitserve.core.errors import ConfigError
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.tools.bench.backends import choose_backends
-from splitserve.tools.bench.load import StreamLoadResult, ask, run_load
+from splitserve.tools.bench.load import Endpoint, StreamLoad, ask, run_load
 from splitserve.tools.bench.load_figures import LoadFigures, Slo
 from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
-from splitserve.tools.bench.prompts import Encode, PromptMaker
 from splitserve.tools.bench.publish import publish
 from splitserve.tools.bench.serve_report import Handover, ServeFigures, ServeReport
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
-from splitserve.tools.bench.stream import Endpoint, LoadError
 from splitserve.tools.bench.systems import Running, RunningServer, ServedSystem, Server
-from splitserve.tools.bench.workload import LoadPlan
-from splitserve.tools.transfers import Transfers, read_transfers
+from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker
+from splitserve.tools.client import RequestFailedError
+from splitserve.tools.metrics import Transfers, read_transfers
 
 MODES = ("null", "disaggregated")
 # Backends measured by default, if they are present.
@@ -97,7 +97,10 @@ class _Idle:
 
 
 def run_serve_bench(options: ServeBenchOptions) -> int:
-    """Run the benchmark and return the exit code: 1 if requests failed. Raises ConfigError, ClusterError, LoadError."""
+    """Run the benchmark and return the exit code: 1 if requests failed.
+
+    Raises ConfigError, ClusterError, RequestFailedError.
+    """
     console = Console(stderr=True)
     systems = _systems(options, console)
     if options.append_to is not None:
@@ -124,7 +127,7 @@ def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_Sys
 def _measure(
     systems: Sequence[_System], options: ServeBenchOptions, encode: Encode, console: Console
 ) -> list[ServeFigures]:
-    """Measure systems that run side by side. Raises ClusterError, LoadError."""
+    """Measure systems that run side by side. Raises ClusterError, RequestFailedError."""
     plan, others = options.plan, OthersWatch()
     with ExitStack() as closing:
         started = [closing.enter_context(system.server.running(console)) for system in systems]
@@ -139,7 +142,9 @@ def _measure(
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
             requests = plan.requests(encode)
-            load = run_load(running.endpoint, requests, concurrency=plan.concurrency, duration=plan.duration)
+            load = run_load(
+                running.endpoint, requests, concurrency=plan.concurrency, duration=plan.duration or math.inf
+            )
             results.append(asyncio.run(load))
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
     taken = None if systems[0].mode == "external" else others.cores_taken()
@@ -150,7 +155,7 @@ def _measure(
 
 
 def _figures(
-    system: _System, options: ServeBenchOptions, result: StreamLoadResult, idle: _Idle, cores_taken: float | None
+    system: _System, options: ServeBenchOptions, result: StreamLoad, idle: _Idle, cores_taken: float | None
 ) -> ServeFigures:
     plan = options.plan
     return ServeFigures(
@@ -177,7 +182,7 @@ def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
 
 
 def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode: Encode) -> list[_Idle]:
-    """Measure the TTFT of each system, one prompt at a time. Raises LoadError."""
+    """Measure the TTFT of each system, one prompt at a time. Raises RequestFailedError."""
     if options.ttft_runs == 0:
         return [_Idle(None, None)] * len(systems)
     # The prompts differ from those of the load, and are the same for every system.
@@ -214,11 +219,14 @@ def _settled(prefill_url: str | None) -> Transfers | None:
 
 
 def _counted(prefill_url: str, count: int) -> Transfers:
-    """Return the figures after `count` KV transfers in total. Raises LoadError if they are not counted in time."""
+    """Return the figures after `count` KV transfers in total.
+
+    Raises RequestFailedError if they are not counted in time.
+    """
     deadline = time.monotonic() + _COUNT_TIMEOUT
     while (found := read_transfers(prefill_url)).count < count:
         if time.monotonic() > deadline:
-            raise LoadError(f"{prefill_url} counts {found.count} hand-overs, {count} were made: see its log")
+            raise RequestFailedError(f"{prefill_url} counts {found.count} hand-overs, {count} were made: see its log")
         time.sleep(0.05)
     return found
 

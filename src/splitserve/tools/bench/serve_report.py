@@ -13,7 +13,7 @@ from rich.table import Table
 from splitserve.tools.bench.load_figures import LoadFigures, Slo, Spread
 from splitserve.tools.bench.markdown import listed, table_of
 from splitserve.tools.bench.stats import TtftFigures
-from splitserve.tools.transfers import Transfers
+from splitserve.tools.metrics import Transfers
 
 _LEGEND = (
     "TTFT, TPOT, E2E: p50 / p90 / p99 over requests; ITL: mean / p50 / p99 over all gaps. Goodput: requests/s that "

@@ -24,14 +24,13 @@ from splitserve.core.config import DTYPES
 from splitserve.core.errors import ConfigError
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.tools.bench.load import ask
+from splitserve.tools.bench.load import Endpoint, ask
 from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
 from splitserve.tools.bench.markdown import listed, table_of
 from splitserve.tools.bench.page import check_page, replace_section
-from splitserve.tools.bench.prompts import Prompt
 from splitserve.tools.bench.publish import publish
 from splitserve.tools.bench.stats import median
-from splitserve.tools.bench.stream import Endpoint
+from splitserve.tools.bench.workload import Prompt
 
 SECTION = "bench startup"
 # Seconds for a worker to be ready, which may include a download.
@@ -115,7 +114,7 @@ _HEADER = ["start", "runs", "ready, s", "first token, s"]
 
 
 def run_startup_bench(options: StartupOptions) -> int:
-    """Return the exit code. Raises ConfigError, ClusterError, LoadError."""
+    """Return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
     if options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
     if options.append_to is not None:
@@ -133,7 +132,7 @@ def run_startup_bench(options: StartupOptions) -> int:
 
 
 def measure_startup(options: StartupOptions, console: Console) -> StartupReport:
-    """Run all starts. Raises ClusterError, LoadError."""
+    """Run all starts. Raises ClusterError, RequestFailedError."""
     others = OthersWatch()
     cold, warm = [], []
     for number in range(options.cold_runs):

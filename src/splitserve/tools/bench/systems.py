@@ -7,13 +7,11 @@ Plain transformers is a process that receives `bench main`'s jobs without HTTP. 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -23,16 +21,13 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from splitserve.api.api_keys import key_header
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster, wait_ready
-from splitserve.tools.bench.jobs import Job
-from splitserve.tools.bench.load import ask
-from splitserve.tools.bench.prompts import Prompt
+from splitserve.tools.bench.load import Endpoint, ask
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.stream import Endpoint, LoadError
-from splitserve.tools.streaming import api_key
+from splitserve.tools.bench.workload import Job, Prompt
+from splitserve.tools.client import RequestFailedError
 from splitserve.worker.scheduler_link import OPENMP_ENVIRONMENT
 
 # Seconds for a system to start.
@@ -150,17 +145,6 @@ class ServedSystem:
             return results
 
 
-def first_model(url: str) -> str:
-    """Return the first model that a server lists. Raises LoadError."""
-    try:
-        request = urllib.request.Request(f"{url}/v1/models", headers=key_header(api_key()))
-        with urllib.request.urlopen(request, timeout=10.0) as response:
-            model: str = json.load(response)["data"][0]["id"]
-    except (OSError, ValueError, LookupError) as error:
-        raise LoadError(f"{url}/v1/models names no model ({error}): is an OpenAI-compatible server there?") from error
-    return model
-
-
 def _run_job(endpoint: Endpoint, job: Job) -> list[StreamRecord]:
     return ask(endpoint, [Prompt(ids=ids, text="") for ids in job.prompts], job.max_tokens)
 
@@ -194,7 +178,7 @@ class TransformersSystem:
                 results.append(msgspec.json.decode(line, type=list[StreamRecord]))
                 status.update(f"{self.name}: {len(results)} of {len(jobs)} runs done")
         if len(results) != len(jobs):
-            raise LoadError(f"{self.name}: {len(results)} of {len(jobs)} jobs were answered")
+            raise RequestFailedError(f"{self.name}: {len(results)} of {len(jobs)} jobs were answered")
         return results
 
     def _lines(self, task: bytes) -> Iterator[bytes]:
@@ -221,4 +205,6 @@ class TransformersSystem:
             if code != 0:
                 log.seek(0)
                 tail = "\n".join(log.read().decode(errors="replace").splitlines()[-10:])
-                raise LoadError(f"{self.name} ended with code {code} (a kill at {self.timeout:g} s gives -9):\n{tail}")
+                raise RequestFailedError(
+                    f"{self.name} ended with code {code} (a kill at {self.timeout:g} s gives -9):\n{tail}"
+                )

@@ -1,20 +1,82 @@
-"""Requests of a load generator and their times. Pure: the same plan gives every system the same requests.
+"""Prompts, requests and their times: what benchmarks send. Pure: equal seeds give every system the same requests.
 
-1. Lengths come from options, or from a trace (`splitserve.tools.bench.trace`).
-2. In an open loop each request has a time: from a trace, or a random one. A closed loop ignores times.
+Prompts   Random English words of exact lengths. Each word of the stock is one token, so that a prompt has the same
+          length as text and as token ids. If a tokenizer has too few such words, prompts are token ids only. No two
+          prompts share a prefix, so that no prefix cache helps, except prompts of the same blocks.
+Loads     Requests of a load generator. Lengths come from options or from a trace. In an open loop each request has a
+          time: from a trace, or a random one. A closed loop ignores times.
+Jobs      Prompts that are sent at once, for `bench main`.
+Traces    Mooncake's published form (Qin et al., FAST '25), JSON Lines of one request each:
+          `{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, ...]}`: milliseconds, tokens,
+          and a key for each 512 tokens of the prompt. Equal keys mean equal tokens, so that prompts share prefixes as
+          the real ones did. The file does not have the prompts' words. They are replaced with random ones.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from pathlib import Path
 
-from splitserve.tools.bench.prompts import Encode, Prompt, PromptMaker
+import msgspec
 
+from splitserve.core.errors import ConfigError, clause
+from splitserve.tools.passage import PASSAGE
+
+Encode = Callable[[str], Sequence[int]]
 WARM_UP_OUTPUT_TOKENS = 8
+# Prompt tokens per entry of `hash_ids` in a trace.
+BLOCK_TOKENS = 512
+# Minimum number of words, so that prompts differ early.
+_MIN_WORDS = 50
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    ids: list[int]
+    # Text that encodes to `ids`. Empty: the tokenizer has too few words of one token.
+    text: str
+
+
+class PromptMaker:
+    """Maker of prompts. Equal seeds give equal prompts."""
+
+    def __init__(self, encode: Encode, seed: int = 0) -> None:
+        self._seed = seed
+        self._random = random.Random(seed)
+        # (token id, its text)
+        self._stock = _single_tokens(encode) or [(token, "") for token in sorted(set(encode(PASSAGE)))]
+
+    def make(self, num_tokens: int) -> Prompt:
+        return self._prompt(self._random.choices(self._stock, k=num_tokens))
+
+    def make_of_blocks(self, keys: Sequence[Hashable], block_tokens: int, num_tokens: int) -> Prompt:
+        """Return a prompt of blocks.
+
+        Equal keys give equal blocks in all prompts. Tokens beyond the last block are new.
+        """
+        words: list[tuple[int, str]] = []
+        for key in keys[: -(-num_tokens // block_tokens)]:
+            # A string gives the same random numbers in every process.
+            words += random.Random(f"{self._seed}:{key}").choices(self._stock, k=block_tokens)
+        words += self._random.choices(self._stock, k=max(0, num_tokens - len(words)))
+        return self._prompt(words[:num_tokens])
+
+    def _prompt(self, words: Sequence[tuple[int, str]]) -> Prompt:
+        return Prompt(ids=[token for token, _ in words], text="".join(text for _, text in words))
+
+
+def _single_tokens(encode: Encode) -> list[tuple[int, str]]:
+    """Return the words that are one token each at any position. Empty: there are too few."""
+    stock = []
+    for word in sorted(set(re.findall(r"[a-z]+", PASSAGE.lower()))):
+        ids = list(encode(f" {word}"))
+        if len(ids) == 1:
+            stock.append((ids[0], f" {word}"))
+    together = list(encode("".join(text for _, text in stock)))
+    return stock if len(stock) >= _MIN_WORDS and together == [token for token, _ in stock] else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +86,68 @@ class LoadRequest:
     max_tokens: int
     # Seconds after the start of the run.
     send_at: float = 0.0
+
+
+class TraceRow(msgspec.Struct, frozen=True):
+    # Milliseconds since the trace began.
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+    def __post_init__(self) -> None:
+        if self.timestamp < 0 or self.input_length < 1 or self.output_length < 1:
+            raise ValueError("timestamp must be at least 0, input_length and output_length at least 1")
+
+
+def read_trace(path: Path, count: int | None = None) -> list[TraceRow]:
+    """Read the first `count` requests, or all, ordered by time. Raises ConfigError with the file and line."""
+    decoder = msgspec.json.Decoder(TraceRow)
+    rows: list[TraceRow] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if count is not None and len(rows) == count:
+                    break
+                if line.strip():
+                    rows.append(_row(decoder, line, f"--trace {path}, line {number}"))
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: cannot be read ({error.strerror}): name another file") from error
+    if not rows:
+        raise ConfigError(f"--trace {path}: it holds no request")
+    return sorted(rows, key=lambda row: row.timestamp)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    rows: Sequence[TraceRow]
+    # Factor on the tokens of the trace. A length is at least one token.
+    length_scale: float
+    # Factor on the requests per second.
+    speed: float
+
+    @property
+    def longest(self) -> int:
+        return max(self._scaled(row.input_length) + self._scaled(row.output_length) for row in self.rows)
+
+    def requests(self, maker: PromptMaker) -> Iterator[LoadRequest]:
+        block_tokens = self._scaled(BLOCK_TOKENS)
+        for row in self.rows:
+            prompt = maker.make_of_blocks(row.hash_ids, block_tokens, self._scaled(row.input_length))
+            send_at = (row.timestamp - self.rows[0].timestamp) / 1e3 / self.speed
+            yield LoadRequest(prompt, self._scaled(row.output_length), send_at)
+
+    def _scaled(self, length: int) -> int:
+        return max(1, round(length * self.length_scale))
+
+
+def _row(decoder: msgspec.json.Decoder[TraceRow], line: bytes, where: str) -> TraceRow:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{where}: {clause(error)}. Give JSON Lines of timestamp, input_length, output_length"
+        ) from error
 
 
 def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
@@ -36,17 +160,6 @@ def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
     while True:
         now += draws.gammavariate(burstiness, 1.0 / (rate * burstiness))
         yield now
-
-
-class TraceLoad(Protocol):
-    """Requests that a trace recorded."""
-
-    @property
-    def longest(self) -> int:
-        """Return the maximum tokens of a prompt and its answer together."""
-        ...
-
-    def requests(self, maker: PromptMaker) -> Iterator[LoadRequest]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +179,7 @@ class LoadPlan:
     # Seconds after which no request is sent. None: all are sent.
     duration: float | None
     seed: int
-    trace: TraceLoad | None = None
+    trace: Trace | None = None
 
     def requests(self, encode: Encode) -> Iterator[LoadRequest]:
         """Yield new prompts of the same seed each time. Endless if neither `num_prompts` nor a trace limits it."""
@@ -101,3 +214,54 @@ class LoadPlan:
     def _random(self, maker: PromptMaker) -> Iterator[LoadRequest]:
         while True:
             yield LoadRequest(maker.make(self.input_tokens), self.output_tokens)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts sent at once, each answered with `max_tokens` tokens."""
+
+    # Token ids. No two prompts of a benchmark share a prefix, so that no prefix cache helps.
+    prompts: list[list[int]]
+    max_tokens: int
+
+
+class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Amount of work in a measurement."""
+
+    # Number of streams at once -> number of runs.
+    streams: dict[int, int]
+    stream_prompt_tokens: int = 128
+    stream_output_tokens: int = 128
+    # Prompt tokens -> number of runs, with one output token each on an otherwise idle system.
+    ttft: dict[int, int]
+
+    def jobs(self, encode: Encode) -> list[Job]:
+        """Return the jobs in the order of `streams`, then of `ttft`, with all runs of one kind in sequence."""
+        prompts = PromptMaker(encode)
+        jobs = [
+            Job(
+                prompts=[prompts.make(self.stream_prompt_tokens).ids for _ in range(count)],
+                max_tokens=self.stream_output_tokens,
+            )
+            for count, runs in self.streams.items()
+            for _ in range(runs)
+        ]
+        jobs += [
+            Job(prompts=[prompts.make(length).ids], max_tokens=1)
+            for length, runs in self.ttft.items()
+            for _ in range(runs)
+        ]
+        return jobs
+
+    def warm_up(self, encode: Encode) -> list[Job]:
+        """Return the jobs before the measurement: one long prompt, then a few short ones together."""
+        prompts = PromptMaker(encode, seed=1)
+        return [
+            Job(prompts=[prompts.make(min(self.ttft)).ids], max_tokens=2),
+            Job(prompts=[prompts.make(self.stream_prompt_tokens).ids for _ in range(4)], max_tokens=8),
+        ]
+
+
+# About ten minutes with a model of 135M parameters on two cores.
+FULL = MeasurementPlan(streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
+# About two minutes.
+QUICK = MeasurementPlan(streams={1: 1, 8: 1, 32: 1}, stream_output_tokens=16, ttft={1024: 1, 2048: 1})

@@ -35,9 +35,9 @@ from splitserve.tools.chaos.streams import (
     follow,
     follow_undisturbed,
     make_requests,
-    open_session,
 )
-from splitserve.tools.metrics_page import sum_samples
+from splitserve.tools.client import RequestFailedError, open_session, send
+from splitserve.tools.metrics import sum_samples
 
 # Number of different requests.
 _NUM_REQUESTS = 30
@@ -189,8 +189,8 @@ class _Run:
         outcome, name = StreamOutcome(), f"request {i} ({self._requests[i].path})"
         try:
             await follow(session, self._cluster.router_url, self._requests[i], outcome)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            self._tally.errors.append(f"{name}: {type(error).__name__} {error}")
+        except RequestFailedError as error:
+            self._tally.errors.append(f"{name}: {error}")
         else:
             self._tally.judge(name, outcome, self._expected[i])
 
@@ -206,24 +206,20 @@ class _Run:
 async def _await_release(cluster: LocalCluster) -> list[str]:
     """Wait until workers have released everything. Return what they still hold after the timeout."""
     deadline = time.monotonic() + _SETTLE
-    async with aiohttp.ClientSession() as client:
-        while found := [problem for url in _urls(cluster) if (problem := await _problem(client, url))]:
+    urls = [url for role in DisaggregationMode for url in cluster.urls(role)]
+    async with open_session() as session:
+        while found := [problem for url in urls if (problem := await _problem(session, url))]:
             if time.monotonic() > deadline:
                 return found
             await asyncio.sleep(POLL_INTERVAL * 10)
     return []
 
 
-def _urls(cluster: LocalCluster) -> list[str]:
-    return [url for role in DisaggregationMode for url in cluster.urls(role)]
-
-
-async def _problem(client: aiohttp.ClientSession, url: str) -> str:
+async def _problem(session: aiohttp.ClientSession, url: str) -> str:
     try:
-        async with client.get(f"{url}/server_info") as response:
-            states = (await response.json())["internal_states"]
-    except aiohttp.ClientError as error:
-        return f"{url} does not answer: {error or type(error).__name__}"
+        states = (await send(session, f"{url}/server_info"))["internal_states"]
+    except RequestFailedError as error:
+        return f"{url} does not answer: {error}"
     return "; ".join(f"{url} keeps {what}" for state in states if (what := held(state)))
 
 

@@ -14,8 +14,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import aiohttp
-
 from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.local import LocalCluster
@@ -23,6 +21,7 @@ from splitserve.process.child import POLL_INTERVAL, ChildProcess
 from splitserve.tools.chaos.orders import Fault, FaultOrder
 from splitserve.tools.chaos.points import FaultStage
 from splitserve.tools.chaos.report import Tally
+from splitserve.tools.client import open_session, send
 
 # Seconds to reach a stage, for a worker to load, drain or end, and between two faults.
 _MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)
@@ -51,7 +50,10 @@ class Saboteur:
         ]
 
     async def run(self, is_over: asyncio.Event) -> None:
-        """Inject faults until `is_over` is set. Raises ClusterError if a worker does not come back."""
+        """Inject faults until `is_over` is set.
+
+        Raises ClusterError if a worker does not come back, and RequestFailedError.
+        """
         while not is_over.is_set():
             victim = self._rng.choice(self._cluster.children_of(self._role))
             name = await self._weighted_kind()(victim)
@@ -100,7 +102,7 @@ class Saboteur:
     async def _restart(self, victim: ChildProcess) -> str:
         """Restart the worker as an operator does: drain, stop, start."""
         assert victim.ready is not None
-        await self._post("/workers/drain", {"url": victim.ready.url, "migrate": True})
+        await self._send("/workers/drain", {"url": victim.ready.url, "migrate": True})
         victim.send_signal()
         if not await asyncio.to_thread(victim.wait, _COME_BACK):
             raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")
@@ -113,7 +115,7 @@ class Saboteur:
         away = self._rng.choice([role for role in DisaggregationMode if role is not self._role])
         for role in (away, self._role):
             order = {"url": victim.ready.url, "role": role, "timeout": _COME_BACK, "force": True}
-            await self._post("/role", order | {"drain": self._rng.choice(["complete", "migrate"])})
+            await self._send("/role", order | {"drain": self._rng.choice(["complete", "migrate"])})
         return f"made {away} and {self._role} again"
 
     async def _strike(self, victim: ChildProcess, number: signal.Signals) -> str:
@@ -147,26 +149,15 @@ class Saboteur:
 
     async def _all_usable(self) -> bool:
         children = self._cluster.children_of(self._role)
-        known = {w["url"]: w for w in (await self._get("/workers"))["workers"]}
+        known = {w["url"]: w for w in (await self._send("/workers"))["workers"]}
         return all(
             c.ready is not None and (worker := known.get(c.ready.url)) and worker["healthy"] and worker["ready"]
             for c in children
         )
 
-    async def _get(self, path: str) -> Any:
-        try:
-            async with aiohttp.ClientSession() as client, client.get(self._cluster.router_url + path) as response:
-                return await response.json()
-        except aiohttp.ClientError as error:
-            raise ClusterError(f"the router does not answer {path}: {error or type(error).__name__}") from error
-
-    async def _post(self, path: str, body: dict[str, Any]) -> None:
-        async with (
-            aiohttp.ClientSession() as client,
-            client.post(self._cluster.router_url + path, json=body) as response,
-        ):
-            if response.status != 200:
-                raise ClusterError(f"{path} {body}: {response.status} {(await response.text())[:500]}")
+    async def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        async with open_session() as session:
+            return await send(session, self._cluster.router_url + path, body)
 
 
 def order_fault(child: ChildProcess, fault: Fault) -> FaultOrder:

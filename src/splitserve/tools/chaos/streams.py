@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from splitserve.tools.bench.stream import LoadError
+from splitserve.tools.client import RequestFailedError, open_session, stream
 
 # Logprobs of the same token may differ by the effect of another order of float32 sums.
 _LOGPROB_TOLERANCE = 1e-3
@@ -137,12 +137,6 @@ def _make_request(i: int, num_tokens: int) -> StreamRequest:
     return StreamRequest(path, body | {"stream": True})
 
 
-def open_session(timeout: float) -> aiohttp.ClientSession:
-    """Open a session. `timeout`: seconds for a whole stream. The buffer must hold one event, which is one line."""
-    limits = aiohttp.ClientTimeout(total=timeout)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits, read_bufsize=1 << 22)
-
-
 async def follow(
     session: aiohttp.ClientSession,
     url: str,
@@ -150,27 +144,30 @@ async def follow(
     outcome: StreamOutcome,
     on_event: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill `outcome` as the stream arrives.
-
-    Raises ValueError and the errors of the connection, such as TimeoutError.
-    """
+    """Fill `outcome` as the stream arrives. Raises RequestFailedError if the connection or a line is broken."""
     last_at = time.monotonic()
-    async with session.post(url + request.path, json=request.body) as response:
-        if response.status != 200:
-            outcome.error, outcome.is_done = (await response.json())["error"], True
+
+    def take(line: bytes) -> None:
+        nonlocal last_at
+        if line == b"\n":
             return
-        async for line in response.content:
-            now = time.monotonic()
-            if line.startswith(b"data: "):
-                outcome.longest_pause = max(outcome.longest_pause, now - last_at)
-                last_at = now
-            if line.startswith(b"data: [DONE]"):
-                outcome.is_done = True
-            elif line.startswith(b"data: "):
-                outcome.take(json.loads(line[6:]))
-                on_event()
-            elif line != b"\n":
-                raise ValueError(f"not an event: {line!r}")
+        if not line.startswith(b"data: "):
+            raise ValueError(f"not an event: {line!r}")
+        now = time.monotonic()
+        outcome.longest_pause = max(outcome.longest_pause, now - last_at)
+        last_at = now
+        if line.startswith(b"data: [DONE]"):
+            outcome.is_done = True
+        else:
+            outcome.take(json.loads(line[6:]))
+            on_event()
+
+    try:
+        await stream(session, url + request.path, request.body, take)
+    except RequestFailedError as error:
+        if error.body is None:
+            raise
+        outcome.error, outcome.is_done = json.loads(error.body)["error"], True
 
 
 def follow_all(
@@ -207,9 +204,9 @@ def follow_all(
 
 
 def follow_undisturbed(url: str, requests: Sequence[StreamRequest], *, timeout: float) -> dict[int, StreamOutcome]:
-    """Return outcomes to compare disturbed streams with. Raises LoadError if one of them does not end well."""
+    """Return outcomes to compare disturbed streams with. Raises RequestFailedError if one of them does not end well."""
     outcomes = follow_all(url, requests, timeout=timeout)
     failed = {i: o.error for i, o in outcomes.items() if o.error is not None or not o.is_done}
     if failed:
-        raise LoadError(f"requests failed though nothing disturbed them: {failed}")
+        raise RequestFailedError(f"requests failed though nothing disturbed them: {failed}")
     return outcomes

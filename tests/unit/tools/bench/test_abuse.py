@@ -9,12 +9,11 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench.abuse import AbuseOptions, _Client
+from splitserve.tools.bench.abuse import NUM_STREAMS, AbuseOptions, gaps_in, have_gone_on, ttfts_in
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder
 from splitserve.tools.bench.abuse_report import AbuseReport, AttackFigures
-from splitserve.tools.bench.prompts import Prompt
-from splitserve.tools.bench.stream import Endpoint, MeasuredStream
-from splitserve.tools.bench.workload import LoadRequest
+from splitserve.tools.bench.load import Endpoint, MeasuredStream
+from splitserve.tools.bench.workload import LoadRequest, Prompt
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
@@ -116,16 +115,15 @@ def test_each_kind_of_harm_fails_the_report(changed: dict[str, object]) -> None:
 
 
 def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
-    client = _Client(0)
     stream = MeasuredStream(Endpoint("http://x", "m"), LoadRequest(Prompt(ids=[1], text=""), 4))
     stream.sent_at, stream.arrived_at = 9.0, [10.0, 11.0, 14.0, 14.5, 20.0]
-    client.streams.append(stream)
-    assert list(client.gaps(12.0, 13.0)) == [3.0]
-    assert list(client.gaps(14.2, 14.3)) == [0.5]
-    assert list(client.ttfts(9.5, 9.6)) == [1.0]
-    assert not list(client.ttfts(12.0, 13.0))
-    assert client.has_gone_on(19.0)
-    assert not client.has_gone_on(20.0)
+    assert gaps_in([stream], 12.0, 13.0) == [3.0]
+    assert gaps_in([stream], 14.2, 14.3) == [0.5]
+    assert ttfts_in([stream], 9.5, 9.6) == [1.0]
+    assert not ttfts_in([stream], 12.0, 13.0)
+    assert have_gone_on([stream] * NUM_STREAMS, 19.0)
+    assert not have_gone_on([stream] * NUM_STREAMS, 20.0)
+    assert not have_gone_on([stream] * (NUM_STREAMS - 1), 19.0)
 
 
 def test_an_unknown_attack_is_an_error_that_names_the_others() -> None:

@@ -12,10 +12,10 @@ import transformers
 from rich.console import Console
 
 from splitserve.tools.bench.baseline import BaselineTask, run_job
-from splitserve.tools.bench.jobs import Job
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.stream import LoadError
 from splitserve.tools.bench.systems import TransformersSystem
+from splitserve.tools.bench.workload import Job
+from splitserve.tools.client import RequestFailedError
 from support.tiny_models import make_tiny_model
 
 JOBS = [Job(prompts=[[1, 2, 3]], max_tokens=2), Job(prompts=[[1], [2]], max_tokens=1)]
@@ -65,12 +65,12 @@ def test_each_line_of_the_process_is_a_jobs_records():
     ],
 )
 def test_a_process_that_fails_or_answers_too_little_is_an_error(program, message):
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(RequestFailedError, match=message):
         run(program)
 
 
 def test_a_process_that_hangs_is_killed_at_its_deadline():
-    with pytest.raises(LoadError, match="code -9"):
+    with pytest.raises(RequestFailedError, match="code -9"):
         run("import sys, threading; sys.stdin.read(); threading.Event().wait()", timeout=0.5)
 
 

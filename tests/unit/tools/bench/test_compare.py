@@ -20,11 +20,12 @@ from splitserve.tools.bench.compare import SYSTEMS, CompareOptions, measure, run
 from splitserve.tools.bench.compare_plan import FULL, QUICK, ComparePlan, PrefillFigures, PromptBatch
 from splitserve.tools.bench.compare_report import CompareReport, ServerFigures
 from splitserve.tools.bench.isolation import IsolationFigures, IsolationPlan, figures_of, measure_isolation
+from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.peers import PEERS, Peer, PeerServer, PeerUnavailableError, find_scripts
-from splitserve.tools.bench.prompts import PromptMaker
 from splitserve.tools.bench.stats import StreamsFigures
-from splitserve.tools.bench.stream import Endpoint, LoadError
 from splitserve.tools.bench.systems import RunningServer
+from splitserve.tools.bench.workload import PromptMaker
+from splitserve.tools.client import RequestFailedError
 from support.fake_openai import FakeOpenAI
 
 PLAN = ComparePlan((PromptBatch(2, 4, 3), PromptBatch(1, 8, 1)), IsolationPlan(window=0.1, stream_output_tokens=5))
@@ -64,7 +65,7 @@ def test_prompts_count_as_answered_within_the_window_and_have_a_ttft_whenever_th
     found = figures_of(streams, prompts, IsolationPlan(long_prompt_tokens=100), 10.0, 20.0, 30.0)
     assert (found.num_answered, found.num_sent, found.ttft_p50) == (2, 4, 5.0)
     assert found.prompt_tokens_per_second == pytest.approx(20.0)
-    with pytest.raises(LoadError, match="too slow"):
+    with pytest.raises(RequestFailedError, match="too slow"):
         figures_of(streams, prompts[3:], IsolationPlan(), 10.0, 20.0, 30.0)
 
 
@@ -76,7 +77,7 @@ def test_no_gap_counts_in_both_windows_and_none_within_them_is_lost(times):
     loaded = [b - a for a, b in pairs if a < end and b >= border]
     assert len(quiet) + len(loaded) == sum(a < end and (b >= border or a >= began) for a, b in pairs)
     if not quiet or not loaded:
-        with pytest.raises(LoadError, match="too slow"):
+        with pytest.raises(RequestFailedError, match="too slow"):
             figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
     else:
         found = figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
@@ -90,13 +91,13 @@ def test_figures_of_several_runs_are_their_medians():
 
 async def test_streams_that_end_by_themselves_are_no_measure_of_isolation():
     async with FakeOpenAI().serving() as url:
-        with pytest.raises(LoadError, match="ended by itself"):
+        with pytest.raises(RequestFailedError, match="ended by itself"):
             await measure_isolation(Endpoint(url, "m"), PLAN.isolation, PromptMaker(words), timeout=10.0)
 
 
 async def test_a_stream_that_fails_is_the_measures_error():
     async with FakeOpenAI(fails_every=1).serving() as url:
-        with pytest.raises(LoadError, match="no room"):
+        with pytest.raises(RequestFailedError, match="no room"):
             await measure_isolation(Endpoint(url, "m"), PLAN.isolation, PromptMaker(words), timeout=10.0)
 
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import machine
 from splitserve.tools.bench.figures import BenchOptions, measure, run_bench
-from splitserve.tools.bench.jobs import MeasurementPlan
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.report import MainReport
 from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.bench.workload import MeasurementPlan
 
 PLAN = MeasurementPlan(streams={1: 3, 2: 1}, stream_prompt_tokens=8, stream_output_tokens=4, ttft={16: 3})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from splitserve.tools.bench.jobs import FULL, QUICK, MeasurementPlan
+from splitserve.tools.bench.workload import FULL, QUICK, MeasurementPlan
 
 PLAN = MeasurementPlan(streams={1: 2, 3: 1}, stream_prompt_tokens=20, stream_output_tokens=5, ttft={40: 2})
 

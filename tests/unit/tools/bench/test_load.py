@@ -8,11 +8,9 @@ import itertools
 import pytest
 from aiohttp import web
 
-from splitserve.tools.bench.load import client_session, run_load
-from splitserve.tools.bench.prompts import Prompt
-from splitserve.tools.bench.stream import Endpoint, LoadError, MeasuredStream, num_tokens_of, parse_frame
-from splitserve.tools.bench.systems import first_model
-from splitserve.tools.bench.workload import LoadRequest
+from splitserve.tools.bench.load import Endpoint, MeasuredStream, num_tokens_of, run_load
+from splitserve.tools.bench.workload import LoadRequest, Prompt
+from splitserve.tools.client import RequestFailedError, first_model, open_session, parse_event
 from support.fake_openai import FakeOpenAI
 from support.router_world import start_worker
 
@@ -28,7 +26,7 @@ async def load(api, requests, *, endpoint=None, **how):
 
 async def one(api, max_tokens=3, **endpoint):
     """The record of one stream."""
-    async with api.serving() as url, client_session(10.0) as session:
+    async with api.serving() as url, open_session(10.0) as session:
         return await MeasuredStream(Endpoint(url, "m", **endpoint), request(1, max_tokens)).run(session)
 
 
@@ -90,7 +88,7 @@ async def test_failed_requests_are_counted_by_what_they_said_and_the_load_goes_o
     assert (len(result.records), result.num_failed) == (6, 3)
     ((message, count),) = result.errors.items()
     assert (count, "HTTP 503" in message, "no room" in message) == (3, True, True)
-    with pytest.raises(LoadError, match=r"3 of 9 requests failed: .*no room"):
+    with pytest.raises(RequestFailedError, match=r"3 of 9 requests failed: .*no room"):
         result.complete()
 
 
@@ -104,7 +102,7 @@ async def test_failed_requests_are_counted_by_what_they_said_and_the_load_goes_o
     ],
 )
 async def test_a_stream_that_fails_or_falls_short_is_an_error(api, message):
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(RequestFailedError, match=message):
         await one(api)
 
 
@@ -120,7 +118,7 @@ async def test_a_server_that_is_not_there_fails_the_request():
 
 
 def test_a_server_that_offers_no_model_is_named():
-    with pytest.raises(LoadError, match="/v1/models names no model"):
+    with pytest.raises(RequestFailedError, match="/v1/models names no model"):
         first_model("http://127.0.0.1:1")
 
 
@@ -150,7 +148,7 @@ def test_prompts_go_as_text_and_fields_are_replaced_or_left_out_where_a_server_w
     endpoint = Endpoint("http://x", "m", prompt_as_text=True, extra_body={"ignore_eos": None, "seed": 5})
     body = endpoint.body(request(4))
     assert (body["prompt"], body["seed"], "ignore_eos" in body) == (" 4", 5, False)
-    with pytest.raises(LoadError, match="token ids"):
+    with pytest.raises(RequestFailedError, match="token ids"):
         endpoint.body(LoadRequest(Prompt(ids=[1], text=""), 1))
 
 
@@ -166,15 +164,15 @@ def test_prompts_go_as_text_and_fields_are_replaced_or_left_out_where_a_server_w
     ],
 )
 def test_frames_of_a_stream_count_their_tokens(line, count):
-    assert num_tokens_of(parse_frame(line)) == count
+    assert num_tokens_of(parse_event(line)) == count
 
 
 @pytest.mark.parametrize("line", [b"\n", b": a comment\n", b"data: [DONE]\n", b"event: x\n"])
 def test_lines_without_a_frame_are_passed_over(line):
-    assert parse_frame(line) is None
+    assert parse_event(line) is None
 
 
 @pytest.mark.parametrize("error", [b'{"message": "gone"}', b'"gone"'])
 def test_an_error_frame_is_an_error_in_either_form(error):
-    with pytest.raises(LoadError, match="gone"):
-        parse_frame(b'data: {"error": ' + error + b"}\n")
+    with pytest.raises(RequestFailedError, match="gone"):
+        parse_event(b'data: {"error": ' + error + b"}\n")

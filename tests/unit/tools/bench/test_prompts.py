@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.tools.bench.prompts import PromptMaker
+from splitserve.tools.bench.workload import PromptMaker
 
 
 def words(text):

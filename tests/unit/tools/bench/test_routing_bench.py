@@ -18,7 +18,7 @@ from splitserve.tools.bench.routing import (
     _count,
     run_routing_bench,
 )
-from splitserve.tools.bench.trace import Trace, TraceRow
+from splitserve.tools.bench.workload import Trace, TraceRow
 from support.router_world import start_worker
 
 

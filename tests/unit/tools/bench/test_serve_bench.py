@@ -17,7 +17,7 @@ from splitserve.tools.bench.serve import ServeBenchOptions, run_serve_bench
 from splitserve.tools.bench.serve_report import Handover, ServeFigures, ServeReport
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures
 from splitserve.tools.bench.workload import LoadPlan
-from splitserve.tools.transfers import Transfers
+from splitserve.tools.metrics import Transfers
 
 KEYS = [
     "mode",

@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench.trace import BLOCK_TOKENS, Trace, TraceRow, read_trace
-from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, LoadPlan, arrival_times
+from splitserve.tools.bench.workload import (
+    BLOCK_TOKENS,
+    WARM_UP_OUTPUT_TOKENS,
+    LoadPlan,
+    Trace,
+    TraceRow,
+    arrival_times,
+    read_trace,
+)
 
 
 def words(text):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from splitserve.tools.bench.stream import LoadError
 from splitserve.tools.chaos.report import ChaosReport, Tally
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
+from splitserve.tools.client import RequestFailedError
 from support.router_world import answers, start_worker, streams
 
 
@@ -100,7 +100,7 @@ async def test_streams_are_followed_to_their_ends_and_disturbed_once():
         assert [o.error for o in refused.values()] == [{"message": "no"}] * 3
         undisturbed = await asyncio.to_thread(follow_undisturbed, good.url, requests, timeout=30.0)
         assert [o.difference(EXPECTED) for o in undisturbed.values()] == [""] * 3
-        with pytest.raises(LoadError, match="nothing disturbed"):
+        with pytest.raises(RequestFailedError, match="nothing disturbed"):
             await asyncio.to_thread(follow_undisturbed, bad.url, requests, timeout=30.0)
         with pytest.raises(ValueError, match="no moment"):
             await asyncio.to_thread(follow_all, good.url, requests, timeout=30.0, disturb=lambda: None, after=9)

@@ -1,12 +1,26 @@
-"""Figures of a prefill worker's KV transfers, read from its metrics."""
+"""Reader of the metrics page of a worker or a router, and of the KV transfers that a prefill worker counts there."""
 
 from __future__ import annotations
 
+import urllib.request
 from dataclasses import dataclass
 
-from splitserve.tools.metrics_page import sum_samples
+from prometheus_client.parser import text_string_to_metric_families
 
+_TIMEOUT = 10.0
 _PREFIX = "splitserve:kv_transfer_"
+
+
+def sum_samples(url: str, **labels: str) -> dict[str, float]:
+    """Return sums by sample name over all samples with these labels. Raises OSError if the server does not answer."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=_TIMEOUT) as response:
+        text = response.read().decode()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if labels.items() <= sample.labels.items():
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""Client of OpenAI-compatible servers, and of our workers and routers: JSON requests, and streams line by line.
+
+Nothing is sent twice. An error has the message of the server. The key of the environment is sent to every server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from splitserve.api.api_keys import key_header
+from splitserve.core.errors import SplitserveError
+
+# Seconds for one request from sending to the end of its answer.
+STREAM_TIMEOUT = 900.0
+_CALL_TIMEOUT = 30.0
+
+
+class RequestFailedError(SplitserveError):
+    """A request to a server failed, or its answer is not as requested."""
+
+    reason = "request_failed"
+
+    def __init__(self, message: str, body: str | None = None) -> None:
+        super().__init__(message)
+        # Body of an answer with an error status. None: there is no such answer.
+        self.body = body
+
+
+def api_key() -> str | None:
+    """Return the API key from the environment, for servers that require one."""
+    return os.environ.get("SPLITSERVE_API_KEY")
+
+
+def open_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
+    """Open a session without a limit of connections. `timeout`: seconds for a whole answer."""
+    # The buffer must hold one event of a stream, which is one line.
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        headers=key_header(api_key()),
+        read_bufsize=2**22,
+    )
+
+
+async def send(session: aiohttp.ClientSession, url: str, body: Any = None) -> Any:
+    """Send a POST with this JSON body, or a GET if it is None. Return the JSON of the answer.
+
+    Raises RequestFailedError.
+    """
+    with _failures_of(url):
+        async with session.request("GET" if body is None else "POST", url, json=body) as response:
+            await _check_status(url, response)
+            return await response.json(content_type=None)
+
+
+def call(url: str, body: Any = None, *, timeout: float = _CALL_TIMEOUT) -> Any:
+    """Do the same as `send` outside an event loop."""
+
+    async def run() -> Any:
+        async with open_session(timeout) as session:
+            return await send(session, url, body)
+
+    return asyncio.run(run())
+
+
+async def stream(session: aiohttp.ClientSession, url: str, body: Any, take: Callable[[bytes], None]) -> None:
+    """Send a request and call `take` with each line of its answer, at once as it arrives. Raises RequestFailedError."""
+    with _failures_of(url):
+        async with session.post(url, json=body) as response:
+            await _check_status(url, response)
+            async for line in response.content:
+                take(line)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON in one line of a stream. None: it has none. Raises RequestFailedError if it is an error."""
+    data = line.removeprefix(b"data:").strip()
+    if not line.startswith(b"data:") or data == b"[DONE]":
+        return None
+    event: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+    if error := event.get("error"):
+        message = error.get("message") if isinstance(error, dict) else error
+        raise RequestFailedError(f"a stream ended with an error: {message}")
+    return event
+
+
+def served_models(url: str) -> list[str]:
+    """Return the models that a server lists. Raises RequestFailedError."""
+    try:
+        return [str(model["id"]) for model in call(f"{url}/v1/models")["data"]]
+    except (RequestFailedError, LookupError, TypeError) as error:
+        raise RequestFailedError(
+            f"{url}/v1/models names no model ({error}): is an OpenAI-compatible server there?"
+        ) from error
+
+
+def first_model(url: str) -> str:
+    """Return the first model that a server lists. Raises RequestFailedError if there is none."""
+    models = served_models(url)
+    if not models:
+        raise RequestFailedError(f"{url}/v1/models names no model: the server serves none")
+    return models[0]
+
+
+@contextmanager
+def _failures_of(url: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise RequestFailedError(f"{url}: the answer had not ended at its deadline") from error
+    except (aiohttp.ClientError, ValueError, msgspec.MsgspecError) as error:
+        raise RequestFailedError(f"a request to {url} failed: {str(error) or type(error).__name__}") from error
+
+
+async def _check_status(url: str, response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        body = await response.text()
+        raise RequestFailedError(f"{url}: HTTP {response.status}: {body[:500]}", body)
