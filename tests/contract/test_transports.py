@@ -21,18 +21,19 @@ import torch
 
 from splitserve.core.errors import CapacityError, ConfigError
 from splitserve.core.layout import Region
+from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import (
     TransferBackend,
     check_options,
     create_transport,
-    handshake,
     iovec,
     listener,
     missing,
     sockets,
 )
 from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL
 from splitserve.transfer.transports.memory import encode_regions
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
@@ -299,7 +300,9 @@ def test_a_sender_without_the_token_is_turned_away_whatever_it_says(world):
     host, port = session.endpoint.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
         name = session.session_id.encode()
-        stranger.sendall(struct.pack("<4sH16sH", handshake.MAGIC, handshake.VERSION, bytes(16), len(name)) + name)
+        stranger.sendall(
+            struct.pack("<4sH16sH", DATA_PROTOCOL.magic, DATA_PROTOCOL.version, bytes(16), len(name)) + name
+        )
         stranger.recv(1000)
         stranger.sendall(bytes(32))
         with contextlib.suppress(ConnectionResetError):
@@ -313,13 +316,13 @@ def test_another_version_is_refused_and_both_are_named(world, monkeypatch):
     session = dst.transport.open_session()
     host, port = session.endpoint.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as other:
-        other.sendall(struct.pack("<4sH16sH", handshake.MAGIC, 77, bytes(16), 0))
+        other.sendall(struct.pack("<4sH16sH", DATA_PROTOCOL.magic, 77, bytes(16), 0))
         magic, version = struct.unpack("<4sH", other.recv(6))
-        assert (magic, version) == (handshake.MAGIC, handshake.VERSION)
+        assert (magic, version) == (DATA_PROTOCOL.magic, DATA_PROTOCOL.version)
     with OtherVersion() as receiver:
         status = src.outcome(write(src, receiver.address, [(0, 0, 0, 0, 8)]))
     assert status.state is WriteState.FAILED
-    assert f"version {handshake.VERSION} against 77" in status.error
+    assert f"version {DATA_PROTOCOL.version} against 77" in status.error
 
 
 class OtherVersion:
@@ -336,7 +339,7 @@ class OtherVersion:
         connection, _ = self.socket.accept()
         with connection:
             connection.recv(4096)
-            connection.sendall(struct.pack("<4sH16s32s", handshake.MAGIC, 77, bytes(16), bytes(32)))
+            connection.sendall(struct.pack("<4sH16s32s", DATA_PROTOCOL.magic, 77, bytes(16), bytes(32)))
 
     def __exit__(self, *args):
         self.thread.join(DEADLINE)
@@ -507,11 +510,9 @@ def until(is_true):
 
 def let_in(connection):
     """The receiver's part of the hello, for an empty token."""
-    _, _, theirs, length = struct.unpack("<4sH16sH", connection.recv(24))
-    name = connection.recv(length)
-    proof = handshake._proof(b"", b"receiver", theirs, bytes(16), name)
-    connection.sendall(struct.pack("<4sH16s32s", handshake.MAGIC, handshake.VERSION, bytes(16), proof))
-    connection.recv(32)
+    handshake = ResponderHandshake(DATA_PROTOCOL, b"")
+    while not handshake.is_over:
+        connection.sendall(handshake.feed(connection.recv(handshake.wanted)))
     welcome = encode_regions([Region(0, 1 << 30)])
     connection.sendall(struct.pack("<II", 0, len(welcome)) + welcome)
 

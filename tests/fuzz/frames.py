@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import re
 import socket
 import struct
 import threading
@@ -23,19 +22,18 @@ from hypothesis import strategies as st
 from splitserve.observe.events import publisher
 from splitserve.observe.events.publisher import END_OF_REPLAY, ZmqEventPublisher
 from splitserve.observe.events.schema import BlockStored
+from splitserve.process.authentication import FrameSeals
 from splitserve.ranks import node_wire
-from splitserve.ranks.node_wire import NodeConnection, NodeHello, NodeLostError, NodeServes
+from splitserve.ranks.node_wire import NODE_PROTOCOL, NodeConnection, NodeHello, NodeLostError, NodeServes
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.directory import ClusterAuth
-from splitserve.transfer.seal import control_key, seal, unseal
 from splitserve.transfer.state import KVPoll
-from splitserve.transfer.transports import handshake
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.frames import write_frame
-from splitserve.transfer.transports.handshake import introduce
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL, introduce
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.wire import PROTOCOL_VERSION
+from splitserve.transfer.wire import MAGIC, PROTOCOL_VERSION
 from support.kv_world import KVWorld
 from support.transfer_peer import End
 
@@ -163,7 +161,7 @@ class DataPort(Target):
     """The handshake of a data connection."""
 
     name = "data"
-    _hello = struct.pack("<4sH16sH", handshake.MAGIC, handshake.VERSION, bytes(16), 7) + b"session"
+    _hello = struct.pack("<4sH16sH", DATA_PROTOCOL.magic, DATA_PROTOCOL.version, bytes(16), 7) + b"session"
     samples = (_hello, _hello + bytes(32), _hello[:10])
 
     def open(self) -> None:
@@ -210,17 +208,12 @@ class DataFrames(DataPort):
         assert self.receiver.transport.is_fenced(session.session_id)
 
 
-# The field `number` of an envelope in MessagePack, with an integer of any width.
-_NUMBER_FIELD = re.compile(
-    rb"(\xa6number)(?:[\x00-\x7f]|[\xcc\xd0].|[\xcd\xd1].{2}|[\xce\xd2].{4}|[\xcf\xd3].{8})", re.DOTALL
-)
-
-
 class ControlPort(Target):
-    """Messages to a prefill worker's manager, sealed with the cluster's token or not."""
+    """Messages to a prefill worker's manager, of a peer with the token: with the header of a frame and without."""
 
     name = "control-prefill"
     _from, _to = "decode", "prefill"
+    _header = struct.pack("<4sH", MAGIC, PROTOCOL_VERSION)
 
     def __init__(self) -> None:
         self.samples = tuple(self._envelopes())
@@ -245,15 +238,12 @@ class ControlPort(Target):
         assert receiver.poll() is KVPoll.SUCCESS
         world.paired(2)[1].abort("no longer wanted")
         world.pass_time(10)
-        return [unseal(control_key(b""), self._to, frame)[1] for frame in frames]
+        return [frame[len(self._header) :] for frame in frames]
 
     def attack(self, data: bytes) -> None:
         world = KVWorld()
         world.paired()
-        # A peer that skips numbers has its later messages dropped as repetitions, which is not a failure.
-        envelope = _NUMBER_FIELD.sub(b"\\g<1>" + msgspec.msgpack.encode(500), data)
-        frames = [data, seal(control_key(b""), PROTOCOL_VERSION, self._to, envelope)]
-        world.wires.inboxes[self._to].extend(frames)
+        world.wires.inboxes[self._to].extend([data, self._header + data])
         world.tick()
         self._serves(world)
 
@@ -316,15 +306,19 @@ class NodePort(Target):
     """The handshake of a node with node 0, and frames behind it."""
 
     name = "node"
-    _greeting = node_wire._GREETING.pack(node_wire.MAGIC, node_wire.VERSION, bytes(16))
+    _hello = struct.pack("<4sH16sH", NODE_PROTOCOL.magic, NODE_PROTOCOL.version, bytes(16), 0)
     _messages = (NodeHello(1, {"version": "1"}, {"0.0": ("a", "b")}), NodeServes("http://10.0.0.1:30000"))
-    samples = (_greeting, _greeting + bytes(32), *(msgspec.msgpack.encode(message) for message in _messages))
+    samples = (_hello, _hello + bytes(32), *(msgspec.msgpack.encode(message) for message in _messages))
 
     def attack(self, data: bytes) -> None:
         asyncio.run(self._attack(data))
 
     def check(self) -> None:
         asyncio.run(self._check())
+
+    @staticmethod
+    def _seals(own: bytes, other: bytes) -> FrameSeals:
+        return FrameSeals(b"key", own, other)
 
     async def _attack(self, data: bytes) -> None:
         reader = asyncio.StreamReader()
@@ -333,7 +327,7 @@ class NodePort(Target):
         with contextlib.suppress(NodeLostError):
             await NodeConnection.answer(reader, _Writer(), TOKEN)  # type: ignore[arg-type]
             raise AssertionError("a node without the token was admitted")
-        sealed = node_wire._FRAME.pack(len(data), node_wire._seal(b"key", b"node", 0, data)) + data
+        sealed = node_wire._FRAME.pack(len(data), self._seals(b"node", b"node 0").seal(data)) + data
         for frames in (data, sealed):
             await self._receive(frames)
 
@@ -341,7 +335,7 @@ class NodePort(Target):
         reader = asyncio.StreamReader()
         reader.feed_data(frames)
         reader.feed_eof()
-        connection = NodeConnection(reader, _Writer(), b"key", (b"node 0", b"node"))  # type: ignore[arg-type]
+        connection = NodeConnection(reader, _Writer(), self._seals(b"node 0", b"node"))  # type: ignore[arg-type]
         received: list[object] = []
         try:
             async with asyncio.timeout(DEADLINE):
@@ -354,7 +348,7 @@ class NodePort(Target):
 
     async def _check(self) -> None:
         data = msgspec.msgpack.encode(self._messages[0])
-        sealed = node_wire._FRAME.pack(len(data), node_wire._seal(b"key", b"node", 0, data)) + data
+        sealed = node_wire._FRAME.pack(len(data), self._seals(b"node", b"node 0").seal(data)) + data
         assert await self._receive(sealed) == [self._messages[0]]
 
 

@@ -1,4 +1,4 @@
-"""The life of one operating system process: start, readiness, logs, signals, temporary folders, end.
+"""The life of one operating system process: start, readiness, authentication, logs, signals, temporary folders, end.
 
 `child.py` starts a process and waits for `ready_file.py`. `process_end.py` ends it with the process that started it.
 `owned_folder.py` removes folders of processes that are gone. Knows nothing of what the processes do.

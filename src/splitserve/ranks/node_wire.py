@@ -1,13 +1,8 @@
 """Connection between node 0 of a worker and each other node: handshake and messages.
 
-  hello      magic, version, nonce            node -> node 0
-  challenge  magic, version, nonce, proof     node 0 -> node
-  answer     proof                            node -> node 0
-  then frames, both ways: length, seal | message (msgpack)
-
-A proof is an HMAC-SHA256 under the cluster token over both nonces and the end that sends it. A seal is an HMAC under a
-key of this connection over the sending end and the frame's number. Without the token, frames cannot be forged, dropped,
-repeated or reordered. Nothing is encrypted, because no message is secret.
+The node authenticates as the initiator (`authentication.py`). Then both ends send frames: length, seal | message
+(msgpack). Without the token, frames cannot be forged, dropped, repeated or reordered. Nothing is encrypted, because no
+message is secret.
 
 Each end sends a heartbeat every few seconds. Silence, like the end of the connection, means that the other end is gone.
 """
@@ -15,9 +10,6 @@ Each end sends a heartbeat every few seconds. Silence, like the end of the conne
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import secrets
 import struct
 from contextlib import suppress
 from typing import Self
@@ -25,11 +17,19 @@ from typing import Self
 import msgspec
 
 from splitserve.core.errors import SplitserveError
-from splitserve.transfer.challenge import TOKENS_DIFFER
+from splitserve.process.authentication import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    TOKENS_DIFFER,
+    AuthenticationError,
+    FrameSeals,
+    InitiatorHandshake,
+    ResponderHandshake,
+    StreamProtocol,
+)
 from splitserve.transfer.pending import HANDSHAKE_SECONDS
 
-MAGIC = b"SSNW"
-VERSION = 1
+NODE_PROTOCOL = StreamProtocol("node", b"SSNW", 2)
 # Seconds between two heartbeats, and seconds of silence after which the other end is lost.
 HEARTBEAT_INTERVAL = 2.0
 SILENCE_TIMEOUT = 15.0
@@ -37,10 +37,7 @@ SILENCE_TIMEOUT = 15.0
 GREETING_TIMEOUT = 10.0
 MAX_FRAME_BYTES = 1 << 20
 
-_NONCE_BYTES, _MAC_BYTES = 16, 32
-_GREETING = struct.Struct(f"<4sH{_NONCE_BYTES}s")
-_FRAME = struct.Struct(f"<I{_MAC_BYTES}s")
-_HEAD, _NODE = b"node 0", b"node"
+_FRAME = struct.Struct(f"<I{PROOF_BYTES}s")
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag=True):
@@ -115,50 +112,42 @@ def pipe_name(dp_rank: int, index: int) -> str:
 class NodeConnection:
     """Open connection to a peer that holds the token. `close` it."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, sides: tuple[bytes, bytes]
-    ) -> None:
-        """`sides`: this end, the other end."""
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seals: FrameSeals) -> None:
         self._reader = reader
         self._writer = writer
-        self._key = key
-        self._own_side, self._other_side = sides
-        self._num_sent = 0
-        self._num_received = 0
-        self._alive = asyncio.create_task(self._say_alive(), name="node-alive")
+        self._seals = seals
+        self._alive = asyncio.create_task(self._send_heartbeats(), name="node-alive")
 
     @classmethod
     async def call(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Self:
         """Do the handshake as a node. Raises NodeLostError."""
+        handshake = InitiatorHandshake(NODE_PROTOCOL, token)
         try:
             async with asyncio.timeout(GREETING_TIMEOUT):
-                ours = secrets.token_bytes(_NONCE_BYTES)
-                writer.write(_GREETING.pack(MAGIC, VERSION, ours))
-                theirs = _nonce(await reader.readexactly(_GREETING.size))
-                proof = await reader.readexactly(_MAC_BYTES)
-                if not hmac.compare_digest(proof, _proof(token, _HEAD, ours, theirs)):
-                    raise NodeLostError(TOKENS_DIFFER)
-                writer.write(_proof(token, _NODE, ours, theirs))
+                writer.write(handshake.hello)
+                writer.write(handshake.answer(await reader.readexactly(CHALLENGE_BYTES)))
+        except AuthenticationError as error:
+            raise NodeLostError(str(error)) from None
         except (OSError, EOFError, TimeoutError) as error:
-            raise NodeLostError(f"it does not speak to us ({error or 'it is silent'})") from error
-        return cls(reader, writer, _proof(token, b"frames", ours, theirs), (_NODE, _HEAD))
+            raise NodeLostError(f"it did not answer the handshake ({error or 'timeout'})") from error
+        return cls(reader, writer, handshake.seals())
 
     @classmethod
     async def answer(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Self:
         """Do the handshake as node 0. Raises NodeLostError."""
+        handshake = ResponderHandshake(NODE_PROTOCOL, token)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                theirs = _nonce(await reader.readexactly(_GREETING.size))
-                ours = secrets.token_bytes(_NONCE_BYTES)
-                writer.write(_GREETING.pack(MAGIC, VERSION, ours) + _proof(token, _HEAD, theirs, ours))
-                if not hmac.compare_digest(await reader.readexactly(_MAC_BYTES), _proof(token, _NODE, theirs, ours)):
-                    raise NodeLostError(TOKENS_DIFFER)
+                while not handshake.is_over:
+                    writer.write(handshake.feed(await reader.readexactly(handshake.wanted)))
         except asyncio.IncompleteReadError as error:
             # A peer that finds our proof wrong closes the connection.
-            raise NodeLostError(f"it went before it had shown who it is; perhaps {TOKENS_DIFFER}") from error
+            raise NodeLostError(f"it closed the connection during the handshake; perhaps {TOKENS_DIFFER}") from error
         except (OSError, TimeoutError) as error:
-            raise NodeLostError(f"it did not show who it is ({error or 'it is silent'})") from error
-        return cls(reader, writer, _proof(token, b"frames", theirs, ours), (_HEAD, _NODE))
+            raise NodeLostError(f"it did not authenticate ({error or 'timeout'})") from error
+        if handshake.problem is not None:
+            raise NodeLostError(handshake.problem)
+        return cls(reader, writer, handshake.seals())
 
     @property
     def peer(self) -> str:
@@ -187,49 +176,27 @@ class NodeConnection:
         if self._writer.is_closing():
             return
         payload = msgspec.msgpack.encode(message)
-        seal = _seal(self._key, self._own_side, self._num_sent, payload)
-        self._writer.write(_FRAME.pack(len(payload), seal) + payload)
-        self._num_sent += 1
+        self._writer.write(_FRAME.pack(len(payload), self._seals.seal(payload)) + payload)
 
     async def _receive(self) -> Message | _Alive:
         try:
             async with asyncio.timeout(SILENCE_TIMEOUT):
                 size, seal = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
                 if size > MAX_FRAME_BYTES:
-                    raise NodeLostError(f"a message of {size} bytes: it is no node of ours")
+                    raise NodeLostError(f"a message of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
                 payload = await self._reader.readexactly(size)
         except TimeoutError:
             raise NodeLostError(f"it was silent for {SILENCE_TIMEOUT:g} s") from None
         except (OSError, EOFError) as error:
             raise NodeLostError("its connection ended") from error
-        if not hmac.compare_digest(seal, _seal(self._key, self._other_side, self._num_received, payload)):
-            raise NodeLostError("a message was not sealed by it")
-        self._num_received += 1
+        if not self._seals.is_valid(seal, payload):
+            raise NodeLostError("a message has no valid seal")
         try:
             return _DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise NodeLostError(f"it speaks otherwise ({error}): run one release of Splitserve on all nodes") from error
+            raise NodeLostError(f"undecodable message ({error}): run one release of Splitserve on all nodes") from error
 
-    async def _say_alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
             self._send(_Alive())
-
-
-def _nonce(greeting: bytes) -> bytes:
-    magic, version, nonce = _GREETING.unpack(greeting)
-    if magic != MAGIC:
-        raise NodeLostError("it is no node of a Splitserve worker")
-    if version != VERSION:
-        raise NodeLostError(
-            f"it speaks version {version} between nodes, this one {VERSION}: run one release of Splitserve on all"
-        )
-    return bytes(nonce)
-
-
-def _proof(token: bytes, what: bytes, of_node: bytes, of_head: bytes) -> bytes:
-    return hmac.digest(token, b"splitserve nodes\0" + what + b"\0" + of_node + of_head, hashlib.sha256)
-
-
-def _seal(key: bytes, side: bytes, number: int, payload: bytes) -> bytes:
-    return hmac.digest(key, side + b"\0" + number.to_bytes(8, "little") + payload, hashlib.sha256)

@@ -9,16 +9,14 @@ Sockets listen before the processes that serve them are started, so their ports 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
-from zmq.utils import z85
 
-_KEY_BYTES = 32
+from splitserve.process.authentication import CurveKeys, curve_keys
+
 # Milliseconds between two heartbeats, and of silence after which a connection is broken.
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 15_000
@@ -26,23 +24,18 @@ TCP = "tcp://"
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPair:
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
 class PipeNet:
     """Keys of the pipes of one start. `descriptors`: endpoint -> descriptor of a socket to listen on."""
 
-    listener: KeyPair
-    caller: KeyPair
+    listener: CurveKeys
+    caller: CurveKeys
     descriptors: Mapping[str, int]
 
     @classmethod
     def of(cls, token: bytes, instance: int, descriptors: Mapping[str, int]) -> PipeNet:
         """Derive the keys. `instance`: random number of this start of the worker."""
-        return cls(_key_pair(token, instance, b"listener"), _key_pair(token, instance, b"caller"), descriptors)
+        salt = str(instance).encode()
+        return cls(curve_keys(token, "pipe listener", salt), curve_keys(token, "pipe caller", salt), descriptors)
 
     def bind(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
         pipe.curve_server = True
@@ -91,14 +84,3 @@ class Listeners:
         for sock in self._sockets.values():
             sock.close()
         self._sockets.clear()
-
-
-def _key_pair(token: bytes, instance: int, role: bytes) -> KeyPair:
-    secret = z85.encode(_derived(token, b"splitserve rank pipes " + role, str(instance).encode()))
-    return KeyPair(zmq.curve_public(secret), secret)
-
-
-def _derived(token: bytes, info: bytes, salt: bytes) -> bytes:
-    """Derive 32 bytes by HKDF-SHA256 (RFC 5869): its first block."""
-    extracted = hmac.digest(salt, token, hashlib.sha256)
-    return hmac.digest(extracted, info + b"\x01", hashlib.sha256)[:_KEY_BYTES]

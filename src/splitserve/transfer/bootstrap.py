@@ -6,7 +6,7 @@
                                    another role
   GET /health                      200
 
-All routes but /health need a proof of the cluster token. Without one: 401 and a challenge, or 403 (see `challenge.py`).
+All routes but /health need a proof of the cluster token (`authentication.py`). Without: 401 and a challenge, or 403.
 A connection is pending until its first request with a proof. Number and time of these are limited (`pending.py`).
 The server stores addresses and layouts. No data of requests passes through it.
 """
@@ -23,7 +23,7 @@ from aiohttp import web
 
 from splitserve.core.clock import SystemClock
 from splitserve.core.parallel import ParallelRank
-from splitserve.transfer.challenge import TOKENS_DIFFER, Challenges, ProofRole
+from splitserve.process.authentication import TOKENS_DIFFER, Challenges, ProofVerdict
 from splitserve.transfer.loop_thread import LoopThread
 from splitserve.transfer.pending import PendingHandshakes
 from splitserve.transfer.wire import PROTOCOL_VERSION, PrefillInfo, version_difference
@@ -162,24 +162,24 @@ class KVBootstrapServer:
             return _error(404, f"there is no {request.method} {request.path[:100]} here")
         assert self._server is not None
         match await self._proof_of(request):
-            case ProofRole.GOOD:
+            case ProofVerdict.GOOD:
                 self._server.pending.remove(request.protocol)
                 return await self._put_route(request) if request.method == "PUT" else self._get_route(request)
-            case ProofRole.MISSING:
+            case ProofVerdict.MISSING:
                 response = _error(401, "this needs a proof of the cluster token")
                 response.headers["WWW-Authenticate"] = self._challenges.issue()
                 return response
-            case ProofRole.WRONG:
+            case ProofVerdict.WRONG:
                 self._server.pending.reject(request.protocol, TOKENS_DIFFER)
                 response = _error(403, TOKENS_DIFFER)
                 response.force_close()
                 return response
 
-    async def _proof_of(self, request: web.BaseRequest) -> ProofRole:
+    async def _proof_of(self, request: web.BaseRequest) -> ProofVerdict:
         authorization = request.headers.get("Authorization", "")
         # Do not read the body of a request without a proof: the proof covers the body.
         if not authorization:
-            return ProofRole.MISSING
+            return ProofVerdict.MISSING
         return self._challenges.check(authorization, request.method, request.raw_path, await request.read())
 
     async def _put_route(self, request: web.BaseRequest) -> web.Response:

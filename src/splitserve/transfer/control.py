@@ -1,7 +1,7 @@
 """Production runtime of a KVManager: its messages over ZeroMQ, and a thread that ticks it.
 
 Connections are encrypted (CURVE) under a key derived from the cluster token: a peer without the token sends no
-frame, and its connection ends within a second. In addition, each frame is sealed (`seal.py`).
+frame, and its connection ends within a second.
 
 The scheduler's thread is inside the model for up to a second at a time; this one answers peers meanwhile. It sleeps
 until a control message arrives, the transport finished a write, the scheduler called a port, or a heartbeat may be due.
@@ -10,18 +10,16 @@ until a control message arrives, the transport finished a write, the scheduler c
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
 import zmq
-from zmq.utils import z85
 
 from splitserve.core.errors import SplitserveError
 from splitserve.core.request import BootstrapInfo
+from splitserve.process.authentication import curve_keys
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.pending import HANDSHAKE_SECONDS
 from splitserve.transfer.ports import AskedPrompt, RankReceiver, RankSender
@@ -53,15 +51,15 @@ class ZmqChannel:
 
     def __init__(self, host: str, token: bytes = b"") -> None:
         self._context = zmq.Context()
-        secret = z85.encode(hmac.digest(token, b"splitserve control listener", hashlib.sha256))
-        self._listener_key = zmq.curve_public(secret)
+        listener = curve_keys(token, "control")
+        self._listener_key = listener.public
         # Key pair of the sending sockets. A peer authenticates by the listener's key, not by this pair.
         self._own_keys = zmq.curve_keypair()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.IPV6, ":" in host)
         self._pull.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         self._pull.setsockopt(zmq.CURVE_SERVER, True)
-        self._pull.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._pull.setsockopt(zmq.CURVE_SECRETKEY, listener.secret)
         self._pull.setsockopt(zmq.BACKLOG, BACKLOG)
         self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._pull.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)

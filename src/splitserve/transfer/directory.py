@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
-from splitserve.transfer.challenge import answer
+from splitserve.process.authentication import answer_challenge
 from splitserve.transfer.loop_thread import LoopThread
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
 from splitserve.transfer.wire import PROTOCOL_VERSION, PrefillInfo
@@ -41,7 +41,7 @@ class ClusterAuth(httpx.Auth):
         # A second challenge means that the first expired in flight, or that the server was replaced.
         for _ in range(2):
             challenge, target = response.headers.get("WWW-Authenticate", ""), request.url.raw_path.decode()
-            authorization = answer(self._token, challenge, request.method, target, request.content)
+            authorization = answer_challenge(self._token, challenge, request.method, target, request.content)
             if response.status_code != 401 or authorization is None:
                 return
             request.headers["Authorization"] = authorization

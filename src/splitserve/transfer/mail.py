@@ -1,20 +1,17 @@
 """Control plane of one manager: typed messages, sent and received over a channel of raw frames.
 
-1. `post` numbers and seals a message and adds it to the outbox. Any thread that holds the manager's lock may call it.
+1. `post` encodes a message and adds it to the outbox. Any thread that holds the manager's lock may call it.
 2. `flush` sends the outbox, `collect` returns received messages. Only the manager's tick calls them.
-Frames of another cluster, repeated frames and unreadable frames are counted and dropped. Independent of rooms.
+Unreadable frames are counted and dropped. Independent of rooms.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from typing import Protocol
 
-from splitserve.transfer.seal import ReplayWindow, SealError, control_key, seal, unseal
 from splitserve.transfer.wire import (
-    PROTOCOL_VERSION,
     AnyControlMessage,
     Mail,
     VersionMismatch,
@@ -27,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControlChannel(Protocol):
-    """Non-blocking channel of frames between managers: in order and at most once for each pair."""
+    """Non-blocking channel of frames between the managers of a cluster: in order and at most once for each pair.
+
+    Only processes with the cluster token can send frames.
+    """
 
     @property
     def address(self) -> str:
@@ -48,16 +48,13 @@ class ControlChannel(Protocol):
 
 
 class Mailbox:
-    """Sealed messages of one manager. `token`: the cluster's. Only messages of its holders are accepted."""
+    """Messages of one manager."""
 
-    def __init__(self, channel: ControlChannel, epoch: int, token: bytes = b"") -> None:
+    def __init__(self, channel: ControlChannel, epoch: int) -> None:
         self._channel = channel
         self.epoch = epoch
-        self._key = control_key(token)
-        self._numbers = itertools.count(1)
-        self._taken = ReplayWindow()
         self._outbox: deque[tuple[str, bytes]] = deque()
-        # Dropped frames: of another cluster, repeated, or unreadable.
+        # Frames dropped because they are unreadable.
         self.num_undecodable = 0
 
     @property
@@ -65,9 +62,8 @@ class Mailbox:
         return self._channel.address
 
     def post(self, address: str, to_epoch: int, body: AnyControlMessage) -> None:
-        number = next(self._numbers)
-        envelope = encode(body, epoch=self.epoch, to_epoch=to_epoch, sender=self._channel.address, number=number)
-        self._outbox.append((address, seal(self._key, PROTOCOL_VERSION, address, envelope)))
+        frame = encode(body, epoch=self.epoch, to_epoch=to_epoch, sender=self._channel.address)
+        self._outbox.append((address, frame))
 
     def reply(self, mail: Mail, body: AnyControlMessage) -> None:
         self.post(mail.sender, mail.epoch, body)
@@ -80,22 +76,13 @@ class Mailbox:
         arrived: list[Mail | VersionMismatch] = []
         for frame in self._channel.receive():
             try:
-                arrived.append(self._open(frame))
+                arrived.append(decode(frame))
             except VersionMismatch as mismatch:
                 self._count(mismatch)
                 arrived.append(mismatch)
-            except (SealError, WireError) as error:
+            except WireError as error:
                 self._count(error)
         return arrived
-
-    def _open(self, frame: bytes) -> Mail:
-        """Open a frame. Raises SealError, VersionMismatch, WireError."""
-        version, envelope = unseal(self._key, self._channel.address, frame)
-        mail = decode(envelope, version)
-        # A message to an earlier instance is handled elsewhere and takes no entry in the replay window.
-        if mail.to_epoch == self.epoch and not self._taken.take(mail.epoch, mail.number):
-            raise WireError(f"message {mail.number} from {mail.sender} has come already")
-        return mail
 
     def _count(self, error: ValueError) -> None:
         """Count a dropped frame. Log only the 1st, 2nd, 4th, 8th ..., so that a sender cannot flood the log."""

@@ -96,7 +96,7 @@ class KVManager:
     ) -> None:
         self.lock = threading.RLock()
         epoch = new_epoch() if identity.epoch is None else identity.epoch
-        self._mailbox = Mailbox(ports.channel, epoch, config.cluster_token.secret)
+        self._mailbox = Mailbox(ports.channel, epoch)
         self._metadata = memory.metadata
         self._context = Context(
             clock=ports.clock,

@@ -1,6 +1,6 @@
 """Messages between the prefill and the decode end of a KV transfer, and a prefill rank's bootstrap registration.
 
-Each message is an envelope (both instances' epochs, reply address, number) around one tagged body:
+Each message is an envelope (both instances' epochs, reply address) around one tagged body:
 
   decode -> prefill   KVArgsRegisterInfo   decode's memory, a session to write through, heads to write for each room
   prefill -> decode   RegisterReply        registration accepted, or the reason for the refusal
@@ -10,13 +10,14 @@ Each message is an envelope (both instances' epochs, reply address, number) arou
   decode -> prefill   Ping, answered by Pong
   both ways           Unregistered         session unknown or ended: fence it and repeat the handshake
 
-The envelope's fields never change between versions, so that a version mismatch can be reported. `seal.py` makes a frame
-of it, with the version in front. Pure data: no sockets.
+A frame is magic, version and envelope. Their fields never change between versions, so that a version mismatch can be
+reported. The connection authenticates the sender (`control.py`). Pure data: no sockets.
 """
 
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,9 @@ from splitserve.transfer.convert import is_convertible, travels_as
 from splitserve.transfer.pairing import HeadPair, check_compatible
 from splitserve.transfer.transports.base import PeerAddress
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+MAGIC = b"SSKC"
+_HEADER = struct.Struct("<4sH")
 
 
 class WireError(ValueError):
@@ -239,8 +242,6 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     to_epoch: int
     # Address at which the sender receives replies.
     sender: str
-    # Counts the sender's messages, from 1.
-    number: int
     body: msgspec.Raw
 
 
@@ -251,7 +252,6 @@ class Mail:
     epoch: int
     to_epoch: int
     sender: str
-    number: int
     body: AnyControlMessage
 
 
@@ -265,25 +265,28 @@ def new_epoch() -> int:
     return secrets.randbits(63)
 
 
-def encode(body: AnyControlMessage, *, epoch: int, to_epoch: int, sender: str, number: int) -> bytes:
-    """Return the encoded envelope around `body`."""
-    raw = msgspec.Raw(_encoder.encode(body))
-    return _encoder.encode(Envelope(epoch=epoch, to_epoch=to_epoch, sender=sender, number=number, body=raw))
+def encode(body: AnyControlMessage, *, epoch: int, to_epoch: int, sender: str) -> bytes:
+    """Return the frame that carries `body`."""
+    envelope = Envelope(epoch=epoch, to_epoch=to_epoch, sender=sender, body=msgspec.Raw(_encoder.encode(body)))
+    return _HEADER.pack(MAGIC, PROTOCOL_VERSION) + _encoder.encode(envelope)
 
 
-def decode(data: bytes, version: int = PROTOCOL_VERSION) -> Mail:
-    """Decode an envelope of protocol version `version`.
+def decode(frame: bytes) -> Mail:
+    """Decode a frame.
 
     Raises VersionMismatch, or WireError for anything else that is not exactly one of our messages.
     """
+    if len(frame) < _HEADER.size or not frame.startswith(MAGIC):
+        raise WireError(f"{len(frame)} bytes that are not a control message")
+    _, version = _HEADER.unpack_from(frame)
     try:
-        envelope = _envelopes.decode(data)
+        envelope = _envelopes.decode(frame[_HEADER.size :])
         if version != PROTOCOL_VERSION:
             raise VersionMismatch(version, envelope)
         body = _bodies.decode(envelope.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"undecodable control message of {len(data)} bytes: {error}") from error
-    return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, envelope.number, body)
+        raise WireError(f"undecodable control message of {len(frame)} bytes: {error}") from error
+    return Mail(envelope.epoch, envelope.to_epoch, envelope.sender, body)
 
 
 def version_difference(*, ours: int, theirs: int) -> str:

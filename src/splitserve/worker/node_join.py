@@ -8,8 +8,8 @@ import logging
 
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
+from splitserve.process.authentication import TOKENS_DIFFER
 from splitserve.ranks.node_wire import NodeConnection, NodeEnd, NodeHello, NodeLostError, NodeStart
-from splitserve.transfer.challenge import TOKENS_DIFFER
 from splitserve.worker.node_place import parse_init_addr
 
 logger = logging.getLogger(__name__)

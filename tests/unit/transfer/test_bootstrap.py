@@ -11,9 +11,9 @@ import pytest
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
+from splitserve.process.authentication import answer_challenge
 from splitserve.transfer import pending
 from splitserve.transfer.bootstrap import KVBootstrapServer
-from splitserve.transfer.challenge import answer
 from splitserve.transfer.directory import ClusterAuth, HttpDirectory, register_rank
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
 from splitserve.transfer.wire import PROTOCOL_VERSION, KVArgs, PrefillInfo
@@ -264,7 +264,7 @@ def test_a_proof_opens_once_and_for_its_request_alone(server):
     assert httpx.get(url, params=RANK_0, headers={"Authorization": ours}, trust_env=False).status_code == 401
 
     challenge = httpx.get(url, params=RANK_0, trust_env=False).headers["WWW-Authenticate"]
-    proof = answer(TOKEN, challenge, "GET", "/route?tp_rank=0&pp_rank=0&dp_rank=0", b"")
+    proof = answer_challenge(TOKEN, challenge, "GET", "/route?tp_rank=0&pp_rank=0&dp_rank=0", b"")
     stolen = httpx.put(url, content=b"{}", headers={"Authorization": proof}, trust_env=False)
     assert stolen.status_code == 403
 

@@ -13,11 +13,11 @@ import time
 
 import pytest
 
+from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer import pending
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import handshake
 from splitserve.transfer.transports.base import WriteState
-from splitserve.transfer.transports.handshake import ReceiverHandshake, introduce
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL, introduce
 from splitserve.transfer.transports.listener import DataListener
 from splitserve.transfer.transports.sending import MAX_HANDSHAKES
 from splitserve.transfer.transports.sockets import Deadline
@@ -112,7 +112,7 @@ def test_silent_connections_beyond_the_limit_keep_no_peer_out(listener):
 
 @pytest.mark.parametrize("is_hello_sent", [False, True])
 def test_a_flood_that_fills_the_table_all_the_time_keeps_no_peer_out(listener, caplog, is_hello_sent):
-    hello = struct.pack("<4sH16sH", handshake.MAGIC, handshake.VERSION, bytes(16), 3) + b"abc"
+    hello = struct.pack("<4sH16sH", DATA_PROTOCOL.magic, DATA_PROTOCOL.version, bytes(16), 3) + b"abc"
     threads_before = threading.active_count()
     with caplog.at_level(logging.WARNING), flood(listener, hello if is_hello_sent else b""):
         until(lambda: len(listener.pending) == pending.MAX_PENDING_PER_ADDRESS)
@@ -137,7 +137,7 @@ def test_a_connection_that_sends_a_byte_at_a_time_has_no_longer(listener):
         began = time.monotonic()
         with contextlib.suppress(OSError):
             while time.monotonic() - began < DEADLINE:
-                sock.sendall(handshake.MAGIC[:1])
+                sock.sendall(DATA_PROTOCOL.magic[:1])
                 if sock.recv(0, socket.MSG_DONTWAIT) == b"" and len(listener.pending) == 0:
                     break
         assert time.monotonic() - began < DEADLINE
@@ -184,7 +184,7 @@ def test_the_listener_closes_among_pending_and_authenticated_connections():
 
 def test_a_sender_whose_handshake_was_dropped_tries_again(monkeypatch):
     src, dst = End("tcp", [8]), End("tcp", [8])
-    feed, drops = ReceiverHandshake.feed, iter([True, True])
+    feed, drops = ResponderHandshake.feed, iter([True, True])
 
     def feed_or_drop(self, data):
         if next(drops, False):
@@ -192,7 +192,7 @@ def test_a_sender_whose_handshake_was_dropped_tries_again(monkeypatch):
             return b""
         return feed(self, data)
 
-    monkeypatch.setattr(ReceiverHandshake, "feed", feed_or_drop)
+    monkeypatch.setattr(ResponderHandshake, "feed", feed_or_drop)
     try:
         ticket = src.transport.write(dst.transport.open_session(), copy_table([(0, 0, 0, 0, 8)]))
         assert src.outcome(ticket).state is WriteState.DONE
@@ -206,7 +206,7 @@ def test_a_sender_whose_handshake_was_dropped_tries_again(monkeypatch):
 def test_a_handshake_comes_in_pieces_of_any_size(size):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        received = ReceiverHandshake(TOKEN)
+        received = ResponderHandshake(DATA_PROTOCOL, TOKEN)
         failures = []
 
         def send():
@@ -221,5 +221,5 @@ def test_a_handshake_comes_in_pieces_of_any_size(size):
             theirs.sendall(received.feed(theirs.recv(min(size, received.wanted))))
         theirs.shutdown(socket.SHUT_RDWR)
         sender.join(DEADLINE)
-    assert received.session_id == "a session"
+    assert received.peer_name == "a session"
     assert len(failures) == 1

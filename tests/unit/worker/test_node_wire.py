@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from splitserve.process.authentication import InitiatorHandshake, StreamProtocol
 from splitserve.ranks import node_wire
-from splitserve.ranks.node_wire import NodeConnection, NodeEnd, NodeEnding, NodeLostError, RankFailed
+from splitserve.ranks.node_wire import NODE_PROTOCOL, NodeConnection, NodeEnd, NodeEnding, NodeLostError, RankFailed
 
 TOKEN = b"a token of this cluster"
 
@@ -58,14 +59,14 @@ async def test_another_token_is_refused_by_both():
         with pytest.raises(NodeLostError, match="cluster tokens differ"):
             await NodeConnection.call(*here, b"another token of a cluster")
         here[1].close()
-        with pytest.raises(NodeLostError, match="before it had shown who it is; perhaps the cluster tokens differ"):
+        with pytest.raises(NodeLostError, match="during the handshake; perhaps the cluster tokens differ"):
             await answering
 
 
-async def test_who_only_says_that_he_holds_the_token_is_refused():
+async def test_a_node_that_cannot_prove_the_token_is_rejected():
     async with streams() as (here, there):
         answering = asyncio.create_task(NodeConnection.answer(*there, TOKEN))
-        here[1].write(node_wire._GREETING.pack(node_wire.MAGIC, node_wire.VERSION, bytes(16)) + bytes(32))
+        here[1].write(InitiatorHandshake(NODE_PROTOCOL, b"").hello + bytes(32))
         with pytest.raises(NodeLostError, match="cluster tokens differ"):
             await answering
 
@@ -73,8 +74,8 @@ async def test_who_only_says_that_he_holds_the_token_is_refused():
 @pytest.mark.parametrize(
     ("greeting", "problem"),
     [
-        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "no node of a Splitserve worker"),
-        (node_wire._GREETING.pack(node_wire.MAGIC, 99, bytes(16)), "version 99 between nodes, this one 1"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "does not use Splitserve's node protocol"),
+        (InitiatorHandshake(StreamProtocol("node", b"SSNW", 99), b"").hello, "node protocol version 2 against 99"),
     ],
 )
 async def test_who_speaks_otherwise_is_named(greeting, problem):
@@ -112,7 +113,7 @@ async def test_a_frame_that_was_made_changed_or_repeated_by_others_is_the_end():
             node._writer.write, write = written.append, node._writer.write
             node.send(NodeEnding("a rank ended"))
             write(meddle(written[0]))
-            with pytest.raises(NodeLostError, match="not sealed by it"):
+            with pytest.raises(NodeLostError, match="no valid seal"):
                 assert [await head.receive() for _ in range(2)] == []
 
 
@@ -122,7 +123,7 @@ async def test_what_comes_back_to_its_sender_is_not_taken():
         node._writer.write = written.append
         node.send(NodeEnding("a rank ended"))
         head._writer.write(written[0])
-        with pytest.raises(NodeLostError, match="not sealed by it"):
+        with pytest.raises(NodeLostError, match="no valid seal"):
             await node.receive()
 
 

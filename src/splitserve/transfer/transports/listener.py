@@ -15,8 +15,9 @@ import threading
 from typing import Protocol
 
 from splitserve.core.clock import SystemClock
+from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer.pending import PendingHandshakes
-from splitserve.transfer.transports.handshake import ProtocolError, ReceiverHandshake, welcome_frame
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL, ProtocolError, welcome_frame
 from splitserve.transfer.transports.sockets import abort, set_receive_timeout, set_send_timeout, shut, tune
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class _PendingConnection:
     def __init__(self, sock: socket.socket, address: str, token: bytes) -> None:
         self.socket = sock
         self.address = address
-        self.handshake = ReceiverHandshake(token)
+        self.handshake = ResponderHandshake(DATA_PROTOCOL, token)
 
 
 class DataListener:
@@ -156,10 +157,10 @@ class DataListener:
         elif handshake.problem is not None:
             self.pending.reject(connection, handshake.problem)
             self._close(selector, connection)
-        elif handshake.session_id is not None:
+        elif handshake.peer_name is not None:
             self.pending.remove(connection)
             selector.unregister(connection.socket)
-            self._begin(connection.socket, handshake.session_id)
+            self._begin(connection.socket, handshake.peer_name)
 
     def _begin(self, sock: socket.socket, session_id: str) -> None:
         connection = PeerConnection(self, sock, session_id)
