@@ -87,7 +87,7 @@ def _check_all_ranks_answer_for_themselves(deployment: Deployment) -> None:
 
 
 def _check_a_killed_rank_ends_its_worker(deployment: Deployment) -> None:
-    child = next(c for role, c in deployment.cluster._workers if role is DisaggregationMode.PREFILL)
+    child = deployment.cluster.children_of(DisaggregationMode.PREFILL)[0]
     assert child.ready is not None
     first, second = (psutil.Process(pid) for pid in child.ready.scheduler_pids)
     second.kill()

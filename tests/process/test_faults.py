@@ -22,7 +22,7 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.tools.chaos.orders import PROGRAM, Fault
 from splitserve.tools.chaos.points import FaultStage
-from splitserve.tools.chaos.saboteur import order_fault, replace_worker, signal_worker
+from splitserve.tools.chaos.saboteur import order_fault, signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 from support.deployment import MODEL, Deployment
 
@@ -45,7 +45,6 @@ class World:
     deployment: Deployment
     requests: list[StreamRequest]
     expected: dict[int, StreamOutcome]
-    num_replaced: int = 0
 
     @property
     def cluster(self) -> LocalCluster:
@@ -73,13 +72,12 @@ class World:
                 outcomes = follow_all(url, self.requests, timeout=DEADLINE)
                 assert not order.withdraw(), f"no request met {stage}"
         finally:
-            self._bring_back(victim, number, role)
+            self._bring_back(victim, number)
         return outcomes
 
-    def _bring_back(self, victim, number: signal.Signals, role: DisaggregationMode) -> None:
+    def _bring_back(self, victim, number: signal.Signals) -> None:
         if number is signal.SIGKILL:
-            self.num_replaced += 1
-            replace_worker(self.cluster, role, victim, f"{role}-again-{self.num_replaced}")
+            self.cluster.restart(victim)
         else:
             signal_worker(victim, signal.SIGCONT)
         self.cluster.wait_ready(timeout=300)

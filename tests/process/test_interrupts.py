@@ -26,8 +26,8 @@ COMMANDS = {
     "router --port 0": "",
     "up MODEL": "starting: router starting, prefill-0 starting",
     "cluster up FILE": "starting: router starting, prefill-0 starting",
-    "demo MODEL --dtype float32": "prefill-1 loading",
-    "verify MODEL": "prefill-1 loading",
+    "demo MODEL --dtype float32": "prefill-0 starting",
+    "verify MODEL": "prefill-0 starting",
     "chaos MODEL": "starting 2 prefill and 2 decode workers",
     "chat --url URL": "/new starts afresh",
 }

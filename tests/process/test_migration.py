@@ -150,7 +150,7 @@ async def _restart_all(cluster: LocalCluster, expected: dict[int, StreamOutcome]
         running = asyncio.create_task(load())
         for role in (PREFILL, DECODE):
             for child in cluster.children_of(role):
-                await _restart(cluster, client, role, child)
+                await _restart(cluster, client, child)
                 # A failed request shows at once, not when all is over.
                 assert not running.done(), running.result()
         is_over = True
@@ -158,7 +158,7 @@ async def _restart_all(cluster: LocalCluster, expected: dict[int, StreamOutcome]
     assert num_rounds > 4
 
 
-async def _restart(cluster: LocalCluster, client: aiohttp.ClientSession, role: DisaggregationMode, child: Any) -> None:
+async def _restart(cluster: LocalCluster, client: aiohttp.ClientSession, child: Any) -> None:
     assert child.ready is not None
     url = child.ready.url
     order = {"url": url, "migrate": True}
@@ -167,8 +167,7 @@ async def _restart(cluster: LocalCluster, client: aiohttp.ClientSession, role: D
     await asyncio.to_thread(_wait_idle, cluster, url)
     child.send_signal()
     assert await asyncio.to_thread(child.wait, 60.0)
-    cluster.remove_worker(child)
-    cluster.add_worker(role, f"{child.name}-again")
+    await asyncio.to_thread(cluster.restart, child)
     await asyncio.to_thread(cluster.wait_ready, 300.0)
 
 

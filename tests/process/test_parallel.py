@@ -243,5 +243,4 @@ def test_streams_go_on_elsewhere_when_a_rank_is_killed(model, role: Disaggregati
         )
         assert not {i: found for i, o in expected.items() if (found := outcomes[i].difference(o))}
         assert child.wait(DEADLINE)
-        cluster.remove_worker(child)
         Deployment(cluster, client).check_nothing_is_held()

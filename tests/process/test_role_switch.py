@@ -133,21 +133,21 @@ def world(
 def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices(tmp_path: Path):
     model = make_tiny_model("llama", tmp_path / "llama")
     with world(str(model), 5, 160) as w:
-        num_done = w.switch_under_load(("decode-2", PREFILL, "migrate"), ("decode-2", DECODE, "complete"))
+        num_done = w.switch_under_load(("decode-1", PREFILL, "migrate"), ("decode-1", DECODE, "complete"))
         assert num_done >= len(w.requests)
-        assert w.roles() == {"prefill-1": PREFILL, "decode-1": DECODE, "decode-2": DECODE}
+        assert w.roles() == {"prefill-0": PREFILL, "decode-0": DECODE, "decode-1": DECODE}
         w.deployment.check_nothing_is_held()
 
 
 # Everybody becomes everything, and a path remains at each moment.
 ROUND: list[Switch] = [
-    ("decode-2", PREFILL, "migrate"),
-    ("prefill-1", DECODE, "complete"),
+    ("decode-1", PREFILL, "migrate"),
+    ("prefill-0", DECODE, "complete"),
+    ("decode-0", NULL, "migrate"),
     ("decode-1", NULL, "migrate"),
-    ("decode-2", NULL, "migrate"),
-    ("prefill-1", PREFILL, "complete"),
-    ("decode-1", DECODE, "migrate"),
-    ("decode-2", DECODE, "complete"),
+    ("prefill-0", PREFILL, "complete"),
+    ("decode-0", DECODE, "migrate"),
+    ("decode-1", DECODE, "complete"),
 ]
 
 
@@ -169,5 +169,5 @@ def test_everybody_becomes_everything_under_load(backend: str, dp_size: int, wor
     with world(MODEL, 12, 40, backend=backend, dp_size=dp_size, worker_args=worker_args) as w:
         for _ in range(3):
             w.switch_under_load(*ROUND)
-            assert w.roles() == {"prefill-1": PREFILL, "decode-1": DECODE, "decode-2": DECODE}
+            assert w.roles() == {"prefill-0": PREFILL, "decode-0": DECODE, "decode-1": DECODE}
             w.deployment.check_nothing_is_held()

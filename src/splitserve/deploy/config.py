@@ -144,6 +144,8 @@ class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # Starts of one process that may fail in a row; then the cluster ends with the reason. A start has failed if the
     # process ends before it has served. None: it is started again without limit.
     max_failed_starts: int | None = None
+    # Whether a process that ends is started again. False: it stays failed, and the router detects its end by itself.
+    restart: bool = True
 
 
 class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ import http.client
 import itertools
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import typer
 from aiohttp import web
+from rich.console import Console
 
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
 from splitserve.deploy.reconciler import SlotState
@@ -254,6 +256,13 @@ def summary(status: ClusterStatus) -> str:
     wanted = ", ".join(f"{count} {pool}" for pool, count in status.replicas.items() if count)
     how = "going down" if status.is_ending else "ready" if status.is_ready else "not ready"
     return f"{status.name}: {how}; wanted: {wanted}; router: {status.router_url or 'not there'}"
+
+
+def start_line(console: Console, status: ClusterStatus, began: float) -> str:
+    """Return a progress line of a start. `began`: its clock time (monotonic)."""
+    # Without a terminal each text is a line, so it must not change with the time.
+    seconds = f" ({time.monotonic() - began:.0f} s)" if console.is_terminal else ""
+    return f"starting{seconds}: " + ", ".join(f"{process.name} {process.state}" for process in status.processes)
 
 
 def _row(process: ProcessStatus) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Protocol
 
 import msgspec
 
+from splitserve.core.cpus import num_cores
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_secret_file
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.ready_file import ReadyInfo
 
-ADDRESS = "127.0.0.1"
 # In `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"
 
@@ -54,8 +54,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Content of the files for the process, by the option that names them; not part of the command line.
     secrets: Secrets
     env: dict[str, str] = {}
-    # Command that runs instead of `splitserve`. Empty: splitserve.
-    program: tuple[str, ...] = ()
     # On this machine: listening socket that the process inherits. None: it has none.
     listen_fd: int | None = None
     # Resources for all its ranks, reserved on the node if the placer supports it.
@@ -82,7 +80,14 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placer(Protocol):
-    """Placer of processes. Called from several threads, but never for one process at the same time."""
+    """Placer of processes. Called from several threads, but never for one process at the same time.
+
+    `address`: where the router listens if the config names no host. `num_cores`: cores of the machine that all
+    processes share. None: they have nodes of their own.
+    """
+
+    address: str
+    num_cores: int | None
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process with an unused name. `observe` returns a failure."""
@@ -109,10 +114,18 @@ class NodeProcess:
     """Process that the constructor starts. Raises OSError.
 
     `address`: of this node. `node`: name of the node for operators. `parent`: folder for its own folder and its log;
-    the log stays there. None: both are in the temporary directory, and are removed together.
+    the log stays there. None: both are in the temporary directory, and are removed together. `program`: command that
+    takes the arguments.
     """
 
-    def __init__(self, spec: ProcessSpec, address: str, node: str, parent: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        address: str,
+        node: str,
+        parent: Path | None = None,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
         self._node = node
         # Guards its folder and its last observation.
         self._lock = threading.Lock()
@@ -137,7 +150,7 @@ class NodeProcess:
                 # Files that a killed process leaves in its temporary directory are removed with the folder.
                 env={**spec.env, "TMPDIR": str(folder)},
                 pass_fds=() if spec.listen_fd is None else (spec.listen_fd,),
-                program=spec.program or PROGRAM,
+                program=program,
             )
             self._last = self._observe()
             self._closing = closing.pop_all()
@@ -175,9 +188,16 @@ def _end(code: int) -> str:
 
 
 class LocalPlacer:
-    """Placer for this machine. `log_folder` has one log per name. `close` removes it, unless `keep_logs` was called."""
+    """Placer for this machine. `log_folder` has one log per name. `close` removes it, unless `keep_logs` was called.
 
-    def __init__(self) -> None:
+    `worker_program`: command that runs as a worker, with the arguments of `splitserve serve`.
+    """
+
+    address = "127.0.0.1"
+
+    def __init__(self, worker_program: Sequence[str] = PROGRAM) -> None:
+        self.num_cores: int | None = num_cores()
+        self._worker_program = worker_program
         self._folder = OwnedFolder.for_sockets()
         self._processes: dict[str, NodeProcess] = {}
         # Processes that could not be started.
@@ -190,7 +210,8 @@ class LocalPlacer:
 
     def start(self, spec: ProcessSpec) -> None:
         try:
-            process = NodeProcess(spec, ADDRESS, "this machine", self.log_folder)
+            program = PROGRAM if spec.is_near else self._worker_program
+            process = NodeProcess(spec, self.address, "this machine", self.log_folder, program)
         except OSError as error:
             with self._lock:
                 self._failed[spec.name] = Observation(phase=Phase.ENDED, detail=f"could not be started: {error}")
@@ -198,11 +219,11 @@ class LocalPlacer:
         with self._lock:
             self._processes[spec.name] = process
 
-    def child(self, name: str) -> ChildProcess | None:
-        """Return the process of that name. None: it could not be started, or was removed."""
+    @property
+    def children(self) -> list[ChildProcess]:
+        """Return the processes that were started and not removed, in that order."""
         with self._lock:
-            process = self._processes.get(name)
-        return None if process is None else process.child
+            return [process.child for process in self._processes.values()]
 
     def observe(self) -> Mapping[str, Observation]:
         with self._lock:
@@ -210,8 +231,10 @@ class LocalPlacer:
         return failed | {name: process.observe() for name, process in processes.items()}
 
     def terminate(self, name: str) -> None:
-        if (child := self.child(name)) is not None:
-            child.send_signal()
+        with self._lock:
+            process = self._processes.get(name)
+        if process is not None:
+            process.terminate()
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -227,8 +250,8 @@ class LocalPlacer:
         self._folder.keep()
 
     def close(self) -> None:
-        for process in list(self._processes.values()):
-            process.child.let_go()
+        for child in self.children:
+            child.let_go()
         for name in list(self._processes):
             self.remove(name)
         self._folder.close()

@@ -81,7 +81,8 @@ class RayPlacer:
                 f"--ray {address}: {clause(error)}; start Ray here (ray start --head, or --address HOST:PORT) and give "
                 "its address, or auto"
             ) from None
-        self.address = get_node_ip_address()
+        self.address: str = get_node_ip_address()
+        self.num_cores: int | None = None
         self._node_id = ray.get_runtime_context().get_node_id()
 
     def start(self, spec: ProcessSpec) -> None:

@@ -16,7 +16,8 @@ Each desired process has a slot, such as decode-1. This table is the life cycle 
 A failure is followed by a pause, which doubles with each failure until the process has served for some time. After the
 loss of a node there is no pause the first time, as the process is not at fault.
 
-A process is given up, so it is not started again:
+A process is given up, so it is not started again before `restart`:
+- if no process is started again (`supervision.restart`);
 - if its exit code shows that its options are wrong, and its slot has never served;
 - after `max_failed_starts` starts in a row that ended before it served.
 """
@@ -158,6 +159,15 @@ class Reconciler:
         for _ in range(count - len(wanted)):
             self._add(pool, next(free), now)
 
+    def restart(self, name: str, now: float) -> bool:
+        """Start a process again that was given up and has been removed. Return False if it is in another state."""
+        slot = self._slots[name]
+        if slot.state is not SlotState.FAILED:
+            return False
+        slot.is_given_up, slot.num_failed_starts, slot.start_at = False, 0, now
+        self._move(slot, SlotState.WAITING, now)
+        return True
+
     def shut_down(self) -> None:
         """Drain the router, then the workers."""
         self._is_ending = True
@@ -245,10 +255,10 @@ class Reconciler:
         slot.detail = found.detail
         has_wrong_options = not slot.has_served and found.exit_code == USAGE_EXIT_CODE
         is_too_often = slot.num_failed_starts == self._settings.max_failed_starts
-        slot.is_given_up = has_wrong_options or is_too_often
+        slot.is_given_up = has_wrong_options or is_too_often or not self._settings.restart
         if slot.is_given_up:
             slot.detail = last_line(found.log_tail) or found.detail
-            num_failed_starts = 0 if has_wrong_options else slot.num_failed_starts
+            num_failed_starts = slot.num_failed_starts if is_too_often and not has_wrong_options else 0
             yield Failed(slot.name, found.detail, found.log_tail, None, num_failed_starts)
         else:
             num_own = slot.num_failures - (found.phase is Phase.LOST)

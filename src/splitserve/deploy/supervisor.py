@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,11 +50,9 @@ _NUM_REMOVERS = 32
 class Supervisor:
     """Supervisor of one cluster.
 
-    `num_cores`: cores of the machine that all processes share. None: the processes have nodes of their own.
-
-    `router_host`: where the router listens if the config names no host. `router_socket`: listener of a router on this
-    machine, which survives a restart of the router. None: the router opens one. `on_event`: gets event texts for
-    operators.
+    `router_socket`: listener of a router on this machine, which survives a restart of the router. None: the router
+    opens one. `unregistered`: pools with workers that do not register with the router. `on_event`: gets event texts
+    for operators.
     """
 
     def __init__(
@@ -63,9 +61,8 @@ class Supervisor:
         credentials: Credentials,
         placer: Placer,
         *,
-        router_host: str,
-        num_cores: int | None,
         router_socket: socket.socket | None = None,
+        unregistered: Collection[str] = (),
         on_event: Callable[[str], None] = logger.info,
         clock: Clock | None = None,
         router: RouterClient | None = None,
@@ -73,9 +70,9 @@ class Supervisor:
         self._config = config
         self._credentials = credentials
         self._placer = placer
-        self._router_host = config.router.host or router_host
-        self._num_cores = num_cores
+        self._router_host = config.router.host or placer.address
         self._router_socket = router_socket
+        self._unregistered = unregistered
         self._on_event = on_event
         self._clock = clock or SystemClock()
         replicas = {name: pool.replicas for name, pool in config.pools.by_name().items()}
@@ -109,6 +106,11 @@ class Supervisor:
             return f"{scheme}://{reachable_host(self._router_host)}:{self._router_port}"
         found = self._seen.get(ROUTER)
         return found.ready.url if found is not None and found.ready is not None else None
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """Return the desired replicas by pool."""
+        return self._reconciler.replicas
 
     async def run(self) -> None:
         """Return when the cluster has gone down and all its processes have ended."""
@@ -170,6 +172,13 @@ class Supervisor:
             self._reconciler.scale(pool, count, self._clock.now())
         self._woken.set()
 
+    def restart(self, name: str) -> bool:
+        """Start a process again that was given up. Return False if it has not been removed yet. Raises ClusterError."""
+        if self.ending.is_set():
+            raise ClusterError(f"the cluster {self._config.name!r} is going down")
+        self._woken.set()
+        return self._reconciler.restart(name, self._clock.now())
+
     def down(self, *, now: bool) -> None:
         """End the cluster: the router first, after its requests have ended. `now`: everything at once."""
         self.ending.set()
@@ -194,7 +203,7 @@ class Supervisor:
             case Failed():
                 self._report_failure(action)
                 url, router_url = self._urls.pop(action.name, None), self.router_url
-                if url is not None and router_url is not None:
+                if url is not None and router_url is not None and self._config.supervision.restart:
                     self._spawn(self._router.forget(router_url, url))
 
     def _report_failure(self, failed: Failed) -> None:
@@ -206,12 +215,14 @@ class Supervisor:
             return
         failure: SplitserveError | None = None
         if failed.num_failed_starts:
-            count = f"{failed.num_failed_starts} starts in a row have failed"
-            failure = ClusterError(f"{failed.name}: {why}; {count}{tail}")
+            count = failed.num_failed_starts
+            failures = "its start has failed" if count == 1 else f"{count} starts in a row have failed"
+            failure = ClusterError(f"{failed.name}: {why}; {failures}{tail}")
         elif not self.has_served:
             failure = ConfigError(f"{failed.name}: {last_line(failed.log_tail) or failed.why}")
         if failure is None:
-            self._on_event(f"{failed.name}: {why}; it is not started again, as its options are wrong{tail}")
+            reason = "its options are wrong" if self._config.supervision.restart else "supervision.restart is false"
+            self._on_event(f"{failed.name}: {why}; it is not started again, as {reason}{tail}")
         elif self.failure is None:
             self.failure = failure
             self._on_event(f"{failed.name}: {why}; it is not started again, so the cluster ends")
@@ -225,9 +236,13 @@ class Supervisor:
         else:
             # The reconciler starts no worker before this is known.
             url = self._started_with[name] = self.router_url or ""
-            threads = threads_of(config, config.pools.by_name()[pool], self._num_cores)
-            spec = worker_spec(config, credentials, name, pool, threads=threads, router_url=url)
+            threads = threads_of(config, config.pools.by_name()[pool], self._placer.num_cores)
+            registered_at = None if pool in self._unregistered else url
+            spec = worker_spec(config, credentials, name, pool, threads=threads, router_url=registered_at)
         await asyncio.to_thread(self._placer.start, spec)
+        if pool == ROUTER and self._router_socket is not None and not config.supervision.restart:
+            # Without a router connections are refused.
+            self._router_socket.close()
 
     async def _drain(self, name: str) -> None:
         """End a process in order. If the config says so, move its requests to other workers first."""
@@ -258,9 +273,9 @@ class Supervisor:
             self._spawn(self._router.announce(router_url, mode, ready))
 
     async def _is_proven(self) -> bool:
-        """Return whether the router sends requests to every worker."""
-        workers = {slot.name for slot in self._reconciler.slots if slot.pool != ROUTER}
-        urls = {ready.url for name in workers if (ready := self._ready_info(name)) is not None}
+        """Return whether the router sends requests to every worker that registers with it."""
+        slots = [slot for slot in self._reconciler.slots if slot.pool != ROUTER and slot.pool not in self._unregistered]
+        urls = {ready.url for slot in slots if (ready := self._ready_info(slot.name)) is not None}
         if self.router_url is None:
             return False
         try:

@@ -23,13 +23,12 @@ from pathlib import Path
 from rich.console import Console
 
 from splitserve.api.http_server import bind
-from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.deploy.commands import Credentials, check_startable
 from splitserve.deploy.config import ClusterConfig
-from splitserve.deploy.control import ClusterStatus, control_server, describe
+from splitserve.deploy.control import ClusterStatus, control_server, describe, start_line
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.placer import ADDRESS, LocalPlacer
+from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.supervisor import Supervisor
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
@@ -97,15 +96,12 @@ class _Up:
         return self._lifecycle.exit_code(has_served=supervisor.has_served)
 
     async def _on_this_machine(self, closing: AsyncExitStack) -> Supervisor:
-        host = self._config.router.host or ADDRESS
-        sock = closing.enter_context(bind(host, self._config.router.port))
         placer = LocalPlacer()
+        sock = closing.enter_context(bind(self._config.router.host or placer.address, self._config.router.port))
         supervisor = Supervisor(
             self._config,
             self._credentials,
             placer,
-            router_host=ADDRESS,
-            num_cores=num_cores(),
             router_socket=sock,
             on_event=self._print,
         )
@@ -126,14 +122,7 @@ class _Up:
 
         placer = RayPlacer(address, f"splitserve-{self._config.name}")
         closing.push_async_callback(asyncio.to_thread, placer.close)
-        return Supervisor(
-            self._config,
-            self._credentials,
-            placer,
-            router_host=placer.address,
-            num_cores=None,
-            on_event=self._print,
-        )
+        return Supervisor(self._config, self._credentials, placer, on_event=self._print)
 
     async def _end_at_signal(self, supervisor: Supervisor) -> None:
         await self._lifecycle.draining.wait()
@@ -158,10 +147,7 @@ class _Up:
         began = time.monotonic()
         with progress(self._console, "starting") as show:
             while not supervisor.ending.is_set() and not (status := await supervisor.status()).is_ready:
-                # Without a terminal each text is a line, so it must not change with the time.
-                seconds = f" ({time.monotonic() - began:.0f} s)" if self._console.is_terminal else ""
-                states = ", ".join(f"{process.name} {process.state}" for process in status.processes)
-                show(f"starting{seconds}: {states}")
+                show(start_line(self._console, status, began))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_INTERVAL):
                         await supervisor.ending.wait()

@@ -42,7 +42,7 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
             standard_output().print(f"> {prompt}", markup=False, highlight=False)
             split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
             transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
-            cluster.add_worker(DisaggregationMode.NULL, "colocated")
+            cluster.add_worker(DisaggregationMode.NULL)
             wait_ready(cluster, console, _READY_TIMEOUT)
             colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
     except (ClusterError, RequestFailedError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -34,6 +34,9 @@ supervision: {scale_down: migrate, drain_timeout: 5}
 
 class DictPlacer:
     """A process serves from its start on, at a port of its own."""
+
+    address = "10.0.0.1"
+    num_cores = None
 
     def __init__(self) -> None:
         self.specs: dict[str, ProcessSpec] = {}
@@ -115,16 +118,17 @@ class RememberingRouter(RouterClient):
 
 
 class World:
-    def __init__(self, config: ClusterConfig, router_socket: socket.socket | None = None) -> None:
+    def __init__(
+        self, config: ClusterConfig, router_socket: socket.socket | None = None, unregistered: Collection[str] = ()
+    ) -> None:
         self.clock, self.placer, self.router = ManualClock(), DictPlacer(), RememberingRouter()
         self.events: list[str] = []
         self.supervisor = Supervisor(
             config,
             Credentials(b"t" * 32),
             self.placer,
-            router_host="10.0.0.1",
-            num_cores=None,
             router_socket=router_socket,
+            unregistered=unregistered,
             on_event=self.events.append,
             clock=self.clock,
             router=self.router,
@@ -291,6 +295,38 @@ async def test_with_a_socket_of_its_own_workers_need_not_wait_for_the_router_and
         world.supervisor.down(now=True)
         # Connections do not wait for a router that does not come back.
         assert sock.fileno() == -1
+
+
+async def test_without_restarts_a_process_that_ends_stays_ended_until_it_is_restarted():
+    config = parse_config(CONFIG.replace(b"scale_down", b"restart: false, scale_down"))
+    with bind("127.0.0.1", 0) as sock:
+        world = World(config, sock)
+        await world.turns()
+        # Without a router connections are refused.
+        assert sock.fileno() == -1
+        world.placer.seen["decode-1"] = Observation(phase=Phase.ENDED, detail="killed by SIGKILL")
+        await world.turns(40)
+        assert (await world.states())["decode-1"] == "failed"
+        assert (await world.supervisor.status()).failed == ["decode-1"]
+        assert world.supervisor.failure is None
+        assert not world.router.forgotten
+        assert not world.supervisor.restart("decode-0")
+        assert world.supervisor.restart("decode-1")
+        await world.turns(2)
+        assert (await world.states())["decode-1"] == "ready"
+        world.supervisor.down(now=True)
+        with pytest.raises(ClusterError, match="is going down"):
+            world.supervisor.restart("decode-1")
+
+
+async def test_workers_of_an_unregistered_pool_do_not_count_for_the_router():
+    world = World(
+        parse_config(CONFIG.replace(b"prefill: {}", b"colocated: {}, prefill: {}")), unregistered={"colocated"}
+    )
+    await world.turns()
+    assert "--router" not in world.placer.specs["colocated-0"].args
+    world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-0", "decode-1")}
+    assert (await world.supervisor.status()).is_ready
 
 
 async def test_running_requests_are_those_of_the_workers_that_generate(world):

@@ -144,7 +144,7 @@ def test_a_local_cluster_generates_a_token_in_private_files_that_go_with_it(
         files = {child.name: child.token_file for child in children}
         assert files.pop("router") is None
         # A colocated worker may become one of a pair.
-        assert set(files) == {"prefill-1", "decode-1", "null-1"}
+        assert set(files) == {"prefill-0", "decode-0", "colocated-0"}
         for path in files.values():
             assert path is not None
             assert folder in path.parents

@@ -12,10 +12,9 @@ from splitserve.core.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, clause
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.shape import WorkerShape
-from splitserve.deploy.commands import option_value, worker_args
+from splitserve.deploy.commands import option_value, threads_of, worker_args
 from splitserve.deploy.config import KeysConfig
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import ChildProcess
 from splitserve.process.lifecycle import Lifecycle
 from splitserve.process.logs import setup_logger
@@ -110,13 +109,16 @@ def test_files_of_keys_that_the_router_of_a_deployment_gets_are_those_of_the_clu
     assert LocalDeployment(router_args=args).config().keys.workers is None
 
 
-def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.deploy.local.num_cores", lambda: 8)
-    assert LocalCluster(LocalDeployment(model="m")).threads == 4
-    assert LocalCluster(LocalDeployment(model="m", prefill=2, decode=3)).threads == 1
-    assert LocalCluster(LocalDeployment(model="m", threads=3)).threads == 3
-    assert LocalCluster(LocalDeployment(model="m", decode_shape=WorkerShape(dp_size=3))).threads == 2
-    assert LocalCluster(LocalDeployment(model="m", prefill_shape=WorkerShape(tp_size=2, pp_size=2))).threads == 1
+def test_the_cores_are_divided_among_the_workers() -> None:
+    def threads(**options: Any) -> int:
+        config = LocalDeployment(model="m", **options).config()
+        return threads_of(config, config.pools.by_name()["decode"], 8)
+
+    assert threads() == 4
+    assert threads(prefill=2, decode=3) == 1
+    assert threads(threads=3) == 3
+    assert threads(decode_shape=WorkerShape(dp_size=3)) == 2
+    assert threads(prefill_shape=WorkerShape(tp_size=2, pp_size=2)) == 1
 
 
 def start_of(dp_size: int, *, rank: ParallelRank | None = None, **model: Any) -> SchedulerStart:

@@ -134,6 +134,7 @@ def have_gone_on(streams: Sequence[MeasuredStream], since: float) -> bool:
 class _Abuse:
     def __init__(self, cluster: LocalCluster, load: StreamLoad, options: AbuseOptions, console: Console) -> None:
         self._cluster = cluster
+        self._children = cluster.children
         self._load = load
         self._options = options
         self._console = console
@@ -148,7 +149,7 @@ class _Abuse:
         self._console.print(f"attack: {name}", highlight=False)
         load = self._load
         load.errors.clear()
-        memory = await asyncio.to_thread(_MemoryWatch, self._cluster.children)
+        memory = await asyncio.to_thread(_MemoryWatch, self._children)
         watching = asyncio.create_task(memory.watch())
         began = time.perf_counter()
         try:
@@ -160,7 +161,7 @@ class _Abuse:
         finally:
             watching.cancel()
         errors += [f"a stream failed: {error}" for error in load.errors]
-        errors += [f"{child.name} ended" for child in self._cluster.children if child.exit_code is not None]
+        errors += [f"{child.name} ended" for child in self._children if child.exit_code is not None]
         gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)
         ttft = max(ttfts_in(load.streams, began, ended), default=None)
         return AttackFigures(name, gap, ttft, memory.growth, outcomes, errors)

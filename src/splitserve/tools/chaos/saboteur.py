@@ -38,7 +38,6 @@ class Saboteur:
         self._tally = tally
         self._hang_timeout = hang_timeout
         self._rng = rng
-        self._num_replaced = 0
         self._kinds: list[Callable[[ChildProcess], Awaitable[str]]] = [
             self._kill,
             self._stop,
@@ -133,9 +132,7 @@ class Saboteur:
         return "anywhere"
 
     async def _replace(self, victim: ChildProcess) -> None:
-        self._num_replaced += 1
-        name = f"{self._role}-again-{self._num_replaced}"
-        await asyncio.to_thread(replace_worker, self._cluster, self._role, victim, name)
+        await asyncio.to_thread(self._cluster.restart, victim)
 
     async def _wait_usable(self) -> None:
         """Wait until the router uses every worker of the role."""
@@ -174,9 +171,3 @@ def signal_worker(child: ChildProcess, number: signal.Signals) -> None:
     for pid in (child.pid, *child.ready.scheduler_pids, *child.ready.follower_pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def replace_worker(cluster: LocalCluster, role: DisaggregationMode, child: ChildProcess, name: str) -> ChildProcess:
-    """Remove a worker and start another one for it, which still loads when this returns."""
-    cluster.remove_worker(child)
-    return cluster.add_worker(role, name)
