@@ -1,4 +1,4 @@
-"""Routes for operators and routers: health, description, load and metrics of the worker, aborts, the prefix cache."""
+"""Routes for operators and routers: health, description, load, metrics, aborts, prefix cache, role of the worker."""
 
 from __future__ import annotations
 
@@ -18,15 +18,27 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from splitserve import __version__
 from splitserve.api.error_response import json_response
 from splitserve.api.json_body import worker_limits
-from splitserve.api.openapi import BOOLEAN, INDEX, INTEGER, OBJECT, OPERATIONS, TEXT, fields, index, list_of, operation
+from splitserve.api.openapi import (
+    BOOLEAN,
+    INDEX,
+    INTEGER,
+    OBJECT,
+    OPERATIONS,
+    TEXT,
+    fields,
+    index,
+    list_of,
+    operation,
+    or_null,
+)
 from splitserve.api.samples import FanOut, PromptSpec, fan_out, random_rid
-from splitserve.api.schemas import AbortBody
+from splitserve.api.schemas import AbortBody, RoleBody
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerState
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.worker_metrics import kv_cache_usage
-from splitserve.server.front_end import FrontEnd
+from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
 from splitserve.server.generation import Generation
 from splitserve.server.read_body import read_body
 from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
@@ -277,6 +289,58 @@ def _abort(front: FrontEnd, body: AbortBody) -> int:
     else:
         raise InvalidRequestError("send the rid of the request to abort, or abort_all: true", param="rid")
     for rid in rids:
-        front.requests.tell_to_end(rid)
+        front.requests.order_to_end(rid)
         front.scheduler.abort(rid, "aborted through /abort_request")
     return len(rids)
+
+
+# Longest timeout of a switch, seconds.
+MAX_SWITCH_SECONDS = 86400.0
+
+_ROLE = fields(role=TEXT, switching_to=or_null(TEXT), bootstrap_port=or_null(INTEGER))
+_SWITCH = operation("Change the role", body=RoleBody, answer=_ROLE, errors=(400, 409, 500, 504))
+
+
+def role_routes(front: FrontEnd) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/role", **operation("Return the role", answer=_ROLE))
+    async def get_role() -> Response:
+        return json_response(_describe_role(front))
+
+    @router.post("/role", **_SWITCH)
+    async def switch_role(request: Request) -> Response:
+        order = _role_order(await read_body(front, request, RoleBody))
+        if order.mode is front.mode and front.switching_to is None:
+            return json_response(_describe_switch(front, RoleReport(front.mode, front.mode, 0.0)))
+        if front.role_switch is None:
+            raise WorkerUnavailableError(front.unready_reason() or "this worker's role is fixed")
+        return json_response(_describe_switch(front, await front.role_switch.switch(order)))
+
+    return router
+
+
+def _describe_role(front: FrontEnd) -> dict[str, Any]:
+    return {
+        "role": str(front.mode),
+        "switching_to": None if front.switching_to is None else str(front.switching_to),
+        "bootstrap_port": front.bootstrap_port if front.mode is DisaggregationMode.PREFILL else None,
+    }
+
+
+def _describe_switch(front: FrontEnd, report: RoleReport) -> dict[str, Any]:
+    return {**_describe_role(front), "old_role": str(report.old), "role": str(report.new), "seconds": report.seconds}
+
+
+def _role_order(body: RoleBody) -> RoleChange:
+    """Return the order of a body. Raises InvalidRequestError."""
+    if body.role not in list(DisaggregationMode):
+        raise InvalidRequestError(f"role {body.role!r}: choose one of {', '.join(DisaggregationMode)}", param="role")
+    if body.drain not in ("complete", "migrate"):
+        raise InvalidRequestError(f"drain {body.drain!r}: choose complete or migrate", param="drain")
+    if not 0 < body.timeout <= MAX_SWITCH_SECONDS:
+        raise InvalidRequestError(f"timeout must be in (0, {MAX_SWITCH_SECONDS:g}] seconds", param="timeout")
+    if body.bootstrap_port is not None and not 0 <= body.bootstrap_port < 65536:
+        raise InvalidRequestError("bootstrap_port must be in [0, 65535]; 0: any free one", param="bootstrap_port")
+    mode = DisaggregationMode(body.role)
+    return RoleChange(mode, body.drain == "migrate", body.timeout, body.bootstrap_port)

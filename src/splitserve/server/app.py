@@ -17,13 +17,12 @@ from splitserve.api.openapi import DOCS_PATHS, describe, new_app
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.observe.worker_metrics import PREFIX, WorkerMetrics
-from splitserve.server.admin import admin_routes
+from splitserve.server.admin import admin_routes, role_routes
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
 from splitserve.server.requests import RequestTable
-from splitserve.server.role import role_routes
-from splitserve.server.scheduler_group import SchedulerPort
+from splitserve.server.scheduler_group import SchedulerGroup
 
 # Monitoring and the documentation need no key.
 _OPEN_PATHS = ("/health", "/metrics", *DOCS_PATHS)
@@ -32,7 +31,7 @@ _OPEN_PATHS = ("/health", "/metrics", *DOCS_PATHS)
 def build_app(
     *,
     config: WorkerConfig,
-    scheduler: SchedulerPort,
+    scheduler: SchedulerGroup,
     tokenizer: Tokenizer,
     model_path: str,
     bootstrap_port: int | None = None,

@@ -1,12 +1,15 @@
-"""Front end: the parts that every route uses. Settings, tokenizer, scheduler, request table and metrics.
+"""Front end: the parts that every route uses. Settings, tokenizer, scheduler, request table, metrics, readiness.
 
 Owned by the app as `app.state.front`. It builds no part itself.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -15,14 +18,110 @@ from splitserve.api.json_body import DEFAULT_CONTEXT_LENGTH
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.config import DisaggregationConfig, WorkerConfig
-from splitserve.core.errors import UnknownModelError, WorkerUnavailableError
+from splitserve.core.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    SplitserveError,
+    UnknownModelError,
+    WorkerUnavailableError,
+)
 from splitserve.core.messages import SchedulerReady, SchedulerState
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.server.heartbeat import Heartbeat
-from splitserve.server.prompt_pool import PromptPool
 from splitserve.server.requests import RequestTable
-from splitserve.server.scheduler_group import SchedulerPort
+from splitserve.server.scheduler_group import SchedulerGroup
+
+T = TypeVar("T")
+
+# Largest body that is processed in the event loop, bytes: some milliseconds of tokenization.
+INLINE_BYTES = 8 << 10
+# Largest body in the lane of medium requests, bytes.
+MEDIUM_BYTES = 256 << 10
+_MAX_WAITING = 256
+# Seconds that a request may take in its lane, with its wait.
+_LANE_SECONDS = 60.0
+
+
+class PromptPool:
+    """Two lanes of threads. `max_waiting`: requests in each lane. `timeout`: seconds per request. `close` it."""
+
+    def __init__(self, max_waiting: int = _MAX_WAITING, timeout: float = _LANE_SECONDS) -> None:
+        self._medium = _Lane("medium-prompts", max_waiting, timeout)
+        self._large = _Lane("large-prompts", max_waiting, timeout)
+
+    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Return the result of `work` for a body of this size.
+
+        Raises what `work` raises, CapacityError, DeadlineExceededError.
+        """
+        if num_bytes <= INLINE_BYTES:
+            return work()
+        return await (self._medium if num_bytes <= MEDIUM_BYTES else self._large).run(work)
+
+    def close(self) -> None:
+        """Cancel work that has not begun. Idempotent."""
+        self._medium.close()
+        self._large.close()
+
+
+class _Lane:
+    """One thread, and the requests that wait for it in order of arrival."""
+
+    def __init__(self, name: str, max_waiting: int, timeout: float) -> None:
+        self._max_waiting = max_waiting
+        self._timeout = timeout
+        self._num_waiting = 0
+        self._thread = ThreadPoolExecutor(1, name)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if self._num_waiting >= self._max_waiting:
+            raise CapacityError(f"{self._num_waiting} large requests wait for tokenization: retry later")
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the prompt was not tokenized within {self._timeout:g} s (stage: tokenization): retry later"
+            ) from None
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+# Seconds between two requests for a heartbeat.
+_HEARTBEAT_SECONDS = 5.0
+# Age of the last heartbeat after which schedulers count as dead, seconds: several times the longest step.
+MAX_HEARTBEAT_AGE = 60.0
+
+
+class Heartbeat:
+    """Age of the last heartbeat. Run `run` as a task."""
+
+    def __init__(self, schedulers: SchedulerGroup, clock: Clock) -> None:
+        self._schedulers = schedulers
+        self._clock = clock
+        self._last = clock.now()
+
+    async def run(self, interval: float = _HEARTBEAT_SECONDS) -> None:
+        """Request heartbeats until cancelled. Ended schedulers are reported elsewhere."""
+        while True:
+            try:
+                await self._schedulers.states(timeout=interval)
+                self._last = self._clock.now()
+            except SplitserveError:
+                # A later heartbeat may succeed. Only the age of the last one counts.
+                pass
+            await asyncio.sleep(interval)
+
+    def problem(self) -> str | None:
+        """Return why no request can be served. None: the last heartbeat is recent."""
+        age = self._clock.now() - self._last
+        if age <= MAX_HEARTBEAT_AGE:
+            return None
+        return f"this worker's scheduler has not answered for {age:.0f} s: restart the worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +157,7 @@ class RoleSwitchPort(Protocol):
 @dataclass(slots=True)
 class FrontEnd:
     config: WorkerConfig
-    scheduler: SchedulerPort
+    scheduler: SchedulerGroup
     tokenizer: Tokenizer
     # Folder from which the model was loaded.
     model_path: str
@@ -119,14 +218,6 @@ class FrontEnd:
             return "this worker is draining and takes no new requests: send it to another"
         return None
 
-    def begin_drain(self) -> None:
-        """Reject new requests from now on; running ones continue."""
-        self.requests.begin_drain()
-
-    def end_drain(self) -> None:
-        """Accept requests again."""
-        self.requests.end_drain()
-
     def take_role(self, disaggregation: DisaggregationConfig, bootstrap_port: int) -> None:
         """Serve requests in the role of these settings from now on."""
         self.config = msgspec.structs.replace(self.config, disaggregation=disaggregation)
@@ -141,10 +232,6 @@ class FrontEnd:
             raise WorkerUnavailableError(
                 f"this is a {self.mode} worker now, and the request is for a {mode} worker: send it to another"
             )
-
-    async def wait_idle(self, timeout: float) -> bool:
-        """Return whether all requests ended within `timeout` seconds."""
-        return await self.requests.wait_idle(timeout)
 
     async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
         """Return a new snapshot of each scheduler, by data parallel rank, and store it for the metrics."""

@@ -20,8 +20,7 @@ from splitserve.api.samples import FanOut, Sample
 from splitserve.core.errors import RequestAbortedError
 from splitserve.core.messages import TokenOutput
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
-from splitserve.server.answer import AbortedAnswerError, Delta, SampleAnswer
-from splitserve.server.detokenizer import Detokenizer
+from splitserve.server.answer import AbortedAnswerError, Delta, Detokenizer, SampleAnswer
 from splitserve.server.front_end import FrontEnd
 
 Updates = AsyncGenerator[tuple[SampleAnswer, Delta], None]
@@ -81,7 +80,7 @@ class Generation:
         """
         if finish.type is not FinishType.ABORT:
             return False
-        is_wanted = self._front.requests.was_told_to_end(rid) or self._front.mode is DisaggregationMode.PREFILL
+        is_wanted = self._front.requests.is_ordered_to_end(rid) or self._front.mode is DisaggregationMode.PREFILL
         return not (is_wanted and finish.status_code == RequestAbortedError.http_status)
 
     def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:

@@ -21,7 +21,7 @@ class RequestTable:
         self._names: dict[str, tuple[str, ...]] = {}
         self._rids: set[str] = set()
         # Rids that a client or operator ordered to end.
-        self._told_to_end: set[str] = set()
+        self._ordered_to_end: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -52,7 +52,7 @@ class RequestTable:
                 if not self._names[name]:
                     del self._names[name]
             self._rids.difference_update(rids)
-            self._told_to_end.difference_update(rids)
+            self._ordered_to_end.difference_update(rids)
             if not self._rids:
                 self._idle.set()
 
@@ -63,13 +63,13 @@ class RequestTable:
     def all_samples(self) -> tuple[str, ...]:
         return tuple(self._rids)
 
-    def tell_to_end(self, rid: str) -> None:
+    def order_to_end(self, rid: str) -> None:
         """Mark a sample as ordered to end, so that its end does not count as a failure."""
         if rid in self._rids:
-            self._told_to_end.add(rid)
+            self._ordered_to_end.add(rid)
 
-    def was_told_to_end(self, rid: str) -> bool:
-        return rid in self._told_to_end
+    def is_ordered_to_end(self, rid: str) -> bool:
+        return rid in self._ordered_to_end
 
     def begin_drain(self) -> None:
         """Accept no new requests; running ones continue."""

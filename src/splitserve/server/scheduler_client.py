@@ -1,9 +1,9 @@
 """Front end's client of one scheduler, over two ZMQ pipes.
 
 Life cycle of one client request:
-1. `submit` sends its samples (one GenerateRequest each). It opens one OutputStream for all of them, or uses the given
-   one that also has samples in other schedulers.
-2. The reader task receives StepOutputs and puts each TokenOutput into the stream of its rid.
+1. `submit` sends one sample (a GenerateRequest). Its OutputStream may also have samples in other schedulers.
+2. The reader task receives StepOutputs and puts each TokenOutput into the stream of its rid. Outputs that a slow reader
+   has not read are merged into one message per sample. So a stream never holds more than the requested tokens.
 3. The stream returns them in order of arrival and ends after the last sample's final message.
 4. If it is closed early, the scheduler is ordered to abort the running samples without a final message. Their rids are
    forgotten at once.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -52,10 +53,95 @@ from splitserve.core.messages import (
     encode,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.server.output_stream import OutputStream
+
+
+class OutputStream:
+    """Async iterator of TokenOutput; ends after every sample's final one. Raises the error given to `fail`.
+
+    `on_close` gets the rids of samples that are dropped before their end.
+    """
+
+    def __init__(self, rids: Sequence[str], on_close: Callable[[list[str]], None], timeout: float = 900.0) -> None:
+        self.rids = tuple(rids)
+        self._on_close = on_close
+        # Timeout of one output, seconds.
+        self._timeout = timeout
+        # Samples that have not returned their final message yet.
+        self._unfinished = set(rids)
+        # rid -> outputs that arrived since the last read, merged; oldest first.
+        self._pending: dict[str, TokenOutput] = {}
+        self._error: SplitserveError | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, output: TokenOutput) -> None:
+        """Add an output. Called by the owner of the pipe."""
+        if output.rid not in self._unfinished:
+            return
+        earlier = self._pending.get(output.rid)
+        self._pending[output.rid] = output if earlier is None else merge(earlier, output)
+        self._arrived.set()
+
+    def fail(self, error: SplitserveError) -> None:
+        """End the stream with `error`, after the outputs that have arrived."""
+        self._error = error
+        self._arrived.set()
+
+    def drop(self, rid: str) -> None:
+        """Drop one sample because a stop string matched. No more of its outputs are returned."""
+        if rid in self._unfinished:
+            self._unfinished.discard(rid)
+            self._pending.pop(rid, None)
+            self._on_close([rid])
+
+    def close(self) -> None:
+        """Drop all unfinished samples. Idempotent; never waits, so a cancelled task may call it."""
+        dropped = [rid for rid in self.rids if rid in self._unfinished]
+        self._unfinished.clear()
+        self._pending.clear()
+        if dropped:
+            self._on_close(dropped)
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        while not self._pending:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        output = self._pending.pop(next(iter(self._pending)))
+        if output.finish is not None:
+            self._unfinished.discard(output.rid)
+        return output
+
+    async def _wait(self) -> None:
+        self._arrived.clear()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._arrived.wait()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"request {self.rids[0]}: no output from the scheduler for {self._timeout:g} s "
+                "(stage: generation); the request was aborted, send it again"
+            ) from None
+
+
+def merge(first: TokenOutput, second: TokenOutput) -> TokenOutput:
+    """Merge two consecutive outputs of one sample."""
+    return msgspec.structs.replace(
+        second,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=[*first.logprobs, *second.logprobs],
+        input_logprobs=first.input_logprobs if second.input_logprobs is None else second.input_logprobs,
+        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+    )
+
 
 logger = logging.getLogger(__name__)
 
+_Call = FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
 _Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
 
 # Unread messages to a scheduler. With more it counts as hung.
@@ -75,21 +161,19 @@ class SchedulerClient:
     """Client that binds `to_scheduler` (PUSH) and `from_scheduler` (PULL); the scheduler connects to both.
 
     Endpoints are ipc:// or tcp:// strings; after `start`, the attributes are the bound endpoints (`:*` is resolved).
-    `output_timeout`: seconds a stream waits for its next output before it aborts the request.
     """
 
-    def __init__(self, to_scheduler: str, from_scheduler: str, *, output_timeout: float = 900.0) -> None:
+    def __init__(self, to_scheduler: str, from_scheduler: str) -> None:
         self.to_scheduler = to_scheduler
         self.from_scheduler = from_scheduler
         self.info: SchedulerReady | None = None
         self.failure: SplitserveError | None = None
-        self._output_timeout = output_timeout
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         # A plain socket, not asyncio's: its sends never wait, so a task that is being cancelled can send an abort.
         self._push: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
         self._reader: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
+        self._is_known = asyncio.Event()
         # Open samples by rid.
         self._open: dict[str, OpenSample] = {}
         # Tokens of all open samples.
@@ -116,7 +200,7 @@ class SchedulerClient:
         """
         try:
             async with asyncio.timeout(timeout):
-                await self._settled.wait()
+                await self._is_known.wait()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the scheduler was not ready after {timeout:g} s (stage: loading the model): look at its log"
@@ -125,24 +209,13 @@ class SchedulerClient:
             raise self.failure or WorkerUnavailableError("the scheduler's client was closed")
         return self.info
 
-    def submit(self, *requests: GenerateRequest, into: OutputStream | None = None) -> OutputStream:
-        """Send samples of one client request. Raises WorkerUnavailableError.
-
-        `into`: their stream, with an owner that calls `give_up`. None: a new one.
-        """
+    def submit(self, request: GenerateRequest, stream: OutputStream) -> None:
+        """Send a sample with outputs for `stream`. Raises WorkerUnavailableError."""
         self._check_serving()
-        stream = into or OutputStream([r.rid for r in requests], self.give_up, self._output_timeout)
-        for request in requests:
-            num_tokens = len(request.prompt_ids) + min(request.params.max_new_tokens, FORESEEN_TOKENS)
-            self._open[request.rid] = OpenSample(stream, num_tokens)
-            self.num_tokens_outstanding += num_tokens
-        try:
-            for request in requests:
-                self._send(request)
-        except WorkerUnavailableError:
-            stream.close()
-            raise
-        return stream
+        num_tokens = len(request.prompt_ids) + min(request.params.max_new_tokens, FORESEEN_TOKENS)
+        self._open[request.rid] = OpenSample(stream, num_tokens)
+        self.num_tokens_outstanding += num_tokens
+        self._send(request)
 
     def abort(self, rid: str, message: str = "aborted") -> None:
         """End a request; its stream gets the scheduler's final message. An unknown rid is ignored."""
@@ -151,22 +224,19 @@ class SchedulerClient:
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
         """Drop the unused prefix cache. Return the number of pages freed."""
-        call_id = next(self._call_ids)
-        reply = await self._call(call_id, FlushCacheRequest(call_id=call_id), timeout)
+        reply = await self._call(FlushCacheRequest(call_id=next(self._call_ids)), timeout)
         assert isinstance(reply, FlushCacheReply)
         return reply.num_pages_freed
 
     async def state(self, timeout: float = 2.0) -> SchedulerState:
         """Return a snapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
-        call_id = next(self._call_ids)
-        reply = await self._call(call_id, StateRequest(call_id=call_id), timeout)
+        reply = await self._call(StateRequest(call_id=next(self._call_ids)), timeout)
         assert isinstance(reply, StateReply)
         return reply.state
 
     async def kv_index(self, timeout: float = 10.0) -> bytes:
         """Return all held blocks: JSON of an IndexSnapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
-        call_id = next(self._call_ids)
-        reply = await self._call(call_id, KVIndexRequest(call_id=call_id), timeout)
+        reply = await self._call(KVIndexRequest(call_id=next(self._call_ids)), timeout)
         assert isinstance(reply, KVIndexReply)
         return reply.snapshot
 
@@ -186,7 +256,7 @@ class SchedulerClient:
         """
         call_id = next(self._call_ids)
         order = RoleRequest(call_id=call_id, step=step, mode=mode, bootstrap_url=bootstrap_url, timeout=settle)
-        reply = await self._call(call_id, order, timeout)
+        reply = await self._call(order, timeout)
         assert isinstance(reply, RoleReply)
         return reply
 
@@ -202,7 +272,7 @@ class SchedulerClient:
             return
         self.failure = error
         self.info = None
-        self._settled.set()
+        self._is_known.set()
         for stream in {sample.stream for sample in self._open.values()}:
             stream.fail(error)
         self._open.clear()
@@ -247,7 +317,7 @@ class SchedulerClient:
                     call.set_result(reply)
             case SchedulerReady() as info:
                 self.info = info
-                self._settled.set()
+                self._is_known.set()
             case SchedulerFailed(message=message):
                 self.failed(message)
 
@@ -276,10 +346,10 @@ class SchedulerClient:
                 except WorkerUnavailableError as error:
                     logger.error("could not abort request %s: %s", rid, error)
 
-    async def _call(self, call_id: int, message: ToScheduler, timeout: float) -> _Reply:
+    async def _call(self, message: _Call, timeout: float) -> _Reply:
         self._check_serving()
         call: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = call
+        self._calls[message.call_id] = call
         try:
             self._send(message)
             async with asyncio.timeout(timeout):
@@ -288,7 +358,7 @@ class SchedulerClient:
             name = type(message).__name__
             raise DeadlineExceededError(f"the scheduler did not answer {name} within {timeout:g} s") from None
         finally:
-            del self._calls[call_id]
+            del self._calls[message.call_id]
 
     def _check_serving(self) -> None:
         if self.failure is not None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import GenerateRequest, RoleReply, RoleStep, SchedulerReady, SchedulerState
 from splitserve.core.request import DisaggregationMode
-from splitserve.server.output_stream import OutputStream
-from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_client import OutputStream, SchedulerClient
 
 # Seconds in which a scheduler must answer an order, and must change its role.
 _ANSWER_SECONDS = 10.0
@@ -30,34 +29,6 @@ _COMMIT_SECONDS = 120.0
 
 class HalfSwitchedError(WorkerUnavailableError):
     """Some schedulers of the worker have changed their role, and others have not or are unknown. It cannot continue."""
-
-
-class SchedulerPort(Protocol):
-    """Interface of the schedulers for the routes. Implemented by SchedulerGroup and by fakes in tests."""
-
-    @property
-    def info(self) -> SchedulerReady | None:
-        """Return the schedulers' reports at startup, merged. None until all are ready."""
-        ...
-
-    @property
-    def failure(self) -> SplitserveError | None:
-        """Return why a scheduler is lost. None: all are alive."""
-        ...
-
-    def submit(self, *requests: GenerateRequest, dp_rank: int | None = None) -> OutputStream: ...
-
-    def abort(self, rid: str, message: str = "aborted") -> None: ...
-
-    async def flush_cache(self, timeout: float = 10.0) -> int: ...
-
-    async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
-        """Return the snapshots, by rank."""
-        ...
-
-    async def kv_index(self, dp_rank: int, timeout: float = 10.0) -> bytes:
-        """Return all blocks that one rank holds: JSON of an IndexSnapshot."""
-        ...
 
 
 class SchedulerGroup:
@@ -101,7 +72,7 @@ class SchedulerGroup:
         try:
             for request in requests:
                 rank = self._ranks[dp_rank] if dp_rank is not None else self._rank_for(request)
-                rank.submit(request, into=stream)
+                rank.submit(request, stream)
         except SplitserveError:
             stream.close()
             raise

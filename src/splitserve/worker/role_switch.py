@@ -161,13 +161,13 @@ class WorkerRoleSwitch:
 
     async def _drain(self, order: RoleChange, deadline: float) -> None:
         front = self._front
-        front.begin_drain()
+        front.requests.begin_drain()
         if order.migrate:
             # A router treats this like a lost worker, and continues elsewhere.
             self._schedulers.break_off(
                 WorkerUnavailableError("this worker is changing its role: send the request to another")
             )
-        if not await front.wait_idle(_left(deadline)):
+        if not await front.requests.wait_idle(_left(deadline)):
             raise DeadlineExceededError(
                 f"{front.requests.num_open_samples} samples were still running after {order.timeout:g} s (stage: "
                 "draining): give it more time, or drain with migrate"
@@ -192,7 +192,7 @@ class WorkerRoleSwitch:
 
     def _serve(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
         if not self._is_closed:
-            self._front.end_drain()
+            self._front.requests.end_drain()
             self._membership.enter(mode, bootstrap_port)
 
 

@@ -40,8 +40,7 @@ from splitserve.process.logs import setup_logger
 from splitserve.process.ready_file import ReadyInfo, write_ready_file
 from splitserve.ranks.node_head import NodeHead
 from splitserve.server.app import build_app
-from splitserve.server.front_end import FrontEnd
-from splitserve.server.heartbeat import Heartbeat
+from splitserve.server.front_end import FrontEnd, Heartbeat
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.worker.checks import router_key, router_tls, server_tls
 from splitserve.worker.node_gather import gather_nodes
@@ -283,11 +282,11 @@ class _Worker:
         membership: Membership,
     ) -> None:
         """Finish running requests; those left at the deadline or the second signal end with an error."""
-        front.begin_drain()
+        front.requests.begin_drain()
         logger.info(drain_line(front.requests.num_open_samples, self._options.drain_timeout))
         await switch.close()
         await membership.leave()
-        idle = asyncio.create_task(front.wait_idle(self._options.drain_timeout))
+        idle = asyncio.create_task(front.requests.wait_idle(self._options.drain_timeout))
         stopping = asyncio.create_task(self._lifecycle.stopping.wait())
         await asyncio.wait({idle, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if idle.done() and not idle.result():

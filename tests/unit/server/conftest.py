@@ -44,7 +44,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 @pytest.fixture
 async def client() -> AsyncIterator[SchedulerClient]:
-    client = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", output_timeout=DEADLINE)
+    client = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     await client.start()
     yield client
     await client.close()

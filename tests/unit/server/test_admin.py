@@ -113,16 +113,16 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_w
     async with worker.http.stream("POST", "/generate", json={"text": "abc", "stream": True, "rid": "r"}) as running:
         lines = running.aiter_lines()
         await anext(lines)
-        worker.front.begin_drain()
+        worker.front.requests.begin_drain()
         response = await worker.http.post("/generate", json={"text": "a"})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert "draining" in response.json()["error"]["message"]
         assert (await worker.http.get("/health")).status_code == 503
         assert (await worker.http.get("/server_info")).json()["status"] == "draining"
-        assert not await worker.front.wait_idle(0.001)
+        assert not await worker.front.requests.wait_idle(0.001)
         worker.front.scheduler.abort("r")
         assert [line async for line in lines][-2] == "data: [DONE]"
-    assert await worker.front.wait_idle(DEADLINE)
+    assert await worker.front.requests.wait_idle(DEADLINE)
 
 
 async def test_metrics_show_latencies_and_the_schedulers_queues(worker: Worker) -> None:
@@ -250,7 +250,7 @@ async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Work
     info = (await worker.http.get("/server_info")).json()
     assert (info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == ("prefill", 7000)
     assert info["status"] == "ready"
-    worker.front.begin_drain()
+    worker.front.requests.begin_drain()
     worker.front.switching_to = DisaggregationMode.NULL
     assert (await worker.http.get("/server_info")).json()["status"] == "switching"
     assert "changing its role" in (await worker.http.get("/health")).json()["error"]["message"]

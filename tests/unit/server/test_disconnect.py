@@ -21,7 +21,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 async def aborted(worker: Worker) -> None:
     abort = await asyncio.wait_for(worker.scheduler.aborts.get(), DEADLINE)
     assert abort.quiet
-    assert await worker.front.wait_idle(DEADLINE)
+    assert await worker.front.requests.wait_idle(DEADLINE)
     assert worker.scheduler.num_running == 0
 
 

@@ -15,8 +15,7 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import DeadlineExceededError
 from splitserve.core.messages import SchedulerState
-from splitserve.server.heartbeat import MAX_AGE, Heartbeat
-from splitserve.server.prompt_pool import MEDIUM_BYTES
+from splitserve.server.front_end import MAX_HEARTBEAT_AGE, MEDIUM_BYTES, Heartbeat
 from support.router_world import start_router
 
 from .conftest import DEADLINE, StartWorker, Worker, serve
@@ -121,7 +120,7 @@ async def test_health_reports_schedulers_that_stopped_answering(worker: Worker) 
 
     await next_asked()
     schedulers.answer = False
-    clock.advance(MAX_AGE)
+    clock.advance(MAX_HEARTBEAT_AGE)
     await next_asked()
     assert (await worker.http.get("/health")).status_code == 200
     clock.advance(1.0)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from splitserve.core.messages import TokenOutput
-from splitserve.server.output_stream import OutputStream
+from splitserve.server.scheduler_client import OutputStream
 
 
 # How many turns of the loop lie between an output and the cancel: at some point it is there, and not yet read.

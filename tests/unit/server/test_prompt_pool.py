@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from splitserve.core.errors import CapacityError, DeadlineExceededError
-from splitserve.server.prompt_pool import INLINE_BYTES, MEDIUM_BYTES, PromptPool
+from splitserve.server.front_end import INLINE_BYTES, MEDIUM_BYTES, PromptPool
 
 # Seconds in which everything here happens, but for hangs.
 DEADLINE = 30.0

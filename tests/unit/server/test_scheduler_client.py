@@ -8,8 +8,8 @@ from splitserve.core.errors import DeadlineExceededError, EngineError, ModelLoad
 from splitserve.core.messages import GenerateRequest, SchedulerFailed, StepOutputs, TokenOutput
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.server.output_stream import OutputStream
-from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_client import OutputStream, SchedulerClient
+from splitserve.server.scheduler_group import SchedulerGroup
 
 from .server_fakes import READY, EchoScheduler
 
@@ -18,6 +18,10 @@ DEADLINE = 10.0
 
 def request(rid: str, num_tokens: int = 3) -> GenerateRequest:
     return GenerateRequest(rid=rid, prompt_ids=[1, 2, 3], params=ResolvedSampling(max_new_tokens=num_tokens))
+
+
+def submit(client: SchedulerClient, *requests: GenerateRequest, output_timeout: float = DEADLINE) -> OutputStream:
+    return SchedulerGroup([client], output_timeout=output_timeout).submit(*requests)
 
 
 async def tokens_of(stream: OutputStream) -> list[int]:
@@ -32,19 +36,19 @@ async def ready(client: SchedulerClient, scheduler: EchoScheduler) -> SchedulerC
 
 
 async def test_a_stream_hands_out_all_tokens_and_ends_after_the_final_message(ready: SchedulerClient) -> None:
-    outputs = [output async for output in ready.submit(request("a"))]
+    outputs = [output async for output in submit(ready, request("a"))]
     assert [t for o in outputs for t in o.token_ids] == [1, 2, 3]
     assert [o.finish is not None for o in outputs][-1]
 
 
 async def test_streams_of_several_requests_do_not_mix(ready: SchedulerClient) -> None:
-    streams = [ready.submit(request(f"r{i}", num_tokens=i + 1)) for i in range(8)]
+    streams = [submit(ready, request(f"r{i}", num_tokens=i + 1)) for i in range(8)]
     results = await asyncio.gather(*map(tokens_of, streams))
     assert [len(tokens) for tokens in results] == list(range(1, 9))
 
 
 async def test_one_stream_carries_all_samples_of_a_request(ready: SchedulerClient) -> None:
-    finished = [o.rid async for o in ready.submit(request("a", 1), request("b", 4)) if o.finish is not None]
+    finished = [o.rid async for o in submit(ready, request("a", 1), request("b", 4)) if o.finish is not None]
     assert sorted(finished) == ["a", "b"]
 
 
@@ -52,18 +56,18 @@ async def test_closing_a_stream_early_aborts_quietly_and_forgets_the_request(
     ready: SchedulerClient, scheduler: EchoScheduler
 ) -> None:
     scheduler.hold_after = 1
-    stream = ready.submit(request("a"))
+    stream = submit(ready, request("a"))
     assert (await anext(stream)).token_ids == [1]
     stream.close()
     abort = await asyncio.wait_for(scheduler.aborts.get(), DEADLINE)
     assert (abort.rid, abort.quiet) == ("a", True)
     assert await tokens_of(stream) == []
     scheduler.hold_after = None
-    assert await tokens_of(ready.submit(request("a"))) == [1, 2, 3]
+    assert await tokens_of(submit(ready, request("a"))) == [1, 2, 3]
 
 
 async def test_a_finished_stream_closes_without_a_word(ready: SchedulerClient, scheduler: EchoScheduler) -> None:
-    stream = ready.submit(request("a"))
+    stream = submit(ready, request("a"))
     await tokens_of(stream)
     stream.close()
     await ready.state()
@@ -74,7 +78,7 @@ async def test_an_abort_ends_the_stream_with_the_schedulers_final_message(
     ready: SchedulerClient, scheduler: EchoScheduler
 ) -> None:
     scheduler.hold_after = 1
-    stream = ready.submit(request("a"))
+    stream = submit(ready, request("a"))
     await anext(stream)
     ready.abort("a", "enough")
     output = await anext(stream)
@@ -84,8 +88,8 @@ async def test_an_abort_ends_the_stream_with_the_schedulers_final_message(
 
 
 async def test_a_reader_that_lags_finds_one_merged_message(ready: SchedulerClient) -> None:
-    lagging = ready.submit(request("slow", 50))
-    await tokens_of(ready.submit(request("fast", 60)))
+    lagging = submit(ready, request("slow", 50))
+    await tokens_of(submit(ready, request("fast", 60)))
     outputs = [output async for output in lagging]
     assert len(outputs) == 1
     assert len(outputs[0].token_ids) == 50
@@ -103,14 +107,14 @@ async def test_a_call_without_an_answer_ends_at_its_deadline(ready: SchedulerCli
 
 
 async def test_a_stream_without_output_ends_at_its_deadline_and_aborts(scheduler: EchoScheduler) -> None:
-    impatient = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", output_timeout=0.01)
+    impatient = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     await impatient.start()
     slow = EchoScheduler(impatient.to_scheduler, impatient.from_scheduler)
     slow.hold_after = 0
     try:
         await slow.start()
         await impatient.ready(DEADLINE)
-        stream = impatient.submit(request("a"))
+        stream = submit(impatient, request("a"), output_timeout=0.01)
         with pytest.raises(DeadlineExceededError, match="request a: no output"):
             await anext(stream)
         stream.close()
@@ -133,7 +137,7 @@ async def test_a_rank_that_cannot_go_on_ends_what_is_open_as_a_worker_that_is_go
 ) -> None:
     await scheduler.send(READY)
     await client.ready(DEADLINE)
-    stream = client.submit(request("a"))
+    stream = submit(client, request("a"))
     await scheduler.send(SchedulerFailed(message="rank tp 1 of 2: out of memory"))
     # A router goes on with it elsewhere.
     with pytest.raises(WorkerUnavailableError, match="out of memory"):
@@ -148,14 +152,14 @@ async def test_ready_has_a_deadline(client: SchedulerClient) -> None:
 
 async def test_nothing_is_submitted_before_the_scheduler_is_ready(client: SchedulerClient) -> None:
     with pytest.raises(WorkerUnavailableError, match="still loading"):
-        client.submit(request("a"))
+        submit(client, request("a"))
 
 
 async def test_the_schedulers_death_ends_streams_calls_and_later_submits(
     ready: SchedulerClient, scheduler: EchoScheduler
 ) -> None:
     scheduler.hold_after, scheduler.answers_calls = 1, False
-    stream = ready.submit(request("a"))
+    stream = submit(ready, request("a"))
     await anext(stream)
     call = asyncio.create_task(ready.state(timeout=DEADLINE))
     await asyncio.sleep(0)  # the call is under way
@@ -166,14 +170,14 @@ async def test_the_schedulers_death_ends_streams_calls_and_later_submits(
     with pytest.raises((EngineError, WorkerUnavailableError), match="code -9"):
         await call
     with pytest.raises(WorkerUnavailableError, match="code -9"):
-        ready.submit(request("b"))
+        submit(ready, request("b"))
 
 
 async def test_a_message_that_is_none_of_ours_fails_everything(
     ready: SchedulerClient, scheduler: EchoScheduler
 ) -> None:
     scheduler.hold_after = 0
-    stream = ready.submit(request("a"))
+    stream = submit(ready, request("a"))
     await scheduler._push.send(b"\x81\xa4type\xa5Other")
     with pytest.raises(WorkerUnavailableError, match="another version"):
         await anext(stream)
@@ -181,4 +185,4 @@ async def test_a_message_that_is_none_of_ours_fails_everything(
 
 async def test_outputs_of_unknown_requests_are_dropped(ready: SchedulerClient, scheduler: EchoScheduler) -> None:
     await scheduler.send(StepOutputs(outputs=[TokenOutput(rid="nobody", token_ids=[1])]))
-    assert await tokens_of(ready.submit(request("a"))) == [1, 2, 3]
+    assert await tokens_of(submit(ready, request("a"))) == [1, 2, 3]

@@ -14,8 +14,7 @@ from splitserve.core.errors import DeadlineExceededError, EngineError, InvalidRe
 from splitserve.core.messages import GenerateRequest, RoleStep
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.server.output_stream import OutputStream
-from splitserve.server.scheduler_client import SchedulerClient
+from splitserve.server.scheduler_client import OutputStream, SchedulerClient
 from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
 
 from .server_fakes import READY, EchoScheduler
@@ -41,7 +40,7 @@ async def two() -> AsyncIterator[Two]:
     async with AsyncExitStack() as closing:
         two = Two([], [])
         for _ in range(2):
-            client = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", output_timeout=DEADLINE)
+            client = SchedulerClient("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
             closing.push_async_callback(client.close)
             await client.start()
             scheduler = EchoScheduler(client.to_scheduler, client.from_scheduler)
