@@ -22,9 +22,9 @@ from splitserve.engine.attention.base import (
     StepAttention,
 )
 from splitserve.engine.attention.flashinfer import FlashInferBackend
-from splitserve.engine.attention.native import NativeBackend, is_supported
+from splitserve.engine.attention.kernels import KernelBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
-from splitserve.engine.native.library import find_library
+from splitserve.engine.kernels.library import find_library
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
 from support import fake_flashinfer
@@ -45,17 +45,17 @@ class Backend:
     has_latents: bool = True
 
 
-def native(pool: KVPool) -> AttentionBackend:
+def kernels(pool: KVPool) -> AttentionBackend:
     library = find_library()
     assert library is not None
     assert is_supported(pool, num_heads=2 * pool.layout.components[0].num_heads, library=library)
-    return NativeBackend(pool, library, widen=True)
+    return KernelBackend(pool, library, widen=True)
 
 
-def native_pairs(pool: KVPool) -> AttentionBackend:
+def kernel_pairs(pool: KVPool) -> AttentionBackend:
     """On any CPU, however slow: prompts by the kernel for CPUs that multiply pairs."""
-    backend = native(pool)
-    assert isinstance(backend, NativeBackend)
+    backend = kernels(pool)
+    assert isinstance(backend, KernelBackend)
     backend.library = copy.copy(backend.library)
     backend.library.multiplies_pairs = True
     return backend
@@ -87,8 +87,8 @@ BACKENDS = {
 }
 STAND_INS = ("flashinfer", "flashinfer_fixed")
 if find_library() is not None:
-    BACKENDS["native"] = Backend(native, "bfloat16", 16, 0.02, has_latents=False)
-    BACKENDS["native_pairs"] = Backend(native_pairs, "bfloat16", 16, 0.02, has_latents=False)
+    BACKENDS["kernels"] = Backend(kernels, "bfloat16", 16, 0.02, has_latents=False)
+    BACKENDS["kernel_pairs"] = Backend(kernel_pairs, "bfloat16", 16, 0.02, has_latents=False)
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -337,7 +337,7 @@ def test_layers_with_windows_have_pages_of_their_own_and_what_has_left_is_nowher
                 np.testing.assert_allclose(out[rows], expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
 
 
-@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")
+@pytest.mark.skipif("kernels" not in BACKENDS, reason="the kernels are not built")
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(window: int | None) -> None:
     rng, library = np.random.default_rng(0), find_library()
@@ -350,7 +350,7 @@ def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(w
         pool = KVPool(layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=41), CPU)
         for tensor in (pool.keys[0], pool.values[0]):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-        backend, out = NativeBackend(pool, library), torch.zeros(10, 6, 16, dtype=torch.bfloat16)
+        backend, out = KernelBackend(pool, library), torch.zeros(10, 6, 16, dtype=torch.bfloat16)
         for done in range(0, 5, by):
             rows = [request * 5 + done + i for request in range(2) for i in range(by)]
             batch = PagedBatch(starts + done, np.array([by, by]), pages, 16)
@@ -361,7 +361,7 @@ def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(w
     assert torch.equal(outputs(5), outputs(1))
 
 
-@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built")
+@pytest.mark.skipif("kernels" not in BACKENDS, reason="the kernels are not built")
 @pytest.mark.parametrize("window", [None, 70])
 def test_the_kernel_gives_a_prompt_in_chunks_what_it_gives_it_whole(window: int | None) -> None:
     rng = np.random.default_rng(0)
@@ -370,7 +370,7 @@ def test_the_kernel_gives_a_prompt_in_chunks_what_it_gives_it_whole(window: int 
 
     def outputs(*sizes: int) -> torch.Tensor:
         layout = layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=19)
-        backend, out, done = native_pairs(KVPool(layout, CPU)), torch.zeros(length, 6, 16, dtype=torch.bfloat16), 0
+        backend, out, done = kernel_pairs(KVPool(layout, CPU)), torch.zeros(length, 6, 16, dtype=torch.bfloat16), 0
         for size in sizes:
             rows = slice(done, done + size)
             held = (pages[0][: -(-(done + size) // 16)],)

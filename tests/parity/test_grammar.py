@@ -14,7 +14,7 @@ from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.engine.grammar import XGrammarCompiler
+from splitserve.engine.grammar_process import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
 from support.local_grammar import LocalCompiler
 from support.pair import PairWorld

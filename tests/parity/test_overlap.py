@@ -10,7 +10,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.engine.grammar import XGrammarCompiler
+from splitserve.engine.grammar_process import XGrammarCompiler
 from splitserve.engine.loader import LoadedModel, load_model
 from support.local_grammar import LocalCompiler
 from support.pair import PairWorld

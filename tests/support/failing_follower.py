@@ -15,7 +15,7 @@ MESSAGE = "no memory is left for this step"
 
 
 def _run_rank() -> int:
-    from splitserve.engine.parallel.follower import FollowerRunner
+    from splitserve.engine.parallel.steps import FollowerRunner
     from splitserve.worker.rank_process import main
 
     is_ordered = threading.Event()

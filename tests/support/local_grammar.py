@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from splitserve.core.errors import SplitserveError
 from splitserve.core.grammar import GrammarSpec, refused_output
-from splitserve.engine.grammar import XGrammar, XGrammarCompiler, XGrammarMatcher
+from splitserve.engine.grammar_process import XGrammar, XGrammarCompiler, XGrammarMatcher
 
 
 class LocalCompiler:

@@ -25,8 +25,8 @@ from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.parallel.dp_attention import SharedRunner
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
-from splitserve.engine.parallel.shared import SharedRunner
 from splitserve.engine.runner import ModelRunner
 
 PAGE_SIZE = 8

@@ -36,7 +36,7 @@ class SpeculativeAlgorithm(enum.StrEnum):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`).
     model: str = "smollm2"
-    # "auto": the checkpoint's. On a CPU: bfloat16 if the native kernels compute it or quantization needs it, else
+    # "auto": the checkpoint's. On a CPU: bfloat16 if the kernels in C compute it or quantization needs it, else
     # float32.
     dtype: str = "auto"
     # "auto": cuda if there is one, else cpu.
@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     # Cores this worker may use, e.g. "0-3,8"; None: all cores of its process.
     cpu_affinity: str | None = None
-    # "auto": the native kernels if they are faster; "torch": torch's everywhere.
+    # "auto": the kernels in C if they are faster; "torch": torch's everywhere.
     kernels: str = "auto"
     # Quantization of the weights, on load: None or one of QUANTIZATIONS.
     quantization: str | None = None
@@ -81,7 +81,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     # File in memory with one pool for several workers of this host; None: this worker has its own pool.
     shared_pool: str | None = None
     # Models with sliding windows in some layers: maximum pages of these layers' own pool per page of the other layers'
-    # pool. 1: all layers have one pool, and keep all tokens. None: by the window (`engine/window_pool.py`).
+    # pool. 1: all layers have one pool, and keep all tokens. None: by the window (`engine/pool.py`).
     swa_full_tokens_ratio: float | None = None
 
 

@@ -7,7 +7,7 @@
    the allowed next tokens from it; `Request.append` advances it by the sampled token.
 
 This module uses no library. `splitserve.engine.grammar_host` has the implementation in separate processes. These
-use the one of `splitserve.engine.grammar`, which calls xgrammar. `tests/support` has a fake.
+use that of `splitserve.engine.grammar_process`, which calls xgrammar. `tests/support` has a fake.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class SchedulerReady(Message, frozen=True):
     device: str
     num_parameters: int
     load_seconds: float
-    # Build of the native kernels that computes the model. None: torch computes it.
+    # Build of the kernels in C that computes the model. None: torch computes it.
     kernels: str | None = None
     # CPU threads of the model.
     threads: int = 0

@@ -16,7 +16,7 @@ import torch
 
 from splitserve.core.batch import SampleSpec
 from splitserve.core.grammar import GrammarMatcher
-from splitserve.engine.upload import to_device
+from splitserve.engine.inputs import to_device
 
 # [rows, words]: bit t % 32 of word t // 32 is set if token t is allowed. Rows without a grammar are undefined.
 Bitmask = npt.NDArray[np.int32]

@@ -23,12 +23,11 @@ from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable, WindowTable
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.engine.parallel.follower import FollowerRunner
+from splitserve.engine.parallel.dp_attention import SharedRunner
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.shared import SharedRunner
-from splitserve.engine.pool import KVPool, layout_for, num_pages_for, pool_bytes
+from splitserve.engine.parallel.steps import FollowerRunner
+from splitserve.engine.pool import KVPool, WindowDemand, layout_for, num_pages_for, pool_bytes, window_of_some
 from splitserve.engine.runner import ModelRunner
-from splitserve.engine.window_pool import WindowDemand, window_of_some
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Grammars in processes of their own, for the scheduler: no call here waits for the library.
 
-`GrammarHost.compile` starts a process for the grammar (`grammar_process.py`) and returns the remote grammar. Its
-matchers read their masks from that process (`grammar_link.py`).
+`GrammarHost.compile` starts a process for the grammar (`grammar_process.py`) and returns the remote grammar. Each of
+its matchers sends a token when it is accepted, and receives the mask of the next one (`grammar_link.py`). A token is
+allowed if its bit is set, so `accept` need not wait.
 """
 
 from __future__ import annotations
@@ -11,19 +12,34 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from splitserve.core.errors import EngineError, GrammarBudgetError, SplitserveError
-from splitserve.core.grammar import GrammarBudget, GrammarSpec
-from splitserve.engine.grammar_link import GrammarLink, GrammarWatch, RemoteGrammar
-from splitserve.engine.grammar_wire import Compile, GrammarSetup
+from splitserve.core.grammar import GrammarBudget, GrammarSpec, refused_output
+from splitserve.engine.grammar_link import (
+    BUDGET_REMEDY,
+    Advance,
+    Compile,
+    GrammarLibraryFailure,
+    GrammarLink,
+    GrammarSetup,
+    GrammarWatch,
+    NextMask,
+    OverBudget,
+    Refused,
+)
 
 # Approximate memory of a process besides its grammar, bytes.
 _PROCESS_BYTES = 6 << 20
+# If a mask takes less than this many CPU seconds, the next mask is expected within a step.
+_QUICK = 0.002
+# Seconds to wait for the end of the output, for models without an end-of-sequence token.
+_END_TIMEOUT = 1.0
 _CLOSING = "the worker is shutting down"
 
 
@@ -115,3 +131,111 @@ class GrammarHost:
         env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with theirs:
             self._server = subprocess.Popen(self._command, stdin=theirs.fileno(), env=env)
+
+
+class RemoteGrammar:
+    """CompiledGrammar. Its process ends with the last reference to it, matchers included."""
+
+    def __init__(self, link: GrammarLink, num_bytes: int, eos_token_ids: frozenset[int]) -> None:
+        self.link = link
+        self.num_bytes = num_bytes
+        self.eos_token_ids = eos_token_ids
+
+    def __del__(self) -> None:
+        self.link.close()
+
+    @property
+    def is_usable(self) -> bool:
+        return self.link.failure is None
+
+    def matcher(self, output_ids: Sequence[int] = ()) -> RemoteMatcher:
+        return RemoteMatcher(self, output_ids)
+
+
+class RemoteMatcher:
+    """GrammarMatcher with masks from a grammar process."""
+
+    def __init__(self, grammar: RemoteGrammar, output_ids: Sequence[int]) -> None:
+        self._grammar = grammar
+        self._link = grammar.link
+        # The next mask. None: it has not arrived.
+        self._mask: bytes | None = None
+        self._is_quick = True
+        self._is_terminated = False
+        self._given = output_ids
+        self._failure: SplitserveError | None = None
+        self._number = self._link.add(self)
+        self._link.send(Advance(self._number, list(output_ids)))
+
+    def __del__(self) -> None:
+        self._link.drop(self._number)
+
+    @property
+    def failure(self) -> SplitserveError | None:
+        return self._failure or self._link.failure
+
+    def is_ready(self, *, soon: bool = False) -> bool:
+        if soon and self._is_quick:
+            return True
+        if not self._arrives_by(0.0):
+            self._link.watch()
+            return False
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        if not self._allows(token_id):
+            return False
+        if token_id in self._grammar.eos_token_ids:
+            self._is_terminated = True
+            return True
+        self._mask = None
+        self._link.send(Advance(self._number, [token_id]))
+        return True
+
+    def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
+        """Write the mask, as GrammarMatcher defines it. Raises the failure."""
+        if not self._arrives_by(time.monotonic() + timeout):
+            # The mask is late: do not plan with the next one before it is ready.
+            self._is_quick = False
+            return False
+        if (failure := self.failure) is not None:
+            # A copy: the traceback of the original would keep this matcher, and with it the process.
+            raise type(failure)(failure.message)
+        assert self._mask is not None
+        words.cast("B")[:] = self._mask
+        return True
+
+    def is_terminated(self) -> bool:
+        # Without an end-of-sequence token, only the library can find the end.
+        if not self._grammar.eos_token_ids:
+            self._arrives_by(time.monotonic() + _END_TIMEOUT)
+        return self._is_terminated
+
+    def take(self, message: NextMask | Refused | OverBudget | GrammarLibraryFailure) -> None:
+        """Store the reply to the last tokens."""
+        match message:
+            case NextMask():
+                self._mask = message.words
+                self._is_terminated = not message.words
+                self._is_quick = message.seconds < _QUICK
+            case Refused():
+                self._failure = refused_output(self._given[message.index], message.index)
+            case OverBudget():
+                self._failure = GrammarBudgetError(f"its grammar is too slow: {message.message}. {BUDGET_REMEDY}")
+            case GrammarLibraryFailure():
+                self._failure = EngineError(f"its grammar failed: {message.message}")
+
+    def _arrives_by(self, deadline: float) -> bool:
+        """Return whether a mask or a failure arrives by `deadline`, in seconds of the monotonic clock."""
+        while self._mask is None and self.failure is None:
+            remaining = max(0.0, deadline - time.monotonic())
+            self._link.pull(remaining)
+            if remaining == 0.0:
+                break
+        return self._mask is not None or self.failure is not None
+
+    def _allows(self, token_id: int) -> bool:
+        """Return whether the current mask has the token."""
+        if self.failure is not None or self._mask is None or token_id >> 3 >= len(self._mask):
+            return False
+        return bool(self._mask[token_id >> 3] >> (token_id & 7) & 1)

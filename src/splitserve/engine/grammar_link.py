@@ -1,8 +1,8 @@
-"""Connection to one grammar process, and the grammar and matchers that it serves.
+"""The connection to one grammar process, and its messages: msgpack after a length of four bytes, network order.
 
-Each matcher sends a token when it is accepted and receives the mask of the next one. A token is allowed if its bit is
-set, so `accept` need not wait. The thread that needs a mask reads it: a thread of its own for the connections would
-compete with the model for the interpreter. One thread only wakes the scheduler when a mask arrives that was late.
+That is also the framing of `multiprocessing.connection.Connection`, which the grammar process uses. The thread that
+needs a mask reads it: a thread of its own for the connections would compete with the model for the interpreter. One
+thread only wakes the scheduler when a mask arrives that was late.
 """
 
 from __future__ import annotations
@@ -12,40 +12,100 @@ import select
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from splitserve.core.errors import EngineError, GrammarBudgetError, InvalidRequestError, SplitserveError
-from splitserve.core.grammar import GrammarBudget, GrammarSpec, refused_output
-from splitserve.engine.grammar_wire import (
-    Advance,
-    Compiled,
-    Drop,
-    FromGrammar,
-    GrammarLibraryFailure,
-    NextMask,
-    OverBudget,
-    Refused,
-    Rejected,
-    ToGrammar,
-)
+from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
+
+if TYPE_CHECKING:
+    from splitserve.engine.grammar_host import RemoteMatcher
 
 # Seconds between two checks for the end while a grammar is compiled.
 _POLL_TIMEOUT = 1.0
 _RECEIVE_BYTES = 1 << 20
-# If a mask takes less than this many CPU seconds, the next mask is expected within a step.
-_QUICK = 0.002
-# Seconds to wait for the end of the output, for models without an end-of-sequence token.
-_END_TIMEOUT = 1.0
-_REMEDY = (
+BUDGET_REMEDY = (
     "Remove alternatives that match the same text, and nested or long repetitions, or raise --grammar-step-budget, "
     "--grammar-request-budget, --grammar-compile-budget or --grammar-memory"
 )
+
+
+class GrammarSetup(msgspec.Struct, frozen=True):
+    """Settings of a grammar server, as JSON in its command line."""
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    budget: GrammarBudget
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a grammar process: its one grammar."""
+
+    kind: GrammarKind
+    text: str
+    strict: bool
+
+
+class Advance(msgspec.Struct, frozen=True, tag=True):
+    """Accept tokens and return the next mask. An unknown number starts a matcher."""
+
+    number: int
+    token_ids: list[int]
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Forget a matcher."""
+
+    number: int
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    num_bytes: int
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """The grammar is at fault."""
+
+    message: str
+
+
+class GrammarLibraryFailure(msgspec.Struct, frozen=True, tag=True):
+    """The library failed: in the compilation (-1) or in one matcher."""
+
+    message: str
+    number: int = -1
+
+
+class NextMask(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    # One bit per token, see `GrammarMatcher.fill_bitmask`. Empty: the matcher has terminated.
+    words: bytes
+    # CPU time that the tokens and the mask needed.
+    seconds: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The grammar does not allow the token at `index` of the last Advance."""
+
+    number: int
+    index: int
+
+
+class OverBudget(msgspec.Struct, frozen=True, tag=True):
+    """The matcher is dropped."""
+
+    number: int
+    message: str
+
+
+ToGrammar = Compile | Advance | Drop
+FromGrammar = Compiled | Rejected | GrammarLibraryFailure | NextMask | Refused | OverBudget
 
 
 class GrammarWatch:
@@ -208,7 +268,7 @@ class GrammarLink:
         self.failure = self.failure or GrammarBudgetError(
             f"its {self._spec.kind} ended the process that computes it: one call needed more than "
             f"{self._budget.compile:g} s of CPU time to compile, several times {self._budget.step:g} s for a token, or "
-            f"more memory than {self._budget.memory >> 20} MiB. {_REMEDY}",
+            f"more memory than {self._budget.memory >> 20} MiB. {BUDGET_REMEDY}",
             param=self._spec.kind,
         )
 
@@ -216,111 +276,3 @@ class GrammarLink:
 def _frame(message: ToGrammar) -> bytes:
     payload = msgspec.msgpack.encode(message)
     return struct.pack("!i", len(payload)) + payload
-
-
-class RemoteGrammar:
-    """CompiledGrammar. Its process ends with the last reference to it, matchers included."""
-
-    def __init__(self, link: GrammarLink, num_bytes: int, eos_token_ids: frozenset[int]) -> None:
-        self.link = link
-        self.num_bytes = num_bytes
-        self.eos_token_ids = eos_token_ids
-
-    def __del__(self) -> None:
-        self.link.close()
-
-    @property
-    def is_usable(self) -> bool:
-        return self.link.failure is None
-
-    def matcher(self, output_ids: Sequence[int] = ()) -> RemoteMatcher:
-        return RemoteMatcher(self, output_ids)
-
-
-class RemoteMatcher:
-    """GrammarMatcher with masks from a grammar process."""
-
-    def __init__(self, grammar: RemoteGrammar, output_ids: Sequence[int]) -> None:
-        self._grammar = grammar
-        self._link = grammar.link
-        # The next mask. None: it has not arrived.
-        self._mask: bytes | None = None
-        self._is_quick = True
-        self._is_terminated = False
-        self._given = output_ids
-        self._failure: SplitserveError | None = None
-        self._number = self._link.add(self)
-        self._link.send(Advance(self._number, list(output_ids)))
-
-    def __del__(self) -> None:
-        self._link.drop(self._number)
-
-    @property
-    def failure(self) -> SplitserveError | None:
-        return self._failure or self._link.failure
-
-    def is_ready(self, *, soon: bool = False) -> bool:
-        if soon and self._is_quick:
-            return True
-        if not self._arrives_by(0.0):
-            self._link.watch()
-            return False
-        return True
-
-    def accept(self, token_id: int) -> bool:
-        if not self._allows(token_id):
-            return False
-        if token_id in self._grammar.eos_token_ids:
-            self._is_terminated = True
-            return True
-        self._mask = None
-        self._link.send(Advance(self._number, [token_id]))
-        return True
-
-    def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
-        """Write the mask, as GrammarMatcher defines it. Raises the failure."""
-        if not self._arrives_by(time.monotonic() + timeout):
-            # The mask is late: do not plan with the next one before it is ready.
-            self._is_quick = False
-            return False
-        if (failure := self.failure) is not None:
-            # A copy: the traceback of the original would keep this matcher, and with it the process.
-            raise type(failure)(failure.message)
-        assert self._mask is not None
-        words.cast("B")[:] = self._mask
-        return True
-
-    def is_terminated(self) -> bool:
-        # Without an end-of-sequence token, only the library can find the end.
-        if not self._grammar.eos_token_ids:
-            self._arrives_by(time.monotonic() + _END_TIMEOUT)
-        return self._is_terminated
-
-    def take(self, message: NextMask | Refused | OverBudget | GrammarLibraryFailure) -> None:
-        """Store the reply to the last tokens."""
-        match message:
-            case NextMask():
-                self._mask = message.words
-                self._is_terminated = not message.words
-                self._is_quick = message.seconds < _QUICK
-            case Refused():
-                self._failure = refused_output(self._given[message.index], message.index)
-            case OverBudget():
-                self._failure = GrammarBudgetError(f"its grammar is too slow: {message.message}. {_REMEDY}")
-            case GrammarLibraryFailure():
-                self._failure = EngineError(f"its grammar failed: {message.message}")
-
-    def _arrives_by(self, deadline: float) -> bool:
-        """Return whether a mask or a failure arrives by `deadline`, in seconds of the monotonic clock."""
-        while self._mask is None and self.failure is None:
-            remaining = max(0.0, deadline - time.monotonic())
-            self._link.pull(remaining)
-            if remaining == 0.0:
-                break
-        return self._mask is not None or self.failure is not None
-
-    def _allows(self, token_id: int) -> bool:
-        """Return whether the current mask has the token."""
-        if self.failure is not None or self._mask is None or token_id >> 3 >= len(self._mask):
-            return False
-        return bool(self._mask[token_id >> 3] >> (token_id & 7) & 1)

@@ -1,4 +1,4 @@
-"""A step plan as tensors: the requests' tokens one after the other, with their positions and pages.
+"""A step plan as tensors on the device: the requests' tokens one after the other, with their positions and pages.
 
 Reads the page table, which the scheduler owns, only here and only once per step: a later change of a row does not
 affect a prepared or running step. Tokens that the step before is still to sample are filled in later.
@@ -7,6 +7,7 @@ affect a prepared or running step. Tokens that the step before is still to sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,19 @@ import torch
 from splitserve.core.batch import LAST_DRAWN, RequestStep, StepPlan
 from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import IntArray, PagedBatch
-from splitserve.engine.upload import to_device
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return the array as a tensor on the device, without waiting for it. On a CPU it shares contiguous memory.
+
+    A plain copy from the host waits until a GPU has done all work before it. From page-locked memory the copy is queued
+    among the kernels, and the host continues. Torch keeps that memory until the copy is done, and then reuses it.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
 
 PageTable = npt.NDArray[np.int32]
 # Page -> page of the windowed layers' own pool (`cache/window_pages.py`).

@@ -26,14 +26,13 @@ from splitserve.core.cpus import parse_cpus
 from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
 from splitserve.engine.attention import bridge
 from splitserve.engine.fingerprint import begin_fingerprint
+from splitserve.engine.kernels.layers import use_kernels
+from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
+from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
-from splitserve.engine.native.layers import use_kernels
-from splitserve.engine.native.library import KernelLibrary, find_library, has_fast_bfloat16
-from splitserve.engine.native.weights import Kind
-from splitserve.engine.parallel.body import ModelBody, WholeBody
-from splitserve.engine.parallel.load import ModelShare, load_share
-from splitserve.engine.parallel.probe import probe_share
+from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.stages import ModelBody, WholeBody
 from splitserve.engine.probe import LayerShape, probe
 from splitserve.engine.sources import has_experts, resolve_model
 
@@ -67,7 +66,7 @@ class LoadedModel:
     # KV shape of each layer.
     layers: tuple[LayerShape, ...]
     num_parameters: int
-    # The native kernels used by layers of the model; None: torch computes all layers.
+    # The kernels in C used by layers of the model; None: torch computes all layers.
     kernels: KernelLibrary | None
     # Equal on two workers only if they serve the same weights, config and tokenizer.
     fingerprint: str
@@ -214,7 +213,7 @@ def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_
 
 
 def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
-    """Return bfloat16 if quantization needs it, or if checkpoint and native kernels have it; else float32.
+    """Return bfloat16 if quantization needs it, or if checkpoint and kernels in C have it; else float32.
 
     Without these kernels, torch computes bfloat16 several times slower than float32 on CPUs without instructions for
     it.
@@ -293,7 +292,7 @@ def _adapt(model: Any, name: str) -> None:
 def _use_kernels(
     model: Any, layers: tuple[LayerShape, ...], config: ModelConfig, device: torch.device, dtype_name: str
 ) -> KernelLibrary | None:
-    """Install the native kernels if they support the model. Raises ConfigError if an option needs a missing kernel."""
+    """Install the kernels in C if they support the model. Raises ConfigError if an option needs a missing kernel."""
     if config.kernels not in KERNELS:
         raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
     if config.quantization not in (None, *QUANTIZATIONS):

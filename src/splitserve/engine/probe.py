@@ -1,4 +1,8 @@
-"""The attention of a loaded model, found by running one tiny step through it.
+"""The body and the head of a loaded model, and its attention, found by running one tiny step through it.
+
+A causal LM of transformers is a body (`model.base_model`) and a forward that projects the body's output to logits and
+scales or caps them as that model does. `LanguageHead` runs that same forward with the body replaced by one that returns
+its argument. So no model's scaling is written a second time here, and logits are computed only for requested rows.
 
 Configs spell head counts, windows and attention variants in many ways; the arguments with which a layer calls its
 attention are reliable. `probe` runs two tokens with a recorder as the backend. So it finds each layer's KV shape and
@@ -7,15 +11,50 @@ window, and rejects (ModelLoadError) every model that the engine would compute w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from splitserve.core.errors import EngineError, ModelLoadError, clause
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.head import LanguageHead
+
+
+class _GivenHiddenStates(torch.nn.Module):
+    """Replacement of the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Return the output class with the most fields that any model's forward passes on."""
+        out = MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        out.cross_attentions = None
+        return out
+
+
+class LanguageHead:
+    """The head of a model. Shares its weights; the model itself is unchanged. Not for two threads at a time."""
+
+    def __init__(self, model: Any) -> None:
+        self._body = _GivenHiddenStates()
+        self._forward = copy.copy(model)
+        self._forward._modules = dict(model._modules)
+        setattr(self._forward, model.base_model_prefix, self._body)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states [n, hidden_size], as float32 [n, vocab_size]."""
+        self._body.hidden = hidden.unsqueeze(0)
+        try:
+            logits: torch.Tensor = self._forward(input_ids=None, use_cache=False).logits
+        finally:
+            self._body.hidden = None
+        return logits[0].float()
+
 
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

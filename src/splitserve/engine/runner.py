@@ -33,14 +33,11 @@ from splitserve.core.verify import specs_to_draw, verified
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
-from splitserve.engine.head import LanguageHead
-from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs
+from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.logprobs import score, score_drawn
-from splitserve.engine.parallel.calls import Rows, StepCalls
-from splitserve.engine.parallel.orders import encode, step_order
-from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, draw
-from splitserve.engine.upload import to_device
+from splitserve.engine.parallel.steps import Rows, StepCalls, encode, step_order
+from splitserve.engine.probe import LanguageHead
+from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, draw, score, score_drawn
 
 # A sampled token, its logprob if requested, and its error.
 Drawn = tuple[int, TokenLogprob | None, str]

@@ -1,32 +1,162 @@
-"""Sampling of the next token of every row, vectorised over the batch.
+"""Sampling of the next token of every row, vectorised over the batch, and the logprobs of tokens.
 
-1. `adjust` applies bias, penalties and the min-tokens mask (logits.py), `forbid` the grammars' bitmask (bitmask.py).
+1. `adjust` applies bias, penalties and the min-tokens mask. Each changes few tokens of few rows: the host collects them
+   as (row, token, amount) triples over the whole batch, and the device applies each kind in one operation. `forbid`
+   applies the grammars' bitmask (`bitmask.py`).
 2. Greedy rows take the largest logit. A batch of only greedy rows ends here.
 3. The others become probabilities at their temperature, in float64.
 4. top-k, top-p and min-p each become a minimum probability in that same distribution; the highest minimum counts.
    Tokens of equal probability are kept or dropped together, so nothing depends on how a sort breaks ties.
-5. The token is found in a tree over the vocabulary (tree.py), with uniform variates of (seed, position).
+5. `descend` finds the token in a tree over the vocabulary, WIDTH children per node, in the order of token ids. From the
+   root down, each node's child is chosen by the children's masses and a variate of its own, from (seed, position).
+
+A single cumulative sum over all tokens would need one variate only. But any change of a likely token's probability
+shifts everything behind it: noise of 1e-6 moves the boundaries between unlikely tokens by more than their width. In the
+tree it moves a few boundaries per level, by about its own size.
 
 All of it runs on the logits' device. The host waits for it once, for the tokens. If a row has top-p, it waits once
-more, to check whether the row's best tokens have enough mass.
-
-So a sample depends on seed, position and distribution alone, not on the rest of the batch. Float noise does depend on
-the batch, but because it is small it rarely changes a sample.
+more, to check whether the row's best tokens have enough mass. So a sample depends on seed, position and distribution
+alone. Float noise does depend on the rest of the batch, but because it is small it rarely changes a sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
-from splitserve.core.batch import SampleSpec
-from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.batch import SampleSpec, TokenLogprob
+from splitserve.core.errors import EngineError
+from splitserve.core.sampling import ResolvedSampling, mix64
 from splitserve.engine.bitmask import Bitmask, forbid
-from splitserve.engine.logits import adjust
-from splitserve.engine.tree import descend
-from splitserve.engine.upload import to_device
+from splitserve.engine.inputs import to_device
+
+WIDTH = 16
+
+
+def descend(probs: torch.Tensor, counters: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Sample a token from each row of `probs` [n, vocab_size]. `counters`: (seed, position) of each row. [n], int64
+
+    Rows need not sum to 1. A row of NaN gets any token.
+    """
+    levels = _levels(probs)
+    variates = to_device(variates_of(counters, len(levels)), probs.device)
+    rows = torch.arange(len(probs), device=probs.device)
+    node = torch.zeros_like(rows)
+    for choice, children in enumerate(reversed(levels)):
+        # Only NaN leads behind the last node.
+        cumulative = children[rows, node.clamp(max=children.shape[1] - 1)].cumsum(-1)
+        total = cumulative[:, -1:]
+        target = variates[:, choice, None] * total
+        # Rounding must not raise the target to the total, behind the last child.
+        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+        node = node * WIDTH + torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return node.clamp(max=probs.shape[-1] - 1)
+
+
+def variates_of(counters: Sequence[tuple[int, int]], num_choices: int) -> npt.NDArray[np.float64]:
+    """Return `core.sampling.uniform_at` of each counter and choice. [n, num_choices]"""
+    states = np.array([mix64(*counter) for counter in counters], np.uint64)[:, None]
+    z = states + np.arange(1, num_choices + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    variates: npt.NDArray[np.float64] = ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return variates
+
+
+def _levels(probs: torch.Tensor) -> list[torch.Tensor]:
+    """Return the masses of the children of each node, [n, nodes, WIDTH]; the leaves' parents first, the root last."""
+    levels: list[torch.Tensor] = []
+    masses = probs
+    while not levels or masses.shape[-1] > 1:
+        masses = pad(masses, (0, -masses.shape[-1] % WIDTH)).view(len(probs), -1, WIDTH)
+        levels.append(masses)
+        masses = masses.sum(-1)
+    return levels
+
+
+class _Entries:
+    """A list of (row, token, amount) triples."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self._tokens: list[np.ndarray] = []
+        self._amounts: list[np.ndarray] = []
+
+    def add(self, row: int, tokens: np.ndarray, amounts: np.ndarray | float) -> None:
+        self._rows.append(np.full(len(tokens), row, dtype=np.int64))
+        self._tokens.append(tokens.astype(np.int64))
+        self._amounts.append(np.broadcast_to(np.asarray(amounts, dtype=np.float32), len(tokens)))
+
+    def apply(self, logits: torch.Tensor, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return logits with change(value, amount) in place of each listed value. No (row, token) may occur twice."""
+        if not self._rows:
+            return logits
+        rows, tokens, amounts = (
+            to_device(np.concatenate(parts), logits.device) for parts in (self._rows, self._tokens, self._amounts)
+        )
+        return logits.index_put((rows, tokens), change(logits[rows, tokens], amounts))
+
+
+def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]) -> torch.Tensor:
+    """Return a copy of logits [n, vocab_size] with `specs[i]` applied to row i, in the order of SamplingParams."""
+    bias, repetition, occurrence, masked = _Entries(), _Entries(), _Entries(), _Entries()
+    for row, spec in enumerate(specs):
+        p = spec.params
+        if p.logit_bias:
+            bias.add(row, np.array(list(p.logit_bias)), np.array(list(p.logit_bias.values())))
+        if p.repetition_penalty != 1.0:
+            repetition.add(row, np.unique([*spec.prompt_ids, *spec.output_ids]), p.repetition_penalty)
+        if (p.frequency_penalty or p.presence_penalty) and spec.output_ids:
+            tokens, counts = np.unique(spec.output_ids, return_counts=True)
+            occurrence.add(row, tokens, counts * p.frequency_penalty + p.presence_penalty)
+        # With a grammar the bitmask does this (bitmask.py), because a complete grammar must be able to end.
+        if spec.num_output_tokens < p.min_new_tokens and spec.grammar is None:
+            ending = set(p.stop_token_ids) | (set() if p.ignore_eos else eos_token_ids)
+            masked.add(row, np.array(sorted(ending)), 0.0)
+    logits = bias.apply(logits, torch.add)
+    logits = repetition.apply(logits, lambda value, penalty: torch.where(value > 0, value / penalty, value * penalty))
+    logits = occurrence.apply(logits, torch.sub)
+    return masked.apply(logits, lambda value, _: torch.full_like(value, -torch.inf))
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """Return the logprob of token_ids[i] in row i of raw logits [n, vocab_size], with the row's num_top[i] best.
+
+    Raises EngineError on NaN.
+    """
+    if not token_ids:
+        return []
+    log_z = logits.logsumexp(-1, keepdim=True)
+    chosen = to_device(np.array(token_ids, np.int64), logits.device).unsqueeze(-1)
+    logprobs = (logits.gather(-1, chosen) - log_z).squeeze(-1).tolist()
+    if any(map(math.isnan, logprobs)):
+        raise EngineError(NOT_NUMBERS)
+    widest = min(max(num_top), logits.shape[-1])
+    values, ids = logits.topk(widest, dim=-1)
+    top_logprobs, top_ids = (values - log_z).tolist(), ids.tolist()
+    return [
+        TokenLogprob(token, logprob, tuple(zip(top_ids[i][:n], top_logprobs[i][:n], strict=True)))
+        for i, (token, logprob, n) in enumerate(zip(token_ids, logprobs, num_top, strict=True))
+    ]
+
+
+def score_drawn(logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]) -> list[TokenLogprob | None]:
+    """Return the logprob of each row's token; None if not requested, or if there is no token."""
+    asked = [i for i, spec in enumerate(specs) if spec.return_logprob and tokens[i] != NO_TOKEN]
+    found: list[TokenLogprob | None] = [None] * len(specs)
+    if asked:
+        rows = logits[to_device(np.array(asked), logits.device)]
+        for i, logprob in zip(
+            asked, score(rows, [tokens[i] for i in asked], [specs[i].num_top_logprobs for i in asked]), strict=True
+        ):
+            found[i] = logprob
+    return found
+
 
 # Best probabilities to check for top-p before the whole row is sorted; nearly always they have enough mass.
 _HEAD = 1024

@@ -63,7 +63,7 @@ class _Followed:
             state=state,
             is_quiescent=end.quiescent(),
             failure=RoomFailureCause.of(end.failure()) if state is KVPoll.FAILED else None,
-            stats=cast(RankSender, end).stats() if state is KVPoll.SUCCESS and hasattr(end, "stats") else None,
+            stats=cast("RankSender", end).stats() if state is KVPoll.SUCCESS and hasattr(end, "stats") else None,
         )
 
 
@@ -133,14 +133,14 @@ class FollowerRooms:
             case _ if room.end is None:
                 pass
             case SendPages() as sent:
-                cast(RankSender, room.end).send(
+                cast("RankSender", room.end).send(
                     sent.pages,
                     is_last=sent.is_last,
                     metadata_index=sent.metadata_index,
                     window_pages=sent.window_pages,
                 )
             case AnnouncePages() as target:
-                cast(RankReceiver, room.end).init(
+                cast("RankReceiver", room.end).init(
                     target.pages,
                     target.metadata_index,
                     num_tokens=target.num_tokens,

@@ -74,7 +74,7 @@ def _devices() -> tuple[str, bool]:
 
 def _kernels() -> str:
     """Return which kernels compute a bfloat16 model on the CPU: ours or torch's."""
-    from splitserve.engine.native.library import find_library
+    from splitserve.engine.kernels.library import find_library
 
     library = find_library()
     if library is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from splitserve.core.config import WorkerConfig
-from splitserve.engine.window_pool import WindowDemand
+from splitserve.engine.pool import WindowDemand
 
 
 def window_demand(config: WorkerConfig) -> WindowDemand:

@@ -121,7 +121,7 @@ class _OnGpu:
     layout = pool_of().layout
 
 
-LOADED = cast(LoadedModel, _Loaded())
+LOADED = cast("LoadedModel", _Loaded())
 
 
 def test_flashinfer_by_name_on_a_cpu_is_refused() -> None:
@@ -141,4 +141,4 @@ def test_flashinfer_by_name_that_is_absent_names_how_to_get_it(monkeypatch: pyte
     assert problem is not None
     assert "pip install 'splitserve[cuda]'" in problem
     with pytest.raises(ConfigError, match=r"splitserve\[cuda\]"):
-        choose.choose_attention("flashinfer", LOADED, cast(KVPool, _OnGpu()))
+        choose.choose_attention("flashinfer", LOADED, cast("KVPool", _OnGpu()))

@@ -12,9 +12,7 @@ from splitserve.core.batch import SampleSpec
 from splitserve.core.errors import EngineError
 from splitserve.core.sampling import ResolvedSampling, uniform_at
 from splitserve.engine import sampler
-from splitserve.engine.logprobs import score
-from splitserve.engine.sampler import NO_TOKEN, draw
-from splitserve.engine.tree import WIDTH, descend, variates_of
+from splitserve.engine.sampler import NO_TOKEN, WIDTH, descend, draw, score, variates_of
 
 VOCAB = 40
 EOS = frozenset({3, 7})

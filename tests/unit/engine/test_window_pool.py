@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from splitserve.cache.window_pages import least_window_pages
 from splitserve.core.layout import KVLayout
-from splitserve.engine.pool import layout_for, most_pages
+from splitserve.engine.pool import WindowDemand, layout_for, most_pages, window_of_some
 from splitserve.engine.probe import LayerShape
-from splitserve.engine.window_pool import WindowDemand, window_of_some
 
 PAGE_SIZE = 4
 

@@ -14,7 +14,7 @@ from splitserve.api.tools import BARE, TAGGED, ToolCallParser, ToolForm, ToolUse
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
-from splitserve.engine.grammar import XGrammarCompiler
+from splitserve.engine.grammar_process import XGrammarCompiler
 
 MAX_CHARS = LimitsConfig().max_grammar_chars
 USER = {"role": "user", "content": "Hi"}

@@ -45,8 +45,8 @@ class Surroundings:
         config = WorkerConfig(disaggregation=DisaggregationConfig(mode=mode, **disaggregation))
         self.front = FrontEnd(
             config=config,
-            scheduler=cast(Any, self),
-            tokenizer=cast(Any, None),
+            scheduler=cast("Any", self),
+            tokenizer=cast("Any", None),
             model_path="/m",
             bootstrap_port=self.port or 8998,
             requests=RequestTable(8),

@@ -10,10 +10,10 @@ import torch
 from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import flashinfer
 from splitserve.engine.attention.base import AttentionBackend, PagedKV
-from splitserve.engine.attention.native import NativeBackend, is_supported
+from splitserve.engine.attention.kernels import KernelBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.kernels.library import has_fast_bfloat16
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.native.library import has_fast_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> Attention
     widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
     num_heads = loaded.model.config.get_text_config().num_attention_heads
     if name == "auto" and loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
-        return NativeBackend(pool, loaded.kernels, widen=widen)
+        return KernelBackend(pool, loaded.kernels, widen=widen)
     return TorchSdpaBackend(pool, widen=widen)
 
 

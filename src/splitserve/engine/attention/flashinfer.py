@@ -29,7 +29,7 @@ from splitserve.engine.attention.flashinfer_latent import (
 )
 from splitserve.engine.attention.flashinfer_pages import PageLists, page_lists
 from splitserve.engine.attention.torch_sdpa import dtype_of, new_slots
-from splitserve.engine.upload import to_device
+from splitserve.engine.inputs import to_device
 
 # The library's recommendation for the partial results of long contexts. All wrappers share it: they run in turn.
 _WORKSPACE_BYTES = 128 << 20

@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
-from splitserve.engine.upload import to_device
+from splitserve.engine.inputs import to_device
 
 # Query rows per block: so few that little of a block's keys is masked, so many that the kernel stays busy.
 _BLOCK = 256

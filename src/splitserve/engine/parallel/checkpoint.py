@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from splitserve.core.errors import ModelLoadError
-from splitserve.engine.parallel.cut import WeightShard
+from splitserve.engine.parallel.shards import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
 

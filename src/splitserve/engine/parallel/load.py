@@ -1,17 +1,21 @@
-"""One rank's share of a model: built without memory, sharded, filled with its part of the weights, connected.
+"""One rank's share of a model: built without memory, sharded, filled with its part of the weights, connected, probed.
 
 1. transformers builds the whole model on the meta device; only buffers, which are small, are real.
-2. `plan` removes the parts of other ranks.
+2. `stages` and `plan` remove the parts of other ranks.
 3. `checkpoint` reads the remaining weights.
 4. Modules with sharded weights exchange what they must, by `ranks`.
+5. `probe_share` finds the KV shapes of the share, as `engine/probe.py` does, and checks its results. A stage may need
+   nothing but hidden states from the stages before it. Models with layers that exchange other data (embeddings that go
+   to every layer, KV that later layers share) are rejected.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +23,17 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from splitserve.core.errors import ConfigError, clause
+from splitserve.core.errors import ConfigError, EngineError, clause
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.attention import bridge
-from splitserve.engine.parallel.body import StageBody, StageBounds, WholeBody
+from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.fit import cannot_cut
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
-from splitserve.engine.parallel.meeting import Meeting
-from splitserve.engine.parallel.plan import Shards, cut_experts, cut_stage, cut_weights
+from splitserve.engine.parallel.dp_attention import Meeting
+from splitserve.engine.parallel.plan import Shards, cut_experts, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.stages import StageBody, StageBounds, WholeBody, cut_stage
+from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
 
 logger = logging.getLogger(__name__)
 
@@ -149,3 +156,66 @@ class _Tie:
         else:
             loader.load(translation, without={self.head})
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def probe_share(model: Any, share: ModelShare, name: str) -> tuple[LayerShape, ...]:
+    """Return the shapes of this rank's layers, in order. All ranks of a stage call it together.
+
+    Raises ModelLoadError or ConfigError.
+    """
+    found = probe(model, name, layers=share.stage.layers, run=functools.partial(_run, share))
+    return tuple(_with_heads(shape, share, name) for shape in found)
+
+
+def _with_heads(shape: LayerShape, share: ModelShare, name: str) -> LayerShape:
+    heads = share.shards.kv_heads.get(shape.layer)
+    if heads is None:
+        return shape
+    if shape.num_kv_heads != len(heads.held):
+        raise cannot_cut(
+            name,
+            f"layer {shape.layer} has {shape.num_kv_heads} KV heads on this rank where {len(heads.held)} were expected",
+        )
+    return replace(shape, first_kv_head=heads.held.start, total_kv_heads=heads.total)
+
+
+def _run(share: ModelShare, model: Any, recorder: Recorder) -> None:
+    stage = share.stage
+    if share.meeting is not None:
+        share.meeting.begin_alike(PROBE_TOKENS)
+    if stage.entry is None and stage.exit is None:
+        run_whole(model, recorder)
+        return
+    positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
+    sent = _noise(share, model, seed=0)
+    with torch.inference_mode():
+        given = torch.zeros_like(positions) if stage.entry is None else sent
+        hidden = stage.run(model, given, positions, recorder)
+        if (hidden.shape, hidden.dtype) != (sent.shape, sent.dtype):
+            raise EngineError("its layers hand on something else than hidden states")
+        if stage.entry is not None:
+            ahead = [_noise(share, model, seed) for seed in (1, 2)]
+            one, other = (stage.run(model, sent, positions, _Mixture(), ahead=a) for a in ahead)
+            if not torch.equal(one, other):
+                raise EngineError("its layers need more of the layers before them than hidden states")
+    if stage.exit is None and stage.entry is not None:
+        # Set again for this run, because the first run has used it.
+        stage.entry.given = sent
+        run_whole(model, Recorder(), inputs_embeds=sent)
+
+
+def _noise(share: ModelShare, model: Any, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(1, PROBE_TOKENS, share.stage.hidden_size, generator=generator)
+    return noise.to(device=model.device, dtype=model.dtype)
+
+
+class _Mixture:
+    """StepAttention with an output that depends on each of its inputs."""
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        seen = (value + key.mean(-1, keepdim=True)).repeat_interleave(group, dim=1)
+        return seen + params.scaling * query.mean(-1, keepdim=True)

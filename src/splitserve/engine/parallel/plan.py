@@ -1,9 +1,8 @@
-"""Sharding of a model on the meta device to one rank's share: smaller weights, fewer layers. Nothing is loaded yet.
+"""Sharding of a model on the meta device to one tensor parallel rank's part: smaller weights. Nothing is loaded yet.
 
-1. `cut_stage` replaces layers, norm, embedding or head of other pipeline stages by placeholders (`pp_plan`).
-2. `cut_weights` shrinks the rest to this tensor parallel rank's part: linear layers and experts by transformers'
-   `tp_plan`, attention by whole heads, the vocabulary by rows of the embedding and the head.
-3. When the weights are loaded, `Shards.connect` has the modules exchange what they must.
+`cut_weights` shrinks linear layers and experts by transformers' `tp_plan`, attention by whole heads, the vocabulary by
+rows of the embedding and the head. When the weights are loaded, `Shards.connect` has the modules exchange what they
+must.
 
 Models that would be computed wrongly are rejected (ConfigError): those without a plan, or with unknown words in it.
 """
@@ -17,17 +16,23 @@ from typing import Any
 
 import torch
 
-from splitserve.core.errors import ConfigError
 from splitserve.core.parallel import ParallelRank
+from splitserve.engine.fit import Heads, cannot_cut
 from splitserve.engine.mla import has_latents
-from splitserve.engine.parallel.body import Absent, AbsentLayer, Entry, Exit, StageBounds
-from splitserve.engine.parallel.cut import WeightShard
-from splitserve.engine.parallel.heads import Heads
-from splitserve.engine.parallel.meeting import Meeting, meet
+from splitserve.engine.parallel.dp_attention import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.refusal import cannot_cut
-from splitserve.engine.parallel.styles import STYLES, Before, HeldWeight, Style, connect, cut_of
-from splitserve.engine.parallel.vocabulary import connect_embedding, connect_head
+from splitserve.engine.parallel.shards import (
+    STYLES,
+    Before,
+    HeldWeight,
+    Style,
+    WeightShard,
+    connect,
+    connect_embedding,
+    connect_head,
+    cut_of,
+)
+from splitserve.engine.parallel.stages import Absent, AbsentLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,52 +69,6 @@ class Shards:
                 connect_embedding(model, self.vocab_size, ranks)
             if ranks.rank.is_last_stage:
                 connect_head(model, self.vocab_size, ranks)
-
-
-def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> StageBounds:
-    """Remove the parts of other stages. Raises ConfigError."""
-    hidden_size = int(model.config.get_text_config().hidden_size)
-    if rank.pp_size == 1:
-        return StageBounds(layers, hidden_size, None, None)
-    parts = _pipeline_parts(model, name)
-    held = model.base_model.get_submodule(parts.layers)
-    entry = exit_ = None
-    for i, layer in enumerate(held):
-        if i == layers.start - 1:
-            held[i] = entry = Entry(layer)
-        elif i == layers.stop:
-            held[i] = exit_ = Exit(layer)
-        elif i not in layers:
-            held[i] = AbsentLayer(layer)
-    for path in () if rank.is_first_stage else parts.before:
-        model.base_model.set_submodule(path, Absent())
-    if not rank.is_last_stage:
-        for path in parts.after:
-            model.base_model.set_submodule(path, Absent())
-        model.set_output_embeddings(Absent())
-    return StageBounds(layers, hidden_size, entry, exit_)
-
-
-@dataclass(frozen=True, slots=True)
-class _PipelineParts:
-    """Modules of the body, by name: those before its layers, the list of layers, and those behind."""
-
-    before: tuple[str, ...]
-    layers: str
-    after: tuple[str, ...]
-
-
-def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
-    prefix = f"{model.base_model_prefix}."
-    names = [key.removeprefix(prefix) for key in model.pp_plan if key.startswith(prefix)]
-    lists = [n for n in names if isinstance(model.base_model.get_submodule(n), torch.nn.ModuleList)]
-    if len(lists) != 1:
-        raise ConfigError(
-            f"Model {name} cannot be cut into pipeline stages: transformers has no pp_plan for it that names its "
-            "layers. Use tensor parallel ranks alone."
-        )
-    at = names.index(lists[0])
-    return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))
 
 
 def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False) -> Shards:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.parallel import ParallelRank
-from splitserve.engine.parallel.cut import WeightShard, even_range, even_sizes
-from splitserve.engine.parallel.heads import Heads
-from splitserve.engine.parallel.plan import cut_stage, cut_weights
-from splitserve.engine.parallel.styles import STYLES, cut_of
+from splitserve.engine.fit import Heads
+from splitserve.engine.parallel.plan import cut_weights
+from splitserve.engine.parallel.shards import STYLES, WeightShard, cut_of, even_range, even_sizes
+from splitserve.engine.parallel.stages import cut_stage
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import EngineError
 from splitserve.core.parallel import ParallelRank
-from splitserve.engine.parallel.cut import even_range
-from splitserve.engine.parallel.meeting import Meeting, meet
+from splitserve.engine.parallel.dp_attention import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.shards import even_range
 
 HIDDEN = 4
 

@@ -14,11 +14,10 @@ from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
-from splitserve.engine.head import LanguageHead
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.parallel.follower import FollowerRunner
-from splitserve.engine.parallel.orders import StepOrder, array, decode, encode, step_order
+from splitserve.engine.parallel.steps import FollowerRunner, StepOrder, array, decode, encode, step_order
 from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.probe import LanguageHead
 from splitserve.engine.runner import ModelRunner
 from support.tiny_models import TinyKind
 

@@ -17,7 +17,7 @@ import torch
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, first_visible
-from splitserve.engine.native.library import (
+from splitserve.engine.kernels.library import (
     MAX_GROUP,
     MAX_HEAD_SIZE,
     AttentionArgs,
@@ -70,23 +70,23 @@ class _Singles:
         return cls(batch.offsets[owners] + places, pages, units, firsts, int((ends - begins).sum()))
 
 
-class NativeBackend(TorchSdpaBackend):
+class KernelBackend(TorchSdpaBackend):
     """AttentionBackend over one pool of bfloat16 in CPU memory. Not for two threads at a time."""
 
     def __init__(self, pool: PagedKV, library: KernelLibrary, *, widen: bool = False) -> None:
         super().__init__(pool, widen=widen)
         self.library = library
 
-    def plan(self, batch: PagedBatch) -> NativeStep:
-        return NativeStep(self, batch)
+    def plan(self, batch: PagedBatch) -> KernelStep:
+        return KernelStep(self, batch)
 
 
-class NativeStep(TorchSdpaStep):
+class KernelStep(TorchSdpaStep):
     """StepAttention with the native kernels."""
 
     longest_single = _FEW_TOKENS
 
-    def __init__(self, backend: NativeBackend, batch: PagedBatch) -> None:
+    def __init__(self, backend: KernelBackend, batch: PagedBatch) -> None:
         super().__init__(backend, batch)
         self._library = backend.library
         self._singles: dict[int | None, _Singles] = {}

@@ -13,8 +13,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import splitserve._native
-from splitserve.engine.native.library import KernelLibrary, NormArgs, RotateArgs, StoreArgs, find_library
-from splitserve.engine.native.weights import Kind, PackedGateUp, PackedLinear, Scratch, quantize
+from splitserve.engine.kernels.library import KernelLibrary, NormArgs, RotateArgs, StoreArgs, find_library
+from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch, quantize
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 

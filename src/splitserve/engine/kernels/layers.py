@@ -1,6 +1,6 @@
 """Packed layers that replace those of a transformers model if both compute the same.
 
-1. Decoder layers of the plain kind (RMS norm, rotary positions, gated MLP with SiLU) are replaced whole (`fused.py`).
+1. Decoder layers of the plain kind (RMS norm, rotary positions, gated MLP with SiLU) are replaced whole (`FusedLayer`).
 2. In other layers, and for the language head, each linear layer is replaced.
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
 4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.native.fused import FusedLayer
-from splitserve.engine.native.library import KernelLibrary
-from splitserve.engine.native.stack import DecoderStack
-from splitserve.engine.native.weights import Kind, PackedLinear, Scratch
+from splitserve.engine.kernels.library import KernelLibrary
+from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
+from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import transformers
 
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import PagedBatch
-from splitserve.engine.attention.native import NativeBackend
-from splitserve.engine.native.layers import use_kernels
-from splitserve.engine.native.library import find_library
-from splitserve.engine.native.stack import DecoderStack
+from splitserve.engine.attention.kernels import KernelBackend
+from splitserve.engine.kernels.layers import use_kernels
+from splitserve.engine.kernels.library import find_library
+from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import probe
 
@@ -65,7 +65,7 @@ class World:
         self.has_window_pages = has_window_pages
         if has_window_pages:
             layout = replace(layout, num_window_pages=layout.num_pages)
-        self.backend = NativeBackend(KVPool(layout, torch.device("cpu")), library, widen=True)
+        self.backend = KernelBackend(KVPool(layout, torch.device("cpu")), library, widen=True)
         self.lengths = [3 + 4 * i for i in range(NUM_REQUESTS)]
         self.step(range(NUM_REQUESTS), [0] * NUM_REQUESTS, self.lengths)
 

@@ -12,7 +12,7 @@ import enum
 
 import torch
 
-from splitserve.engine.native.library import CHUNK_ROWS, KernelLibrary, LinearArgs
+from splitserve.engine.kernels.library import CHUNK_ROWS, KernelLibrary, LinearArgs
 
 
 class Kind(enum.IntEnum):

@@ -1,7 +1,9 @@
-"""All layers of a decoder in one C call, for steps in which each request has one new token.
+"""Decoder layers of the plain kind in C (RMS norm, attention, RMS norm, gated MLP with SiLU), and a decoder of them.
 
-Such a step is some ten short kernels per layer. Waking threads for each of them, from Python, takes longer than a
-second thread saves; so they are woken once (`program.c`).
+Each part of a `FusedLayer` computes at once, or returns the arguments of a later call. A `DecoderStack` runs all layers
+in one C call, for steps in which each request has one new token. Such a step is some ten short kernels per layer.
+Waking threads for each of them, from Python, takes longer than a second thread saves; so they are woken once
+(`program.c`).
 
 1. The first step records the calls of all layers, with buffers between them. A larger step records them again.
 2. Each step fills in its data: hidden states, positions, the slots of its tokens, the plan of its attention.
@@ -18,10 +20,9 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.attention.base import StepAttention
-from splitserve.engine.attention.native import NativeStep
-from splitserve.engine.native.fused import FusedLayer
-from splitserve.engine.native.library import (
+from splitserve.engine.attention.base import AttentionParams, StepAttention
+from splitserve.engine.attention.kernels import KernelStep
+from splitserve.engine.kernels.library import (
     AttentionArgs,
     CallArgs,
     KernelLibrary,
@@ -31,7 +32,115 @@ from splitserve.engine.native.library import (
     RotateArgs,
     StoreArgs,
 )
-from splitserve.engine.native.weights import Scratch
+from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch
+from splitserve.engine.probe import LayerShape
+
+
+class FusedLayer(torch.nn.Module):
+    """A decoder layer: norm, attention, norm and gated MLP, with both residual additions."""
+
+    def __init__(self, layer: Any, shape: LayerShape, library: KernelLibrary, scratch: Scratch, kind: Kind) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in projections if p.bias is not None]
+        self.qkv_proj = PackedLinear(
+            library,
+            scratch,
+            torch.cat([p.weight for p in projections]),
+            torch.cat(biases) if biases else None,
+            kind,
+        )
+        self.o_proj = PackedLinear(library, scratch, attention.o_proj.weight, attention.o_proj.bias, kind)
+        self.gate_up_proj = PackedGateUp(library, scratch, mlp.gate_proj.weight, mlp.up_proj.weight, kind)
+        self.down_proj = PackedLinear(library, scratch, mlp.down_proj.weight, None, kind)
+        self.norm = Norm(library, layer.input_layernorm)
+        self.middle_norm = Norm(library, layer.post_attention_layernorm)
+        self.index = shape.layer
+        self.params = AttentionParams(scaling=attention.scaling, window=shape.window)
+        self.head_dim = shape.k_dim
+        self.num_kv_heads = shape.num_kv_heads
+        self.num_heads = attention.q_proj.weight.shape[0] // shape.k_dim
+        self._library = library
+        self._head_norms = [_weight_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+        query_norm, key_norm = (None if w is None else w.data_ptr() for w in self._head_norms)
+        self._rotate = RotateArgs(
+            query_norm=query_norm,
+            key_norm=key_norm,
+            num_query_heads=self.num_heads,
+            num_key_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            epsilon=_epsilon_of(attention.q_norm) if query_norm else 0.0,
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step_attention: StepAttention,
+        **_plain: Any,
+    ) -> torch.Tensor:
+        """Run the layer. hidden_states [1, T, hidden_size] are overwritten by the result."""
+        residual = hidden_states.view(-1, hidden_states.shape[-1])
+        states = self.qkv_proj(self.norm(residual))
+        self._turn(states, *position_embeddings)
+        heads = states.view(len(states), -1, self.head_dim)
+        keys = self.num_heads + self.num_kv_heads
+        attended = step_attention.forward(
+            self.index, heads[:, : self.num_heads], heads[:, self.num_heads : keys], heads[:, keys:], self.params
+        )
+        middle = self.middle_norm(self.o_proj(attended.flatten(1)), residual)
+        residual += self.down_proj(self.gate_up_proj(middle))
+        return hidden_states
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of its buffers and heads."""
+        linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
+        sizes = [size for linear in linears for size in (linear.in_features, linear.out_features)]
+        return (*sizes, self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Apply rotary positions in place to queries and keys."""
+        self._library.rotate(ctypes.byref(self.rotate_args(states, cos, sin)))
+
+    def rotate_args(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> RotateArgs:
+        args = RotateArgs.from_buffer_copy(self._rotate)
+        args.states, args.cos, args.sin = states.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        args.stride, args.num_rows = states.stride(0), len(states)
+        args.num_threads = torch.get_num_threads()
+        return args
+
+
+class Norm:
+    """RMS norm of rows, after an addition if requested."""
+
+    def __init__(self, library: KernelLibrary, norm: Any) -> None:
+        self._library = library
+        self._weight = norm.weight.float()
+        self._args = NormArgs(weight=self._weight.data_ptr(), size=self._weight.numel(), epsilon=_epsilon_of(norm))
+
+    def __call__(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the norm of rows [T, size]; with `residual`, of the sum of both, which is stored in `residual`."""
+        out = torch.empty_like(rows)
+        self._library.rms_norm(ctypes.byref(self.args(rows, residual, out)))
+        return out
+
+    def args(self, rows: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> NormArgs:
+        args = NormArgs.from_buffer_copy(self._args)
+        args.inputs, args.outputs, args.num_rows = rows.data_ptr(), out.data_ptr(), len(rows)
+        args.residual = None if residual is None else residual.data_ptr()
+        args.num_threads = torch.get_num_threads()
+        return args
+
+
+def _weight_of(norm: Any) -> torch.Tensor | None:
+    return None if norm is None else norm.weight.float()
+
+
+def _epsilon_of(norm: Any) -> float:
+    return float(norm.variance_epsilon)
 
 
 class DecoderStack(torch.nn.Module):
@@ -56,7 +165,7 @@ class DecoderStack(torch.nn.Module):
         """Run all layers. hidden_states [1, T, hidden_size] are overwritten."""
         num_rows = hidden_states.shape[1]
         fits = self._max_rows is None or num_rows <= self._max_rows
-        if fits and isinstance(step_attention, NativeStep) and step_attention.has_only_singles:
+        if fits and isinstance(step_attention, KernelStep) and step_attention.has_only_singles:
             if self._program is None or not self._program.fits(num_rows):
                 self._program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
             return self._program.run(hidden_states, *position_embeddings, step_attention)
@@ -99,7 +208,7 @@ class _Program:
     def fits(self, num_rows: int) -> bool:
         return num_rows <= self._max_rows and torch.get_num_threads() == self._num_threads
 
-    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: NativeStep) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: KernelStep) -> torch.Tensor:
         """Return the hidden states behind the last layer, [1, T, hidden_size]."""
         num_rows = hidden.shape[1]
         if num_rows != self._num_rows:
@@ -132,7 +241,7 @@ class _Program:
             layer.down_proj.args(self._gated, added, scratch),
         )
 
-    def _put_attention(self, step: NativeStep) -> None:
+    def _put_attention(self, step: KernelStep) -> None:
         """Set where new keys and values are stored, and what queries read, layer by layer."""
         first = self._layers[0]
         num_kv_heads, group, head_dim = first.num_kv_heads, first.num_heads // first.num_kv_heads, first.head_dim

@@ -15,12 +15,11 @@ from splitserve.core.cpus import parse_cpus
 from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.kernels.layers import use_kernels
+from splitserve.engine.kernels.library import KernelLibrary, find_library
+from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
+from splitserve.engine.kernels.weights import Kind, PackedLinear
 from splitserve.engine.loader import load_model
-from splitserve.engine.native.fused import FusedLayer
-from splitserve.engine.native.layers import use_kernels
-from splitserve.engine.native.library import KernelLibrary, find_library
-from splitserve.engine.native.stack import DecoderStack
-from splitserve.engine.native.weights import Kind, PackedLinear
 from splitserve.engine.probe import probe
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")

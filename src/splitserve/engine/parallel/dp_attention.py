@@ -3,8 +3,9 @@
 Attention, norms and dense layers are whole on each rank and run over its own tokens, with its own KV pool. So latents,
 which every tensor parallel rank would hold, are stored once. A rank has some of each layer's experts.
 
-1. Before a step all ranks receive the number of tokens of each rank (`Meeting.begin`). A rank without tokens takes
-   part, too (`shared.py`), because other ranks' tokens need its experts.
+1. Before a step all ranks receive the number of tokens of each rank (`Meeting.begin`). A rank without a request takes
+   part, too, because other ranks' tokens need its experts. It computes one padding token, which other ranks never
+   receive: it sends no token to the experts and stores nothing.
 2. Before a layer's experts, tokens of all ranks are sent to all, padded to the most that any rank has.
 3. Each rank computes its experts for all of them.
 4. The results are summed over the ranks, and each rank receives the part of its own tokens.
@@ -14,15 +15,20 @@ A rank that fails in a step leaves the others waiting in a layer: the runner of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from splitserve.core.errors import EngineError
+from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.parallel.experts import own_experts, use_own
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.shards import own_experts, use_own
+
+if TYPE_CHECKING:
+    from splitserve.engine.runner import ModelRunner
 
 
 class Meeting:
@@ -95,3 +101,41 @@ class NoAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
+
+
+class SharedRunner:
+    """A runner with steps that all ranks compute together: SharedEngine of the scheduler."""
+
+    def __init__(self, runner: ModelRunner, model: Any, meeting: Meeting) -> None:
+        self._runner = runner
+        self._model = model.base_model
+        self._device = model.device
+        self._meeting = meeting
+
+    def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
+        """Read the page table and return a function that runs the step, given the number of tokens of each rank.
+
+        Every rank calls its own, with the same numbers. Both raise EngineError, which fails only the plan's requests.
+        The function raises RanksLostError if the ranks are out of step.
+        """
+        # The loop runs one step after the other, so no token is still to be sampled.
+        run = self._runner.begin(plan) if plan.requests else self._take_part
+        return functools.partial(self._step, run)
+
+    def _step(self, run: Callable[[], StepResult], num_tokens: tuple[int, ...]) -> StepResult:
+        try:
+            self._meeting.begin(num_tokens)
+        except EngineError as error:
+            raise RanksLostError(error.message) from error
+        return run()
+
+    def _take_part(self) -> StepResult:
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        try:
+            with torch.inference_mode():
+                self._model(input_ids=nothing, position_ids=nothing, use_cache=False, step_attention=NoAttention())
+        except Exception as error:
+            raise RanksLostError(
+                f"A step of other ranks failed on this one: {type(error).__name__}: {error}"
+            ) from error
+        return StepResult()

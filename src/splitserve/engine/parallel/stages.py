@@ -1,9 +1,10 @@
-"""The layers of a model on this rank, as one callable.
+"""Pipeline stages: the layers of a model on this rank, as one callable.
 
 Every stage runs the model's own forward: what a model does before its layers (positions, masks, scaling of embeddings)
-it does on every stage. The layer before the stage's first one is replaced by an `Entry`, which drops its input and
-returns the hidden states of the stage before. The layer behind its last one is replaced by an `Exit`, which takes the
-hidden states out. Other absent layers return their input.
+it does on every stage. `cut_stage` replaces the parts of other stages by placeholders (transformers' `pp_plan`). The
+layer before the stage's first one becomes an `Entry`, which drops its input and returns the hidden states of the stage
+before. The layer behind its last one becomes an `Exit`, which takes the hidden states out. Other absent layers return
+their input.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from splitserve.core.errors import EngineError
+from splitserve.core.errors import ConfigError, EngineError
+from splitserve.core.parallel import ParallelRank
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.parallel.ranks import Ranks
 
@@ -142,3 +144,49 @@ class StageBody:
             return hidden[0]
         self._ranks.send(hidden)
         return None
+
+
+def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> StageBounds:
+    """Remove the parts of other stages. Raises ConfigError."""
+    hidden_size = int(model.config.get_text_config().hidden_size)
+    if rank.pp_size == 1:
+        return StageBounds(layers, hidden_size, None, None)
+    parts = _pipeline_parts(model, name)
+    held = model.base_model.get_submodule(parts.layers)
+    entry = exit_ = None
+    for i, layer in enumerate(held):
+        if i == layers.start - 1:
+            held[i] = entry = Entry(layer)
+        elif i == layers.stop:
+            held[i] = exit_ = Exit(layer)
+        elif i not in layers:
+            held[i] = AbsentLayer(layer)
+    for path in () if rank.is_first_stage else parts.before:
+        model.base_model.set_submodule(path, Absent())
+    if not rank.is_last_stage:
+        for path in parts.after:
+            model.base_model.set_submodule(path, Absent())
+        model.set_output_embeddings(Absent())
+    return StageBounds(layers, hidden_size, entry, exit_)
+
+
+@dataclass(frozen=True, slots=True)
+class _PipelineParts:
+    """Modules of the body, by name: those before its layers, the list of layers, and those behind."""
+
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+
+
+def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
+    prefix = f"{model.base_model_prefix}."
+    names = [key.removeprefix(prefix) for key in model.pp_plan if key.startswith(prefix)]
+    lists = [n for n in names if isinstance(model.base_model.get_submodule(n), torch.nn.ModuleList)]
+    if len(lists) != 1:
+        raise ConfigError(
+            f"Model {name} cannot be cut into pipeline stages: transformers has no pp_plan for it that names its "
+            "layers. Use tensor parallel ranks alone."
+        )
+    at = names.index(lists[0])
+    return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))

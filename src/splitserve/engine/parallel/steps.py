@@ -1,0 +1,196 @@
+"""One step over several ranks: the driver's calls, its orders to the other ranks, and the followers that run them.
+
+The ranks make the calls of the model together: one of the body, then those of the head. In each call a rank waits for
+all others. So if a rank fails between two calls, it must still make the remaining ones. Only a failure within a call
+leaves the ranks out of step.
+
+An order has all data that the other ranks need to compute their share of a step. It is one message per step, the same
+for all ranks. Its size is that of its tokens and page numbers.
+
+A follower is a rank without a scheduler. It samples no tokens and has no requests. If it cannot carry out an order, the
+other ranks wait for it, so its process must end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.core.batch import LAST_DRAWN, StepPlan
+from splitserve.core.errors import EngineError, RanksLostError, clause
+from splitserve.engine.attention.base import AttentionBackend, IntArray, PagedBatch
+from splitserve.engine.inputs import to_device
+from splitserve.engine.loader import LoadedModel
+from splitserve.engine.probe import LanguageHead
+
+# Rows of the step with logits that are computed in one call.
+Rows = Sequence[int]
+
+
+class StepCalls:
+    """The calls of one step, on the driver."""
+
+    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], told: Sequence[Rows] | None) -> None:
+        """`told`: rows of each call of the head that the other ranks were sent; None: no rank waits in any call."""
+        self._head = head
+        self._is_shared = told is not None
+        self._left = deque(told or ())
+        # [T, hidden_size], once the body was called.
+        self._hidden: torch.Tensor | None = None
+        # Error of a call, after which the ranks are out of step.
+        self._failure: Exception | None = None
+
+    def run_body(self, body: Callable[[], torch.Tensor]) -> None:
+        """Call the body; first of all calls, and once."""
+        self._hidden = self._together(body)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, vocab_size] after these rows [n] of the step."""
+        hidden = self._hidden
+        assert hidden is not None
+        if self._left:
+            self._left.popleft()
+        return self._together(lambda: self._head(hidden[rows]))
+
+    def make_up(self, error: Exception) -> None:
+        """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
+        if not self._is_shared:
+            return
+        try:
+            if self._failure is not None or self._hidden is None:
+                raise self._failure or error
+            while self._left:
+                self.logits(to_device(np.array(self._left[0]), self._hidden.device))
+        except Exception as cause:
+            raise RanksLostError(
+                f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."
+            ) from cause
+
+    def _together(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        try:
+            return call()
+        except Exception as error:
+            self._failure = error
+            raise
+
+
+class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
+    """One forward pass. Arrays are the bytes of int64 numbers, `pages` of int32, in this host's byte order."""
+
+    # Counts from 0, to detect lost or repeated orders.
+    number: int
+    # Tokens of all requests, one after the other; none is LAST_DRAWN.
+    token_ids: bytes
+    # Per request: tokens computed before, tokens to compute.
+    starts: bytes
+    lengths: bytes
+    # Page numbers of the first request, then of the second, and so on: as many for each as its tokens need.
+    pages: bytes
+    # Rows of the step with logits that are computed, call after call.
+    head_rows: tuple[bytes, ...]
+    # Page numbers in the windowed layers' own pool, arranged as `pages`. None: there is no such pool.
+    window_pages: bytes | None = None
+
+    def batch(self, page_size: int) -> PagedBatch:
+        """Return the batch of the order. Raises EngineError if the order contradicts itself."""
+        starts, lengths = array(self.starts), array(self.lengths)
+        if len(starts) != len(lengths) or len(array(self.token_ids)) != lengths.sum():
+            raise EngineError(f"order {self.number} of the driver contradicts itself")
+        ends = np.cumsum(-(-(starts + lengths) // page_size))
+        window_pages = None if self.window_pages is None else self._split(self.window_pages, ends)
+        return PagedBatch(starts, lengths, self._split(self.pages, ends), page_size, window_pages)
+
+    def _split(self, data: bytes, ends: IntArray) -> tuple[IntArray, ...]:
+        """Split a list of pages by request; `ends`: end of each request's pages."""
+        pages = np.frombuffer(data, dtype=np.int32).astype(np.int64)
+        if len(pages) != ends[-1]:
+            raise EngineError(f"order {self.number} of the driver has {len(pages)} pages where {ends[-1]} are needed")
+        return tuple(np.split(pages, ends[:-1]))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StepOrder)
+
+
+def encode(order: StepOrder) -> bytes:
+    return _encoder.encode(order)
+
+
+def decode(order: bytes) -> StepOrder:
+    """Return the order. Raises EngineError if it cannot be read."""
+    try:
+        return _decoder.decode(order)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"an order of the driver cannot be read: {error}") from error
+
+
+def step_order(
+    number: int, plan: StepPlan, batch: PagedBatch, drawn: npt.NDArray[np.int64], head_rows: Sequence[Sequence[int]]
+) -> StepOrder:
+    """Build the order of a step. `drawn`: the last sampled token, by row of the page table."""
+    token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
+    last = [r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN]
+    if last:
+        token_ids[token_ids == LAST_DRAWN] = drawn[last]
+    return StepOrder(
+        number=number,
+        token_ids=token_ids.tobytes(),
+        starts=batch.starts.tobytes(),
+        lengths=batch.lengths.tobytes(),
+        pages=_joined(batch.pages),
+        head_rows=tuple(np.array(rows, dtype=np.int64).tobytes() for rows in head_rows),
+        window_pages=None if batch.window_pages is None else _joined(batch.window_pages),
+    )
+
+
+def _joined(pages: Sequence[IntArray]) -> bytes:
+    return np.concatenate(pages).astype(np.int32).tobytes()
+
+
+def array(data: bytes) -> IntArray:
+    """Return an array of an order's bytes; a copy that may be written to."""
+    return np.frombuffer(data, dtype=np.int64).copy()
+
+
+class FollowerRunner:
+    """Runner of the driver's orders, in the order of their numbers. In one thread."""
+
+    def __init__(self, loaded: LoadedModel, attention: AttentionBackend, page_size: int) -> None:
+        self._attention = attention
+        self._page_size = page_size
+        self._device = loaded.device
+        self._body = loaded.body()
+        self._head = LanguageHead(loaded.model)
+        self._next = 0
+
+    def run(self, order: bytes) -> None:
+        """Compute this rank's share of one step. After an EngineError the ranks are out of step: end the process."""
+        try:
+            with torch.inference_mode():
+                self._run(order)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"A step of the driver failed on this rank: {type(error).__name__}: {error}") from error
+
+    def _run(self, data: bytes) -> None:
+        order = decode(data)
+        if order.number != self._next:
+            raise EngineError(f"order {order.number} of the driver came where {self._next} was to come")
+        self._next += 1
+        batch = order.batch(self._page_size)
+        token_ids = to_device(array(order.token_ids), self._device).unsqueeze(0)
+        positions = to_device(batch.positions, self._device).unsqueeze(0)
+        hidden = self._body(token_ids, positions, self._attention.plan(batch))
+        if hidden is not None:
+            for rows in order.head_rows:
+                # The call itself sends this rank's part to the driver.
+                self._head(hidden[to_device(array(rows), self._device)])
+        if self._device.type == "cuda":
+            # Transports read the step's KV outside torch's order.
+            torch.cuda.current_stream(self._device).synchronize()
