@@ -78,6 +78,8 @@ bench: setup
 
 # The measured parts of one page, written anew where they stand: leave the machine idle.
 performance: setup
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'], sep='\n')" \
+	  | PIP_REQUIRE_VIRTUALENV=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
 	@$(BIN)/splitserve bench growth --page docs/performance.md
 	@$(BIN)/splitserve bench startup --page docs/performance.md
 

@@ -20,6 +20,7 @@ from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
 from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu
 from splitserve.tools.bench.gpu_model import ModelShape, random_model
+from splitserve.tools.bench.report import ReportOutput
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 needs_flashinfer = pytest.mark.skipif(
@@ -160,6 +161,6 @@ def test_the_bench_runs_whole_on_small_sizes() -> None:
     from rich.console import Console
 
     sizes = GpuSizes(shape=SHAPE, batch=4, context=64, prompt_tokens=128, num_bytes=8 << 20, matrix_size=512, repeats=3)
-    options = GpuBenchOptions("bench gpu", "auto", 4, append_to=None, as_json=True)
+    options = GpuBenchOptions("bench gpu", "auto", 4, ReportOutput(as_json=True))
     report = measure_gpu(options, sizes, torch.device("cuda:0"), "cuda_ipc", Console(quiet=True))
-    assert len(report.figures) == 3
+    assert len(report.figures["figures"]) == 3

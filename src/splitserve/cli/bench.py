@@ -30,6 +30,7 @@ bench_app = typer.Typer(name="bench", help="Benchmarks on this machine.", no_arg
 
 @bench_app.command("main")
 def bench_main(
+    ctx: typer.Context,
     model: ModelArgument = "smollm2",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")] = "float32",
     append_to: AppendOption = None,
@@ -37,14 +38,16 @@ def bench_main(
     quick: QuickOption = False,
 ) -> None:
     """Measure throughput and TTFT: colocated, disaggregated and plain transformers. Takes minutes."""
-    from splitserve.tools.bench.figures import BenchOptions, run_bench
+    from splitserve.tools.bench.report import ReportOutput
+    from splitserve.tools.bench.throughput import BenchOptions, run_bench
 
-    options = BenchOptions(model=model, dtype=dtype, append_to=append_to, as_json=as_json, quick=quick)
+    options = BenchOptions(typed_again(ctx), model, dtype, quick, ReportOutput(as_json, append_to))
     raise typer.Exit(run_bench(options))
 
 
 @bench_app.command("transfer")
 def bench_transfer(
+    ctx: typer.Context,
     backend: Annotated[
         list[str] | None, typer.Option(help="Transfer backend, repeatable. Default: all that are present.")
     ] = None,
@@ -56,9 +59,11 @@ def bench_transfer(
 
     The limit is raw sockets (tcp, gloo) or memcpy (shm) with one piece, else the bare library with the same pieces.
     """
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.bench.transfer import TransferBenchOptions, run_transfer_bench
 
-    options = TransferBenchOptions(tuple(backend or ()), append_to=append_to, as_json=as_json, quick=quick)
+    output = ReportOutput(as_json, append_to)
+    options = TransferBenchOptions(typed_again(ctx), tuple(backend or ()), quick, output)
     raise typer.Exit(run_transfer_bench(options))
 
 
@@ -84,13 +89,13 @@ def bench_gpu(
     The model is a random one of Llama 3 8B's shape. The GPU is the first one in CUDA_VISIBLE_DEVICES.
     """
     from splitserve.tools.bench.gpu import GpuBenchOptions, run_gpu_bench
+    from splitserve.tools.bench.report import ReportOutput
 
     options = GpuBenchOptions(
         command=typed_again(ctx),
         attention_backend=attention_backend,
         max_graph_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_gpu_bench(options))
 

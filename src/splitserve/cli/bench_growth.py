@@ -16,6 +16,14 @@ _PageOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Markdown page. Its section between the marks of this benchmark is replaced."),
 ]
+_PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Image of the curves, e.g. curves.svg or curves.png. Needs the extra 'bench'. "
+        "Default with --page: growth.svg beside the page.",
+    ),
+]
 
 
 def bench_growth(
@@ -28,6 +36,7 @@ def bench_growth(
     ] = None,
     append_to: AppendOption = None,
     page: _PageOption = None,
+    plot: _PlotOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
@@ -38,7 +47,10 @@ def bench_growth(
     for name, value in OPENMP_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from splitserve.tools.bench.growth import GrowthOptions, options_for, run_growth_bench
+    from splitserve.tools.bench.report import ReportOutput
 
+    if page is not None and plot is None:
+        plot = page.with_name("growth.svg")
     sizes, waiting = options_for(quick=quick, repeats=repeats)
     options = GrowthOptions(
         command=typed_again(ctx),
@@ -47,9 +59,7 @@ def bench_growth(
         threads=threads,
         sizes=sizes,
         waiting=waiting,
-        append_to=append_to,
-        page=page,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to, page, "bench growth", plot),
     )
     raise typer.Exit(run_growth_bench(options))
 
@@ -62,10 +72,11 @@ def bench_scheduler(
     as_json: JsonOption = False,
 ) -> None:
     """Measure scheduler overhead per step at 1, 32 and 256 running requests, in the normal and the overlapped loop."""
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.bench.scheduler import SchedulerBenchOptions, run_scheduler_bench
 
-    command = typed_again(ctx)
-    raise typer.Exit(run_scheduler_bench(SchedulerBenchOptions(command, rounds, steps, append_to, as_json)))
+    options = SchedulerBenchOptions(typed_again(ctx), rounds, steps, ReportOutput(as_json, append_to))
+    raise typer.Exit(run_scheduler_bench(options))
 
 
 def bench_startup(
@@ -82,6 +93,7 @@ def bench_startup(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the time from the start of a worker to its first token, with empty and with filled caches."""
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.bench.startup import StartupOptions, run_startup_bench
 
     options = StartupOptions(
@@ -91,8 +103,6 @@ def bench_startup(
         threads=threads,
         cold_runs=cold_runs,
         warm_runs=warm_runs,
-        append_to=append_to,
-        page=page,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to, page, "bench startup"),
     )
     raise typer.Exit(run_startup_bench(options))

@@ -18,6 +18,12 @@ QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 
 
+def check_dtype(name: str) -> None:
+    """Check a benchmark's `--dtype`. Raises ConfigError."""
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype {name!r}: choose one of {', '.join(DTYPES)}")
+
+
 class SchedulePolicy(enum.StrEnum):
     """Order in which waiting requests are admitted; `scheduler/policy.py`."""
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,12 +18,12 @@ from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, engine_over
-from splitserve.tools.bench.gpu_figures import Figure, GpuReport, GpuThroughput, decode_gb
+from splitserve.tools.bench.gpu_figures import Figure, GpuThroughput, decode_gb, gpu_report
 from splitserve.tools.bench.gpu_limits import measure_limits, median_seconds
 from splitserve.tools.bench.gpu_model import LLAMA_3_8B, ModelShape, random_model, weight_bytes
 from splitserve.tools.bench.growth_steps import prompt_flops
-from splitserve.tools.bench.machine import check_writable, describe_machine
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import describe_machine
+from splitserve.tools.bench.report import Report, ReportOutput
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import WriteState
@@ -53,8 +52,7 @@ class GpuBenchOptions:
     command: str
     attention_backend: str
     max_graph_batch: int
-    append_to: Path | None
-    as_json: bool
+    output: ReportOutput
 
 
 def run_gpu_bench(options: GpuBenchOptions) -> int:
@@ -64,20 +62,19 @@ def run_gpu_bench(options: GpuBenchOptions) -> int:
             f"bench gpu needs a GPU, and torch {torch.__version__} finds no CUDA device: install a CUDA build of torch "
             "on a machine that has one. For this machine's CPU there are bench main and bench growth"
         )
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     console = Console(stderr=True)
     try:
         report = measure_gpu(options, GpuSizes(), torch.device("cuda:0"), "cuda_ipc", console)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"bench gpu needs about 32 GiB of the GPU's memory, free: {error}") from error
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    options.output.publish(report, console)
     return 0
 
 
 def measure_gpu(
     options: GpuBenchOptions, sizes: GpuSizes, device: torch.device, transfer_backend: str, console: Console
-) -> GpuReport:
+) -> Report:
     """Measure all figures. `transfer_backend`: moves pages between pools on `device`. Raises SplitserveError."""
     with console.status("the card's limits") as status:
         limits = measure_limits(device, num_bytes=sizes.num_bytes, matrix_size=sizes.matrix_size, repeats=sizes.repeats)
@@ -96,13 +93,13 @@ def measure_gpu(
             torch.cuda.empty_cache()
         status.update("hand-over to another process")
         figures.append(measure_hand_over(transfer_backend, sizes, limits))
-    return GpuReport(
-        command=options.command,
+    return gpu_report(
+        options.command,
+        describe_machine(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         model=sizes.shape.name,
         attention=attention,
         max_graph_batch=options.max_graph_batch,
-        machine=describe_machine(),
         limits=limits,
         figures=figures,
     )

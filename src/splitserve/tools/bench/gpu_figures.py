@@ -6,15 +6,11 @@ KV transfer is a copy. So each figure is the engine's throughput of that kind, b
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.table import Table
 
 from splitserve.core.layout import KVLayout
-from splitserve.tools.bench.markdown import listed, table_of
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,50 +62,45 @@ def _kv_bytes(layout: KVLayout, context: int) -> list[int]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class GpuReport:
-    # Command line that repeats this benchmark.
-    command: str
-    device: str
-    model: str
-    attention: str
-    # Largest batch that is replayed as a CUDA graph. 0: no graphs.
-    max_graph_batch: int
-    machine: dict[str, str]
-    limits: GpuThroughput
-    figures: Sequence[Figure]
-
-    def to_json(self) -> dict[str, Any]:
-        figures = [{**asdict(f), "per_second": f.per_second, "share": f.share} for f in self.figures]
-        return {**asdict(self), "figures": figures}
-
-    def rows(self) -> list[list[str]]:
-        return [
-            [
-                f.name,
-                f"{f.seconds * 1e3:,.2f}",
-                f"{f.per_second:,.0f} G{f.unit}/s",
-                f"{f.limit:,.0f} G{f.unit}/s",
-                f"{f.share:.2f}",
-                f"{f.wanted:.1f}",
-            ]
-            for f in self.figures
-        ]
-
-    def table(self) -> Table:
-        table = Table(*_HEADER, title=f"{self.model} on {self.device}, attention by {self.attention}")
-        for row in self.rows():
-            table.add_row(*row)
-        return table
-
-    def markdown(self, date: datetime.date) -> str:
-        graphs = f"CUDA graphs up to batch {self.max_graph_batch}" if self.max_graph_batch else "no CUDA graphs"
-        machine = listed(self.machine)
-        return (
-            f"\n## {date.isoformat()} · {self.model} on {self.device}\n\n`{self.command}`\n\n{machine}.\n\n"
-            f"Attention by {self.attention}, {graphs}. Times are medians of whole steps of the engine, sampling and "
-            f"the host's part included; limits are the card's own in the same run.\n\n" + table_of(_HEADER, self.rows())
-        )
+def gpu_report(
+    command: str,
+    machine: dict[str, str],
+    *,
+    device: str,
+    model: str,
+    attention: str,
+    max_graph_batch: int,
+    limits: GpuThroughput,
+    figures: Sequence[Figure],
+) -> Report:
+    """Return the report. `max_graph_batch`: largest batch that is replayed as a CUDA graph. 0: no graphs."""
+    graphs = f"CUDA graphs up to batch {max_graph_batch}" if max_graph_batch else "no CUDA graphs"
+    return Report(
+        title=f"{model} on {device}",
+        command=command,
+        machine=machine,
+        setting=f"Attention by {attention}, {graphs}",
+        legend="Times are medians of whole steps of the engine, sampling and the host's part included; limits are the "
+        "card's own in the same run.",
+        figures={
+            "command": command,
+            "device": device,
+            "model": model,
+            "attention": attention,
+            "max_graph_batch": max_graph_batch,
+            "machine": machine,
+            "limits": asdict(limits),
+            "figures": [{**asdict(f), "per_second": f.per_second, "share": f.share} for f in figures],
+        },
+        tables=[ReportTable.by_row(_COLUMNS, figures)],
+    )
 
 
-_HEADER = ["", "ms", "reached", "limit", "share", "wanted"]
+_COLUMNS: Cells[Figure] = [
+    ("", lambda f: f.name),
+    ("ms", lambda f: f"{f.seconds * 1e3:,.2f}"),
+    ("reached", lambda f: f"{f.per_second:,.0f} G{f.unit}/s"),
+    ("limit", lambda f: f"{f.limit:,.0f} G{f.unit}/s"),
+    ("share", lambda f: f"{f.share:.2f}"),
+    ("wanted", lambda f: f"{f.wanted:.1f}"),
+]

@@ -2,30 +2,34 @@
 
 1. The engine alone, then the scheduler alone, each in this process.
 2. Each series gets a verdict: whether its time grows faster than its work.
-3. The table is printed, appended to a log, or written into a page of the documentation with its plot beside it.
 """
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from splitserve.core.config import DTYPES, ModelConfig
+from splitserve.core.config import ModelConfig, check_dtype
 from splitserve.core.cpus import num_cores
-from splitserve.core.errors import ConfigError
-from splitserve.tools.bench.growth_report import GrowthReport
 from splitserve.tools.bench.growth_scheduler import measure_scheduler
 from splitserve.tools.bench.growth_steps import StepSizes, measure_steps
-from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
-from splitserve.tools.bench.page import check_page, replace_section
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.report import Report, ReportOutput
+from splitserve.tools.bench.series import TOLERANCE, Series
 
-SECTION = "bench growth"
-PLOT_NAME = "growth.svg"
 _WAITING = (10, 100, 1_000, 10_000)
+_LEGEND = (
+    "Times: medians (min-max) of the repeats. Growth: time ~ work ^ growth from the size before to this one; 0 costs "
+    f"nothing more, 1 grows with the work. Faster than its work: a unit of work costs over {TOLERANCE:g} x what it "
+    "cost at a smaller size."
+)
+# Number of cores busy with other work that makes the figures unreliable, and the note for the report.
+_BUSY_CORES = 0.2
+_BUSY_NOTE = (
+    "**The machine was not idle: long steps suffer more from that than short ones, so no verdict is certain.** "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,7 @@ class GrowthOptions:
     threads: int | None
     sizes: StepSizes
     waiting: tuple[int, ...]
-    append_to: Path | None
-    # Markdown file with a section "bench growth" to replace. The plot is written beside it. None: no page.
-    page: Path | None
-    as_json: bool
+    output: ReportOutput
 
 
 def options_for(*, quick: bool, repeats: int | None) -> tuple[StepSizes, tuple[int, ...]]:
@@ -53,42 +54,48 @@ def options_for(*, quick: bool, repeats: int | None) -> tuple[StepSizes, tuple[i
 
 def run_growth_bench(options: GrowthOptions) -> int:
     """Run the benchmark and return the exit code. Raises ConfigError, ModelLoadError."""
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
-    if options.append_to is not None:
-        check_writable(options.append_to)
-    if options.page is not None:
-        check_page(options.page, SECTION)
+    check_dtype(options.dtype)
+    options.output.check()
     console = Console(stderr=True)
-    report = measure_growth(options, console)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    if options.page is not None:
-        write_page(report, options.page)
-        console.print(f"wrote {options.page} and {PLOT_NAME} beside it", highlight=False)
+    others = OthersWatch()
+    series = measure_growth(options, console)
+    options.output.publish(growth_report(options, describe_machine(), others.cores_taken(), series), console)
     return 0
 
 
-def measure_growth(options: GrowthOptions, console: Console) -> GrowthReport:
-    threads = options.threads or num_cores()
-    model = ModelConfig(model=options.model, dtype=options.dtype, device="cpu", threads=threads)
-    others = OthersWatch()
+def measure_growth(options: GrowthOptions, console: Console) -> list[Series]:
+    model = ModelConfig(model=options.model, dtype=options.dtype, device="cpu", threads=_threads(options))
     with console.status("steps of the engine") as status:
         series = measure_steps(model, options.sizes)
         status.update("turns of the scheduler")
-        series += measure_scheduler(options.waiting, options.sizes.repeats)
-    return GrowthReport(
-        model=options.model,
-        dtype=options.dtype,
-        threads=threads,
+        return series + measure_scheduler(options.waiting, options.sizes.repeats)
+
+
+def growth_report(
+    options: GrowthOptions, machine: dict[str, str], cores_taken_by_others: float, series: Sequence[Series]
+) -> Report:
+    """Return the report. JSON has times in seconds."""
+    threads = _threads(options)
+    return Report(
+        title=f"How step time grows: {options.model} in {options.dtype}",
         command=options.command,
-        machine=describe_machine(),
-        cores_taken_by_others=others.cores_taken(),
-        series=series,
+        machine=machine,
+        setting=f"{options.model} in {options.dtype}, {threads} threads",
+        cores_taken_by_others=cores_taken_by_others,
+        legend=(_BUSY_NOTE if cores_taken_by_others > _BUSY_CORES else "") + _LEGEND,
+        figures={
+            "model": options.model,
+            "dtype": options.dtype,
+            "threads": threads,
+            "command": options.command,
+            "machine": machine,
+            "cores_taken_by_others": cores_taken_by_others,
+            "series": [s.to_json() for s in series],
+        },
+        tables=[s.table() for s in series],
+        panels=[s.panel() for s in series],
     )
 
 
-def write_page(report: GrowthReport, page: Path) -> None:
-    date = datetime.date.today().isoformat()
-    page.with_name(PLOT_NAME).write_text(report.plot(), encoding="utf-8")
-    image = f"![Time against size, one panel a series]({PLOT_NAME})"
-    replace_section(page, SECTION, f"Measured {date} by {report.section()}\n{image}")
+def _threads(options: GrowthOptions) -> int:
+    return options.threads or num_cores()

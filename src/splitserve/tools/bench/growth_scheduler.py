@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.process.interpreter import collect_rarely
-from splitserve.tools.bench.growth_series import Series, SeriesPoint, measure
 from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
+from splitserve.tools.bench.series import Series, SeriesPoint, measure
 
 _PROMPT_TOKENS = 32
 # Requests that decode while others wait, and their output tokens: few enough that admission reserves all of them.

@@ -22,7 +22,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.loader import LoadedModel
-from splitserve.tools.bench.growth_series import Series, doublings, measure
+from splitserve.tools.bench.series import Series, doublings, measure
 
 _GREEDY = ResolvedSampling(temperature=0.0)
 _PAGE_SIZE = 16

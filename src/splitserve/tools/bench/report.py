@@ -1,88 +1,199 @@
-"""Figures of `bench main` as one table for the terminal and for Markdown, and as JSON."""
+"""The one report of all benchmarks: a table for the terminal, JSON for scripts, Markdown for a log or a page, a plot.
+
+A benchmark returns a `Report`. `ReportOutput` has the options that select where it is written.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.table import Table
 
-from splitserve.tools.bench.markdown import listed, table_of
-from splitserve.tools.bench.stats import StreamsFigures, TtftFigures
+from splitserve.core.errors import ConfigError
+from splitserve.process.console import standard_output
+from splitserve.tools.bench.plot import Panel, check_plots, write_plot
 
-LEGEND = "ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time on an idle system."
-
-
-@dataclass(frozen=True, slots=True)
-class SystemFigures:
-    name: str
-    threads: str
-    streams: Sequence[StreamsFigures]
-    ttft: Sequence[TtftFigures]
-    # Average number of cores that processes other than the measured system and its client kept busy.
-    cores_taken_by_others: float
+T = TypeVar("T")
+# Name of a figure -> its text for one measured item.
+Cells = Sequence[tuple[str, Callable[[T], str]]]
+# Text of a figure that an item does not have. `by_column` omits rows without any other.
+ABSENT = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class MainReport:
-    model: str
-    dtype: str
-    # Command line that repeats this benchmark.
-    command: str
-    # Shape of a stream in words, e.g. "128 prompt and 128 output tokens".
-    stream_shape: str
-    machine: dict[str, str]
-    # All systems, measured in the same way and in the same order.
-    systems: Sequence[SystemFigures]
+class ReportTable:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    # Conditions and verdict of this table alone.
+    caption: str = ""
+    # Rows in Markdown. None: all rows.
+    digest: Sequence[Sequence[str]] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values. Times are in seconds, throughput in tokens/s."""
-        return asdict(self)
+    @classmethod
+    def by_row(cls, columns: Cells[T], items: Sequence[T], caption: str = "") -> ReportTable:
+        """Return a table with one row per item."""
+        rows = [[show(item) for _, show in columns] for item in items]
+        return cls([name for name, _ in columns], rows, caption)
 
-    def rows(self) -> list[list[str]]:
-        """Return one row per figure: its name, then its value for each system."""
-        rows: list[list[str]] = []
-        for i, streams in enumerate(self.systems[0].streams):
-            of = [system.streams[i] for system in self.systems]
-            name = f"{streams.num_streams} stream{'s' if streams.num_streams > 1 else ''}"
-            rows.append([f"{name}: output tokens/s", *(f"{f.output_tokens_per_second:.1f}" for f in of)])
-            itls = (f"{_ms(f.itl_mean)} / {_ms(f.itl_p50)} / {_ms(f.itl_p99)}" for f in of)
-            rows.append([f"{name}: ITL, ms", *itls])
-            rows.append([f"{name}: TPOT, ms", *(_ms(f.tpot_median) for f in of)])
-        for i, ttft in enumerate(self.systems[0].ttft):
-            cells = (system.ttft[i] for system in self.systems)
-            ttfts = (f"{_ms(f.ttft_median)} ({_ms(f.ttft_min)}-{_ms(f.ttft_max)})" for f in cells)
-            rows.append([f"{ttft.num_prompt_tokens:,} tokens: TTFT, ms", *ttfts])
-        rows.append(["CPU threads", *(system.threads for system in self.systems)])
-        rows.append(["cores taken by others", *(f"{system.cores_taken_by_others:.1f}" for system in self.systems)])
-        return rows
+    @classmethod
+    def by_column(cls, names: Sequence[str], figures: Cells[T], items: Sequence[T]) -> ReportTable:
+        """Return a table with one column per item and one row per figure that any item has."""
+        rows = [[name, *(show(item) for item in items)] for name, show in figures]
+        return cls(["", *names], [row for row in rows if any(cell != ABSENT for cell in row[1:])])
 
-    def table(self) -> Table:
-        names = (system.name for system in self.systems)
-        table = Table("", *names, title=f"{self.model} in {self.dtype}", caption=LEGEND)
-        for row in self.rows():
-            table.add_row(*row)
+    def markdown(self) -> str:
+        caption = f"{self.caption}.\n\n" if self.caption else ""
+        return caption + table_of(self.header, self.rows if self.digest is None else self.digest)
+
+    def drawn(self) -> Table:
+        table = Table(*map(escape, self.header), title=escape(self.caption))
+        for row in self.rows:
+            table.add_row(*map(escape, row))
         return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    # What was measured, e.g. "Routers before mock workers".
+    title: str
+    # Command line that repeats the benchmark.
+    command: str
+    machine: Mapping[str, str]
+    # Values of `--json`.
+    figures: Any
+    tables: Sequence[ReportTable]
+    # Model and load, in words, without a period. Empty: the title has them.
+    setting: str = ""
+    # Average number of cores that other processes kept busy. None: the tables have it, or it is unknown.
+    cores_taken_by_others: float | None = None
+    # Definitions of the figures.
+    legend: str = ""
+    # Verdicts, failures and what was not measured, each a line.
+    remarks: Sequence[str] = ()
+    # Panels of the plot. Empty: this benchmark has no plot.
+    panels: Sequence[Panel] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield escape(self.title)
+        for table in self.tables:
+            yield table.drawn()
+        for line in (*self.remarks, self.legend):
+            if line:
+                yield escape(line)
 
     def markdown(self, date: datetime.date) -> str:
         """Return a section to append to a log."""
-        header = ["", *(system.name for system in self.systems)]
-        runs = ", ".join(
-            [f"{f.num_runs} at {f.num_streams} stream(s)" for f in self.systems[0].streams]
-            + [f"{f.num_runs} for TTFT at {f.num_prompt_tokens:,}" for f in self.systems[0].ttft]
-        )
-        return (
-            f"\n## {date.isoformat()} · Throughput and TTFT of {self.model} in {self.dtype}\n\n"
-            f"`{self.command}`\n\n"
-            f"{listed(self.machine)}.\n\n"
-            f"Streams of {self.stream_shape}, all sent at once, prompts of random words (no prefix hits). Served "
-            "systems are measured at an HTTP client of the router; transformers runs `generate` on one batch, without "
-            f"HTTP. One system at a time. Runs: {runs}; medians of them. {LEGEND}\n\n" + table_of(header, self.rows())
-        )
+        return f"\n## {date.isoformat()} · {self.title}\n\n{self.section()}"
+
+    def section(self) -> str:
+        """Return Markdown without a heading."""
+        conditions = ["; ".join(f"{name}: {value}" for name, value in self.machine.items()), self.setting]
+        if self.cores_taken_by_others is not None:
+            conditions.append(f"Others kept {self.cores_taken_by_others:.1f} cores busy meanwhile")
+        parts = [f"`{self.command}`\n", "".join(f"{text}. " for text in conditions if text).strip() + "\n"]
+        if self.legend:
+            parts.append(f"{self.legend}\n")
+        parts += [table.markdown() for table in self.tables]
+        if self.remarks:
+            parts.append("".join(f"- {remark}\n" for remark in self.remarks))
+        return "\n".join(parts)
 
 
-def _ms(seconds: float) -> str:
+@dataclass(frozen=True, slots=True)
+class ReportOutput:
+    """Where a benchmark writes its report, besides standard output."""
+
+    as_json: bool
+    # Markdown file to append a section to. None: no file.
+    append_to: Path | None = None
+    # Markdown page with a section to replace, and the name in the marks of that section. None: no page.
+    page: Path | None = None
+    section: str = ""
+    # Image file for the plot. None: no plot.
+    plot: Path | None = None
+
+    def check(self) -> None:
+        """Check all files, before minutes of measuring. Raises ConfigError."""
+        if self.append_to is not None:
+            _check_writable(self.append_to, "--append-to")
+        if self.page is not None:
+            _around_section(self.page, self.section)
+        if self.plot is not None:
+            check_plots(self.plot)
+            _check_writable(self.plot, "--plot")
+
+    def publish(self, report: Report, console: Console) -> None:
+        """Write the report. `console`: receives remarks. Raises ConfigError."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(report.figures) + "\n")
+        else:
+            standard_output().print(report, highlight=False)
+        today = datetime.date.today()
+        if self.append_to is not None:
+            with self.append_to.open("a", encoding="utf-8") as log:
+                log.write(report.markdown(today))
+            console.print(f"appended to {self.append_to}", highlight=False)
+        if self.plot is not None:
+            write_plot(report.panels, self.plot)
+            console.print(f"wrote {self.plot}", highlight=False)
+        if self.page is not None:
+            text = f"Measured {today.isoformat()} by {report.section()}"
+            if self.plot is not None:
+                text += f"\n![Time against size, one panel a series]({os.path.relpath(self.plot, self.page.parent)})"
+            replace_section(self.page, self.section, text)
+            console.print(f"wrote {self.page}", highlight=False)
+
+
+def replace_section(page: Path, name: str, text: str) -> None:
+    """Replace the text between the lines <!-- NAME --> and <!-- /NAME --> of a page.
+
+    Raises ConfigError if the page has no such section.
+    """
+    before, after = _around_section(page, name)
+    try:
+        page.write_text(f"{before}\n\n{text.strip()}\n\n{after}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--page {page}: cannot be written ({error.strerror}): name another file") from error
+
+
+def _around_section(page: Path, name: str) -> tuple[str, str]:
+    """Return the text up to and including the first mark, and the text from the second mark on."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--page {page}: cannot be read ({error.strerror}): name a page that is there") from error
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ConfigError(f"--page {page}: it has no section between {begin} and {end}: add these two lines")
+    before, _, rest = text.partition(begin)
+    return before + begin, end + rest.partition(end)[2]
+
+
+def _check_writable(path: Path, option: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}): name another file") from error
+
+
+def table_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table that ends with a newline."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]]) + "\n"
+
+
+def milliseconds(seconds: float) -> str:
+    """Format as milliseconds: without decimals from 100 on."""
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

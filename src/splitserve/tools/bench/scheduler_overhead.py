@@ -19,8 +19,8 @@ from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.loops import OverlappedLoop, StepInFlight
-from splitserve.tools.bench.growth_series import Series, SeriesPoint
 from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
+from splitserve.tools.bench.series import Series, SeriesPoint
 
 LOOPS = ("normal", "overlapped")
 # Seconds of a step: longer than the overlapped loop's work during a step, as with a real model.

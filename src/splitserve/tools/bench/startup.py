@@ -10,29 +10,21 @@ One worker in null mode, one prompt, one token, greedy. The processes are real a
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from splitserve.core.config import DTYPES
-from splitserve.core.errors import ConfigError
+from splitserve.core.config import check_dtype
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint, ask
-from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
-from splitserve.tools.bench.markdown import listed, table_of
-from splitserve.tools.bench.page import check_page, replace_section
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
 
-SECTION = "bench startup"
 # Seconds for a worker to be ready, which may include a download.
 _READY_TIMEOUT = 1800.0
 # Seconds between two checks: the resolution of the measurement.
@@ -56,10 +48,7 @@ class StartupOptions:
     # Number of starts of each kind. 0: none.
     cold_runs: int
     warm_runs: int
-    append_to: Path | None
-    # Markdown file with a section "bench startup" to replace. None: no page.
-    page: Path | None
-    as_json: bool
+    output: ReportOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,70 +59,49 @@ class StartupTiming:
     first_token: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartupReport:
-    model: str
-    dtype: str
-    command: str
-    machine: Mapping[str, str]
-    # Average number of cores that other processes kept busy.
-    cores_taken_by_others: float
-    cold: Sequence[StartupTiming]
-    warm: Sequence[StartupTiming]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values. Times are in seconds."""
-        return asdict(self)
-
-    def rows(self) -> list[list[str]]:
-        return [
-            [kind, str(len(starts)), _spread([s.ready for s in starts]), _spread([s.first_token for s in starts])]
-            for kind, starts in (("cold", self.cold), ("warm", self.warm))
-            if starts
-        ]
-
-    def table(self) -> Table:
-        table = Table(*_HEADER, title=f"{self.model} in {self.dtype}", caption=_LEGEND)
-        for row in self.rows():
-            table.add_row(*row)
-        return table
-
-    def markdown(self, date: datetime.date) -> str:
-        """Return a section to append to a log."""
-        return f"\n## {date.isoformat()} · Start-up to first token: {self.model} in {self.dtype}\n\n{self.section()}"
-
-    def section(self) -> str:
-        """Return Markdown without a heading."""
-        return (
-            f"`{self.command}`\n\n{listed(self.machine)}. {self.model} in {self.dtype}; others kept "
-            f"{self.cores_taken_by_others:.1f} cores busy meanwhile.\n\n{_LEGEND}\n\n" + table_of(_HEADER, self.rows())
-        )
-
-
-_HEADER = ["start", "runs", "ready, s", "first token, s"]
-
-
 def run_startup_bench(options: StartupOptions) -> int:
     """Return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
-    if options.append_to is not None:
-        check_writable(options.append_to)
-    if options.page is not None:
-        check_page(options.page, SECTION)
+    check_dtype(options.dtype)
+    options.output.check()
     console = Console(stderr=True)
-    report = measure_startup(options, console)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    if options.page is not None:
-        today = datetime.date.today().isoformat()
-        replace_section(options.page, SECTION, f"Measured {today} by {report.section()}")
-        console.print(f"wrote {options.page}", highlight=False)
+    others = OthersWatch()
+    cold, warm = measure_startup(options, console)
+    report = startup_report(options, describe_machine(), others.cores_taken(), cold, warm)
+    options.output.publish(report, console)
     return 0
 
 
-def measure_startup(options: StartupOptions, console: Console) -> StartupReport:
-    """Run all starts. Raises ClusterError, RequestFailedError."""
-    others = OthersWatch()
+def startup_report(
+    options: StartupOptions,
+    machine: dict[str, str],
+    cores_taken_by_others: float,
+    cold: Sequence[StartupTiming],
+    warm: Sequence[StartupTiming],
+) -> Report:
+    """Return the report. JSON has times in seconds."""
+    kinds = [kind for kind in (("cold", cold), ("warm", warm)) if kind[1]]
+    return Report(
+        title=f"Start-up to first token: {options.model} in {options.dtype}",
+        command=options.command,
+        machine=machine,
+        setting=f"{options.model} in {options.dtype}",
+        cores_taken_by_others=cores_taken_by_others,
+        legend=_LEGEND,
+        figures={
+            "model": options.model,
+            "dtype": options.dtype,
+            "command": options.command,
+            "machine": machine,
+            "cores_taken_by_others": cores_taken_by_others,
+            "cold": [asdict(start) for start in cold],
+            "warm": [asdict(start) for start in warm],
+        },
+        tables=[ReportTable.by_row(_COLUMNS, kinds)],
+    )
+
+
+def measure_startup(options: StartupOptions, console: Console) -> tuple[list[StartupTiming], list[StartupTiming]]:
+    """Return the timings of cold and of warm starts. Raises ClusterError, RequestFailedError."""
     cold, warm = [], []
     for number in range(options.cold_runs):
         with console.status(f"cold start {number + 1} of {options.cold_runs}"):
@@ -144,9 +112,7 @@ def measure_startup(options: StartupOptions, console: Console) -> StartupReport:
     for number in range(options.warm_runs):
         with console.status(f"warm start {number + 1} of {options.warm_runs}"):
             warm.append(_start(options, {}))
-    return StartupReport(
-        options.model, options.dtype, options.command, describe_machine(), others.cores_taken(), cold, warm
-    )
+    return cold, warm
 
 
 def _cold_start(options: StartupOptions) -> StartupTiming:
@@ -172,3 +138,12 @@ def _start(options: StartupOptions, env: Mapping[str, str]) -> StartupTiming:
 
 def _spread(seconds: Sequence[float]) -> str:
     return f"{median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f})"
+
+
+# Columns of a kind of start and its timings.
+_COLUMNS: Cells[tuple[str, Sequence[StartupTiming]]] = [
+    ("start", lambda kind: kind[0]),
+    ("runs", lambda kind: str(len(kind[1]))),
+    ("ready, s", lambda kind: _spread([s.ready for s in kind[1]])),
+    ("first token, s", lambda kind: _spread([s.first_token for s in kind[1]])),
+]

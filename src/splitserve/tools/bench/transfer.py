@@ -7,18 +7,15 @@
    of them. The first writes of a run are not counted on either side, because connections and memory are new. Each run
    opens the limit again, because the location of its memory matters.
 3. Then a write alone, and single pages in sequence, for the latency of small transfers.
-4. The table is printed, and appended to a log if requested.
 
 `transports/` has the transports, and `limits.py` their limits.
 """
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
@@ -29,8 +26,8 @@ from splitserve.process.console import progress
 from splitserve.tools.bench.backends import choose_backends
 from splitserve.tools.bench.extras import measure_extras
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
-from splitserve.tools.bench.machine import check_writable, describe_machine
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import describe_machine
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.stats import median, percentile
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import (
@@ -46,7 +43,7 @@ from splitserve.tools.bench.transfer_plan import (
     latency_writes,
     memory_of,
 )
-from splitserve.tools.bench.transfer_report import TransferFigures, TransferReport, size_text
+from splitserve.tools.bench.transfer_report import TransferFigures, size_text, transfer_report
 from splitserve.transfer.copies import Copies, joined, num_bytes
 from splitserve.transfer.transports.base import PeerAddress, WriteState
 
@@ -62,12 +59,12 @@ class TransferBenchError(SplitserveError):
 
 @dataclass(frozen=True, slots=True)
 class TransferBenchOptions:
+    # Command line that repeats this benchmark.
+    command: str
     # Empty: all that are present.
     backends: tuple[str, ...]
-    # Markdown file to append a section to. None: no file.
-    append_to: Path | None
-    as_json: bool
     quick: bool
+    output: ReportOutput
 
 
 def run_transfer_bench(options: TransferBenchOptions) -> int:
@@ -76,15 +73,13 @@ def run_transfer_bench(options: TransferBenchOptions) -> int:
     Raises ConfigError if a named backend is absent, and SplitserveError.
     """
     console = Console(stderr=True)
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     backends = _choose(options.backends, console)
     plan = QUICK if options.quick else FULL
     figures = [f for backend in backends for f in measure_backend(backend, plan, console)]
     if not options.backends:
         figures += measure_extras(plan)
-    report = TransferReport(_command(options), describe_machine(), plan.runs, figures)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    options.output.publish(transfer_report(options.command, describe_machine(), plan.runs, figures), console)
     return 0
 
 
@@ -210,10 +205,3 @@ def _latencies(pair: _Pair, case: TransferCase) -> list[float]:
         one_by_one = np.sort(one_by_one, order="src_offset")
     count = latency_writes(case.page_bytes)
     return [pair.write(one_by_one[i % len(one_by_one)][None]) for i in range(count)]
-
-
-def _command(options: TransferBenchOptions) -> str:
-    words = ["splitserve", "bench", "transfer"]
-    for backend in options.backends:
-        words += ["--backend", backend]
-    return shlex.join([*words, *(["--quick"] if options.quick else [])])

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.table import Table
+from dataclasses import asdict, dataclass, replace
 
 from splitserve.tools.bench.limits import LIMITS
-from splitserve.tools.bench.markdown import listed, table_of
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.transfer_plan import TransferCase, memory_of
 
-_COLUMNS = (
-    "transport",
-    "in all",
-    "pages",
-    "order",
-    "GB/s",
-    "limit",
-    "ratio",
-    "alone, µs",
-    "p50, µs",
-    "p99, µs",
-    "CPU s/GB",
-    "per copy",
-)
 _LEGEND = (
     "GB/s: 10^9 bytes a second; what is small goes several writes at once, {at_once} in all, from memory that no cache "
     "holds. Limit: {limits}, the same bytes, in turn with ours. Alone: one write, nothing else on its way. "
@@ -92,65 +74,33 @@ class TransferFigures:
             bytes_per_write=case.total_bytes / num_writes,
         )
 
-    def cells(self) -> list[str]:
-        return [
-            self.backend,
-            size_text(self.total_bytes),
-            size_text(self.page_bytes),
-            "scattered" if self.scattered else "contiguous",
-            f"{self.gb_per_s:.2f}",
-            "" if self.limit_gb_per_s is None else f"{self.limit_gb_per_s:.2f}",
-            "" if self.ratio is None else f"{self.ratio:.2f}",
-            f"{self.alone_us:,.0f}",
-            f"{self.p50_us:,.0f}",
-            f"{self.p99_us:,.0f}",
-            f"{self.cpu_seconds_per_gb:.2f}",
-            size_text(self.bytes_per_write),
-        ]
+
+def transfer_report(command: str, machine: dict[str, str], runs: int, figures: Sequence[TransferFigures]) -> Report:
+    """Return the report. JSON has one object per case, a log a digest of the cases."""
+    named = dict.fromkeys(f"{LIMITS[f.backend].name} for {f.backend}" for f in figures if f.backend in LIMITS)
+    table, shown = ReportTable.by_row(_COLUMNS, figures), ReportTable.by_row(_COLUMNS, digest(figures))
+    return Report(
+        title="KV transfer between two processes",
+        command=command,
+        machine=machine,
+        figures=[asdict(f) for f in figures],
+        tables=[replace(table, digest=shown.rows)],
+        legend=_LEGEND.format(limits=", ".join(named), at_once=size_text(memory_of(1)), runs=runs),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    # Command line that repeats this benchmark.
-    command: str
-    machine: dict[str, str]
-    runs: int
-    figures: Sequence[TransferFigures]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return one object per case."""
-        return [asdict(f) for f in self.figures]
-
-    def table(self) -> Table:
-        table = Table(*_COLUMNS, caption=self._legend())
-        for figures in self.figures:
-            table.add_row(*figures.cells())
-        return table
-
-    def markdown(self, date: datetime.date) -> str:
-        """Return a section to append to a log: per backend the largest total, scattered, and one contiguous case."""
-        machine = listed(self.machine)
-        return (
-            f"\n## {date.isoformat()} · KV transfer between two processes\n\n`{self.command}`\n\n{machine}.\n\n"
-            f"{self._legend()}\n\n" + table_of(_COLUMNS, [f.cells() for f in self.digest()])
-        )
-
-    def digest(self) -> list[TransferFigures]:
-        chosen = []
-        for backend in dict.fromkeys(f.backend for f in self.figures):
-            of_backend = [f for f in self.figures if f.backend == backend]
-            largest = max(f.total_bytes for f in of_backend)
-            if backend not in LIMITS:
-                chosen += of_backend
-                continue
-            of_largest = [f for f in of_backend if f.total_bytes == largest]
-            chosen += [f for f in of_largest if f.scattered] + [f for f in of_largest if not f.scattered][:1]
-        return chosen
-
-    def _legend(self) -> str:
-        backends = [f.backend for f in self.figures if f.backend in LIMITS]
-        names = dict.fromkeys(f"{LIMITS[backend].name} for {backend}" for backend in backends)
-        return _LEGEND.format(limits=", ".join(names), at_once=size_text(memory_of(1)), runs=self.runs)
+def digest(figures: Sequence[TransferFigures]) -> list[TransferFigures]:
+    """Return, per backend, the cases of the largest total that are scattered, and one that is contiguous."""
+    chosen = []
+    for backend in dict.fromkeys(f.backend for f in figures):
+        of_backend = [f for f in figures if f.backend == backend]
+        if backend not in LIMITS:
+            chosen += of_backend
+            continue
+        largest = max(f.total_bytes for f in of_backend)
+        of_largest = [f for f in of_backend if f.total_bytes == largest]
+        chosen += [f for f in of_largest if f.scattered] + [f for f in of_largest if not f.scattered][:1]
+    return chosen
 
 
 def size_text(num_bytes: float) -> str:
@@ -159,3 +109,23 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= bytes_of_unit:
             return f"{num_bytes / bytes_of_unit:.3g} {unit}"
     return f"{num_bytes:.3g} B"
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+_COLUMNS: Cells[TransferFigures] = [
+    ("transport", lambda f: f.backend),
+    ("in all", lambda f: size_text(f.total_bytes)),
+    ("pages", lambda f: size_text(f.page_bytes)),
+    ("order", lambda f: "scattered" if f.scattered else "contiguous"),
+    ("GB/s", lambda f: f"{f.gb_per_s:.2f}"),
+    ("limit", lambda f: _decimals(f.limit_gb_per_s)),
+    ("ratio", lambda f: _decimals(f.ratio)),
+    ("alone, µs", lambda f: f"{f.alone_us:,.0f}"),
+    ("p50, µs", lambda f: f"{f.p50_us:,.0f}"),
+    ("p99, µs", lambda f: f"{f.p99_us:,.0f}"),
+    ("CPU s/GB", lambda f: f"{f.cpu_seconds_per_gb:.2f}"),
+    ("per copy", lambda f: size_text(f.bytes_per_write)),
+]

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import machine
-from splitserve.tools.bench.figures import BenchOptions, measure, run_bench
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
-from splitserve.tools.bench.report import MainReport
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.bench.throughput import BenchOptions, main_report, measure, run_bench
 from splitserve.tools.bench.workload import MeasurementPlan
 
 PLAN = MeasurementPlan(streams={1: 3, 2: 1}, stream_prompt_tokens=8, stream_output_tokens=4, ttft={16: 3})
@@ -52,14 +52,19 @@ class Words:
 
 
 @pytest.fixture
-def report():
-    systems = [FakeSystem("fast", 0.01), FakeSystem("slow", 0.2)]
-    figures = measure(systems, PLAN, Words(), Console(file=io.StringIO()))
-    return MainReport("m", "float32", "splitserve bench main m", "8 and 4 tokens", {"CPU": "a | b"}, figures)
+def systems():
+    found = [FakeSystem("fast", 0.01), FakeSystem("slow", 0.2)]
+    return measure(found, PLAN, Words(), Console(file=io.StringIO()))
 
 
-def test_each_system_is_measured_at_every_point_of_the_plan(report):
-    fast, slow = report.systems
+@pytest.fixture
+def report(systems):
+    options = BenchOptions("splitserve bench main m", "m", "float32", quick=True, output=ReportOutput(as_json=False))
+    return main_report(options, PLAN, {"CPU": "a | b"}, systems)
+
+
+def test_each_system_is_measured_at_every_point_of_the_plan(systems):
+    fast, slow = systems
     assert [f.num_streams for f in fast.streams] == [1, 2]
     assert [f.output_tokens_per_second for f in fast.streams] == pytest.approx([4 / 0.06, 8 / 0.06])
     assert [f.itl_p50 for f in slow.streams] == pytest.approx([0.2, 0.2])
@@ -68,12 +73,12 @@ def test_each_system_is_measured_at_every_point_of_the_plan(report):
 
 
 def test_the_table_has_a_column_a_system_and_a_row_a_figure(report):
-    rows = {row[0]: row[1:] for row in report.rows()}
+    rows = {row[0]: row[1:] for row in report.tables[0].rows}
     assert rows["1 stream: output tokens/s"] == ["66.7", "3.3"]
     assert rows["2 streams: ITL, ms"] == ["10.0 / 10.0 / 10.0", "200 / 200 / 200"]
     assert rows["16 tokens: TTFT, ms"] == ["30.0 (30.0-30.0)", "600 (600-600)"]
     out = io.StringIO()
-    Console(file=out, width=120).print(report.table())
+    Console(file=out, width=120).print(report)
     assert all(name in out.getvalue() for name in rows)
 
 
@@ -84,11 +89,11 @@ def test_the_markdown_section_is_dated_and_says_how_to_repeat_it(report):
     assert "3 at 1 stream(s), 1 at 2 stream(s), 3 for TTFT at 16" in section
     table = [line for line in section.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
-    assert len(table) == 2 + len(report.rows())
+    assert len(table) == 2 + len(report.tables[0].rows)
 
 
 def test_the_json_form_holds_everything(report):
-    found = json.loads(json.dumps(report.to_json()))
+    found = json.loads(json.dumps(report.figures))
     assert [s["name"] for s in found["systems"]] == ["fast", "slow"]
     assert found["systems"][0]["ttft"][0]["num_prompt_tokens"] == 16
 
@@ -131,6 +136,7 @@ def test_the_cpu_time_of_others_is_shown(monkeypatch, ten_seconds):
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", "auto"), ("append_to", "/proc/nothing/log.md")])
 def test_wrong_options_are_refused_before_anything_is_measured(option, value):
-    given = {"dtype": "float32", "append_to": None, option: Path(value) if option == "append_to" else value}
+    output = ReportOutput(as_json=False, append_to=Path(value) if option == "append_to" else None)
+    dtype = value if option == "dtype" else "float32"
     with pytest.raises(ConfigError, match=option.replace("_", "-")):
-        run_bench(BenchOptions(model="/no/such/model", as_json=False, quick=True, **given))
+        run_bench(BenchOptions("splitserve bench main", "/no/such/model", dtype, quick=True, output=output))

@@ -13,8 +13,9 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.tools.bench import gpu
 from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu, run_gpu_bench
-from splitserve.tools.bench.gpu_figures import Figure, GpuReport, GpuThroughput, decode_gb
+from splitserve.tools.bench.gpu_figures import Figure, GpuThroughput, decode_gb, gpu_report
 from splitserve.tools.bench.gpu_model import ModelShape, random_model, weight_bytes
+from splitserve.tools.bench.report import ReportOutput
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import End, PeerProcess
 
@@ -30,7 +31,7 @@ TINY = {
     "tie_word_embeddings": False,
 }
 CPU = torch.device("cpu")
-OPTIONS = GpuBenchOptions("bench gpu", "auto", 0, append_to=None, as_json=True)
+OPTIONS = GpuBenchOptions("bench gpu", "auto", 0, ReportOutput(as_json=True))
 
 
 def test_a_decode_step_reads_the_weights_once_and_each_requests_cache() -> None:
@@ -51,13 +52,19 @@ def test_a_share_is_what_was_reached_of_the_limit() -> None:
     figure = Figure("decode", seconds=0.01, amount=20.0, unit="B", limit=4000.0, wanted=0.7)
     assert figure.per_second == pytest.approx(2000.0)
     assert figure.share == pytest.approx(0.5)
-    report = GpuReport(
-        "bench gpu", "card", "model", "FlashInfer", 64, {"CPU": "x"}, GpuThroughput(1.0, 2.0, 3.0), [figure]
+    report = gpu_report(
+        "bench gpu",
+        {"CPU": "x"},
+        device="card",
+        model="model",
+        attention="FlashInfer",
+        max_graph_batch=64,
+        limits=GpuThroughput(1.0, 2.0, 3.0),
+        figures=[figure],
     )
-    assert report.rows() == [["decode", "10.00", "2,000 GB/s", "4,000 GB/s", "0.50", "0.7"]]
-    assert json.loads(json.dumps(report.to_json()))["figures"][0]["share"] == pytest.approx(0.5)
-    assert "| decode | 10.00 |" in report.markdown(datetime.date(2026, 1, 2))
-    assert report.table().row_count == 1
+    assert report.tables[0].rows == [["decode", "10.00", "2,000 GB/s", "4,000 GB/s", "0.50", "0.7"]]
+    assert json.loads(json.dumps(report.figures))["figures"][0]["share"] == pytest.approx(0.5)
+    assert "CUDA graphs up to batch 64" in report.markdown(datetime.date(2026, 1, 2))
 
 
 def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +81,11 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypat
         repeats=2,
     )
     report = measure_gpu(OPTIONS, sizes, CPU, FAKE_CUDA_IPC, Console(quiet=True))
-    assert [f.wanted for f in report.figures] == [0.7, 0.5, 0.8]
-    assert report.figures[2].name == "hand-over of 64 pages of 1 KiB, two processes"
-    assert all(f.seconds > 0 and f.amount > 0 and f.limit > 0 for f in report.figures)
-    assert report.attention == "TorchSdpa"
+    figures = report.figures["figures"]
+    assert [f["wanted"] for f in figures] == [0.7, 0.5, 0.8]
+    assert figures[2]["name"] == "hand-over of 64 pages of 1 KiB, two processes"
+    assert all(f["seconds"] > 0 and f["amount"] > 0 and f["limit"] > 0 for f in figures)
+    assert report.figures["attention"] == "TorchSdpa"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

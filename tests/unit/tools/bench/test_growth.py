@@ -1,4 +1,4 @@
-"""Growth: the verdict on made-up times, the report's forms, the section of a page, and a tiny run of it all."""
+"""Growth: the verdict on made-up times, the report's forms, and a tiny run of it all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import datetime
 import io
 import itertools
 import json
-import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,10 +13,10 @@ from rich.console import Console
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.engine.loader import load_model
-from splitserve.tools.bench.growth import GrowthOptions, measure_growth, options_for, run_growth_bench
-from splitserve.tools.bench.growth_report import GrowthReport
-from splitserve.tools.bench.growth_series import Series, SeriesPoint, doublings, measure
+from splitserve.tools.bench.growth import GrowthOptions, growth_report, measure_growth, options_for
 from splitserve.tools.bench.growth_steps import StepSizes, prompt_flops
+from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.series import Series, SeriesPoint, doublings, measure
 from support.tiny_models import make_tiny_model
 
 
@@ -82,57 +80,40 @@ def test_sizes_double_up_to_the_last(first, last, found):
 
 
 @pytest.fixture
-def report():
-    fine, bad = series(lambda n: 0.01, name="flat"), series(lambda n: 0.01 * n * n, name="steep", unit="µs")
-    return GrowthReport("m", "bfloat16", 2, "splitserve bench growth m", {"CPU": "a"}, 0.4, [fine, bad])
+def found():
+    return [series(lambda n: 0.01, name="flat"), series(lambda n: 0.01 * n * n, name="steep", unit="µs")]
 
 
-def test_the_table_has_every_size_and_both_verdicts(report):
+def report_of(found, cores_taken_by_others=0.4):
+    options = tiny_options("m", command="splitserve bench growth m")
+    return growth_report(options, {"CPU": "a"}, cores_taken_by_others, found)
+
+
+def test_the_table_has_every_size_and_both_verdicts(found):
     out = io.StringIO()
-    Console(file=out, width=100).print(report.table())
+    Console(file=out, width=100).print(report_of(found))
     text = " ".join(out.getvalue().split())
-    assert "flat: no faster than its work" in text
-    assert "steep: GROWS FASTER THAN ITS WORK" in text
+    assert "Flat (made up): no faster than its work" in text
+    assert "Steep (made up): **GROWS FASTER THAN ITS WORK" in text
     assert "10.0 (10.0-10.0)" in text
 
 
-def test_markdown_and_json_say_what_grows_too_fast(report):
+def test_markdown_and_json_say_what_grows_too_fast(found):
+    report = report_of(found)
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
     assert "`splitserve bench growth m`" in section
     assert "Steep (made up): **GROWS FASTER THAN ITS WORK" in section
     assert "| 8 | 10.0 (10.0-10.0) | 1.25 | 0.00 |" in section
-    found = json.loads(json.dumps(report.to_json()))["series"]
-    assert [s["grows_faster_than_work"] for s in found] == [False, True]
-    assert found[1]["points"][3]["seconds"] == pytest.approx(0.64)
-    assert found[1]["points"][3]["growth"] == pytest.approx(2.0)
+    shown = json.loads(json.dumps(report.figures))["series"]
+    assert [s["grows_faster_than_work"] for s in shown] == [False, True]
+    assert shown[1]["points"][3]["seconds"] == pytest.approx(0.64)
+    assert shown[1]["points"][3]["growth"] == pytest.approx(2.0)
 
 
-def test_figures_of_a_busy_machine_are_marked(report):
-    assert "was not idle" in report.section()
-    assert "was not idle" not in replace(report, cores_taken_by_others=0.1).section()
-
-
-def circles(svg):
-    root = ElementTree.fromstring(svg)
-    name = "{http://www.w3.org/2000/svg}"
-    panels = root.findall(f"{name}g")
-    return [[(float(c.get("cx")), float(c.get("cy"))) for c in p.findall(f"{name}circle")] for p in panels]
-
-
-def test_the_plot_has_a_panel_a_series_with_every_point_in_its_place(report):
-    flat, steep = circles(report.plot())
-    assert len(flat) == len(steep) == 4
-    assert len({y for _, y in flat}) == 1
-    # Downwards is positive; on logarithmic axes a power is a straight line.
-    steps = [b[1] - a[1] for a, b in itertools.pairwise(steep)]
-    assert all(step < 0 for step in steps)
-    assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
-
-
-def test_names_in_the_plot_are_escaped(report):
-    odd = GrowthReport("m", "d", 1, "c", {}, 0.0, [series(lambda n: 1.0, name="a < b & c")])
-    ElementTree.fromstring(odd.plot())
+def test_figures_of_a_busy_machine_are_marked(found):
+    assert "was not idle" in report_of(found).section()
+    assert "was not idle" not in report_of(found, cores_taken_by_others=0.1).section()
 
 
 def tiny_options(model, **given):
@@ -145,9 +126,7 @@ def tiny_options(model, **given):
             "threads": 1,
             "sizes": sizes,
             "waiting": (2, 20),
-            "append_to": None,
-            "page": None,
-            "as_json": True,
+            "output": ReportOutput(as_json=True),
             **given,
         }
     )
@@ -159,8 +138,8 @@ def tiny(tmp_path_factory):
 
 
 def test_a_tiny_model_is_measured_at_every_size(tiny):
-    report = measure_growth(tiny_options(tiny), Console(file=io.StringIO()))
-    sizes = {s.name: [p.size for p in s.points] for s in report.series}
+    found = measure_growth(tiny_options(tiny), Console(file=io.StringIO()))
+    sizes = {s.name: [p.size for p in s.points] for s in found}
     assert sizes == {
         "decode step by batch size": [1, 2, 4],
         "decode step by context length": [32, 64, 128],
@@ -169,29 +148,7 @@ def test_a_tiny_model_is_measured_at_every_size(tiny):
         "scheduler: arrive, wait, run, end": [2, 20],
         "scheduler: abort all": [2, 20],
     }
-    assert all(seconds > 0 for s in report.series for p in s.points for seconds in p.times)
-
-
-def test_the_page_gets_the_section_and_the_plot_and_keeps_the_rest(tiny, tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench growth -->\nold\n<!-- /bench growth -->\nafter\n")
-    assert run_growth_bench(tiny_options(tiny, page=page)) == 0
-    text = page.read_text()
-    assert text.startswith("before\n<!-- bench growth -->\n\nMeasured ")
-    assert text.endswith("<!-- /bench growth -->\nafter\n")
-    assert "old" not in text
-    assert "(growth.svg)" in text
-    assert len(circles((tmp_path / "growth.svg").read_text())) == 6
-    assert len(json.loads(capsys.readouterr().out)["series"]) == 6
-
-
-@pytest.mark.parametrize("text", ["no marks", "<!-- /bench growth -->\n<!-- bench growth -->", None])
-def test_a_page_without_the_section_is_refused_before_anything_is_measured(tmp_path, text):
-    page = tmp_path / "page.md"
-    if text is not None:
-        page.write_text(text)
-    with pytest.raises(ConfigError, match="--page"):
-        run_growth_bench(tiny_options("/no/such/model", page=page))
+    assert all(seconds > 0 for s in found for p in s.points for seconds in p.times)
 
 
 def test_a_prompts_work_counts_weights_and_windows(tiny):

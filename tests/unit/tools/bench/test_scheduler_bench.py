@@ -9,9 +9,10 @@ import json
 import pytest
 from rich.console import Console
 
-from splitserve.tools.bench.growth_series import Series, SeriesPoint
-from splitserve.tools.bench.scheduler import OverheadReport
+from splitserve.tools.bench.report import Report
+from splitserve.tools.bench.scheduler import overhead_report
 from splitserve.tools.bench.scheduler_overhead import LOOPS, measure_overhead
+from splitserve.tools.bench.series import Series, SeriesPoint
 
 
 def made_up(name: str, seconds: dict[int, tuple[float, ...]]) -> Series:
@@ -20,10 +21,10 @@ def made_up(name: str, seconds: dict[int, tuple[float, ...]]) -> Series:
 
 
 @pytest.fixture
-def report() -> OverheadReport:
+def report() -> Report:
     normal = made_up("normal loop", {1: (0.001, 0.002, 0.003), 4: (0.004, 0.005, 0.006)})
     steep = made_up("overlapped loop", {1: (0.001, 0.001, 0.001), 4: (0.1, 0.1, 0.1)})
-    return OverheadReport("splitserve bench scheduler", {"CPU": "a"}, 0.5, [normal, steep])
+    return overhead_report("splitserve bench scheduler", {"CPU": "a"}, 0.5, [normal, steep])
 
 
 def test_both_loops_are_measured_at_every_size():
@@ -36,7 +37,7 @@ def test_both_loops_are_measured_at_every_size():
 def test_the_report_shows_the_least_and_the_median_of_each_loop_side_by_side(report):
     assert "| 4 | 4.000 (5.000) | 100.000 (100.000) |" in report.markdown(datetime.date(2031, 2, 3))
     out = io.StringIO()
-    Console(file=out, width=120).print(report.table())
+    Console(file=out, width=120).print(report)
     assert "4.000 (5.000)" in out.getvalue()
 
 
@@ -45,5 +46,5 @@ def test_the_report_says_which_loop_grows_faster_than_linearly(report):
     assert section.startswith("\n## 2031-02-03 · ")
     assert "- normal loop: no faster than its work" in section
     assert "- overlapped loop: GROWS FASTER THAN ITS WORK" in section
-    found = json.loads(json.dumps(report.to_json()))["series"]
+    found = json.loads(json.dumps(report.figures))["series"]
     assert [s["grows_faster_than_work"] for s in found] == [False, True]

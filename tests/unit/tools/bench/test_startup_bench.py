@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.startup import (
     StartupOptions,
-    StartupReport,
     StartupTiming,
     measure_startup,
     run_startup_bench,
+    startup_report,
 )
 from support.tiny_models import make_tiny_model
 
@@ -28,9 +29,7 @@ def options(model, **given):
             "threads": 1,
             "cold_runs": 1,
             "warm_runs": 0,
-            "append_to": None,
-            "page": None,
-            "as_json": False,
+            "output": ReportOutput(as_json=False),
             **given,
         }
     )
@@ -38,9 +37,7 @@ def options(model, **given):
 
 def test_the_section_has_a_row_a_kind_with_median_and_range():
     warm = [StartupTiming(2.0, 2.5), StartupTiming(4.0, 5.5), StartupTiming(3.0, 3.5)]
-    report = StartupReport(
-        "m", "bfloat16", "splitserve bench startup m", {"CPU": "a"}, 0.2, [StartupTiming(9.0, 9.5)], warm
-    )
+    report = startup_report(options("m", dtype="bfloat16"), {"CPU": "a"}, 0.2, [StartupTiming(9.0, 9.5)], warm)
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · Start-up to first token: m in bfloat16")
     assert "| cold | 1 | 9.0 (9.0-9.0) | 9.5 (9.5-9.5) |" in section
@@ -51,7 +48,9 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="bench startup"):
-        run_startup_bench(options("/no/such/model", page=page))
+        run_startup_bench(
+            options("/no/such/model", output=ReportOutput(as_json=False, page=page, section="bench startup"))
+        )
 
 
 @pytest.mark.process
@@ -59,10 +58,9 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
 def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "mine"))
     model = make_tiny_model("llama", tmp_path / "llama")
-    report = measure_startup(options(model), Console(file=io.StringIO()))
-    [start] = report.cold
+    [start], warm = measure_startup(options(model), Console(file=io.StringIO()))
     assert 0 < start.ready < start.first_token
-    assert report.warm == []
+    assert warm == []
     assert not (tmp_path / "mine").exists()
 
 

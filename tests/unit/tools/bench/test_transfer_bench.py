@@ -17,6 +17,7 @@ from rich.console import Console
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import backends, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.transfer import (
     TransferBenchOptions,
     measure_backend,
@@ -25,7 +26,7 @@ from splitserve.tools.bench.transfer import (
     run_transfer_bench,
 )
 from splitserve.tools.bench.transfer_plan import KIB, MIB, TransferCase, TransferPlan, copies_of
-from splitserve.tools.bench.transfer_report import TransferFigures, TransferReport, size_text
+from splitserve.tools.bench.transfer_report import TransferFigures, digest, size_text, transfer_report
 from splitserve.transfer.copies import num_bytes
 from splitserve.transfer.transports import USER_BACKENDS, missing
 
@@ -60,7 +61,7 @@ def figures(case, backend="tcp", gb_per_s=1.5, num_writes=4):
 
 
 def options(*backends, append_to=None):
-    return TransferBenchOptions(tuple(backends), append_to=append_to, as_json=False, quick=True)
+    return TransferBenchOptions("c", tuple(backends), quick=True, output=ReportOutput(False, append_to))
 
 
 def test_figures_are_set_against_the_limit():
@@ -77,16 +78,16 @@ def test_ours_and_the_limit_are_of_one_run():
 
 
 def test_the_json_form_is_a_list_of_cases():
-    report = TransferReport("c", {}, 5, [figures(TransferCase(4 * KIB, MIB, scattered=s)) for s in (True, False)])
-    found = json.loads(json.dumps(report.to_json()))
+    report = transfer_report("c", {}, 5, [figures(TransferCase(4 * KIB, MIB, scattered=s)) for s in (True, False)])
+    found = json.loads(json.dumps(report.figures))
     assert [set(entry) for entry in found] == [KEYS, KEYS]
     assert [entry["scattered"] for entry in found] == [True, False]
 
 
 def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contiguous_case():
     cases = [TransferCase(p, t, s) for t in (MIB, 8 * MIB) for p in (4 * KIB, 64 * KIB) for s in (True, False)]
-    report = TransferReport("c", {"CPU": "x"}, 5, [figures(c, b) for b in ("tcp", "gloo") for c in cases])
-    assert [(f.backend, f.page_bytes // KIB, f.scattered) for f in report.digest()] == [
+    found = [figures(c, b) for b in ("tcp", "gloo") for c in cases]
+    assert [(f.backend, f.page_bytes // KIB, f.scattered) for f in digest(found)] == [
         ("tcp", 4, True),
         ("tcp", 64, True),
         ("tcp", 4, False),
@@ -94,8 +95,8 @@ def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contig
         ("gloo", 64, True),
         ("gloo", 4, False),
     ]
-    assert {f.total_bytes for f in report.digest()} == {8 * MIB}
-    section = report.markdown(datetime.date(2031, 2, 3))
+    assert {f.total_bytes for f in digest(found)} == {8 * MIB}
+    section = transfer_report("c", {"CPU": "x"}, 5, found).markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
     assert "one piece by calls of 2 MiB through raw sockets for gloo" in section
     lines = [line for line in section.splitlines() if line.startswith("|")]

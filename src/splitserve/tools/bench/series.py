@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from splitserve.tools.bench.plot import Panel
+from splitserve.tools.bench.report import ReportTable
 from splitserve.tools.bench.stats import median
 
 # Excess attributed to measurement noise, and to caches that one size fits into and the next does not.
@@ -80,6 +83,49 @@ class Series:
         if self.outgrows_work:
             return f"GROWS FASTER THAN ITS WORK: up to {where}"
         return f"no faster than its work: at most {where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values. Times are in seconds."""
+        points = [
+            {**asdict(point), "seconds": point.seconds, "growth": growth}
+            for point, growth in zip(self.points, self.growths(), strict=True)
+        ]
+        verdict = {"grows_faster_than_work": self.outgrows_work, "largest_excess": self.worst()[1]}
+        return {**asdict(self), "points": points, **verdict}
+
+    def table(self) -> ReportTable:
+        mark = "**" if self.outgrows_work else ""
+        unit = self.time_unit
+        return ReportTable(
+            [self.size_name, unit, f"{unit} / {self.work_name}", "growth"],
+            [self._cells(point, growth) for point, growth in zip(self.points, self.growths(), strict=True)],
+            f"{self.name[0].upper()}{self.name[1:]} ({self.conditions}): {mark}{self.verdict()}{mark}",
+        )
+
+    def _cells(self, point: SeriesPoint, growth: float | None) -> list[str]:
+        middle, least, most = (
+            _number(self.shown(seconds)) for seconds in (point.seconds, min(point.times), max(point.times))
+        )
+        shown_growth = "" if growth is None else f"{growth:.2f}"
+        return [f"{point.size:,}", f"{middle} ({least}-{most})", _number(self.shown(point.cost)), shown_growth]
+
+    def panel(self) -> Panel:
+        return Panel(
+            title=self.name,
+            subtitle=self.conditions,
+            x_name=self.size_name,
+            y_name=self.time_unit,
+            xs=[p.size for p in self.points],
+            ys=[self.shown(p.seconds) for p in self.points],
+            reference=[self.shown(self.points[0].cost * p.work) for p in self.points],
+        )
+
+
+def _number(value: float) -> str:
+    """Format with at least three digits."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def measure(
