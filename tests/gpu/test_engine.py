@@ -18,8 +18,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu
-from splitserve.tools.bench.gpu_model import ModelShape, random_model
+from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, ModelShape, measure_gpu, random_model
 from splitserve.tools.bench.report import ReportOutput
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -3,33 +3,62 @@
 1. The card's limits: memory, matrix products, copies.
 2. A random model of Llama 3 8B's shape: a decode step of many requests, then a long prompt in one step.
 3. A peer process with its own pool on the same card. Scattered pages are written to it.
+
+Memory bounds a decode step: it must read every weight once, and the KV of all contexts. Arithmetic bounds a prompt. A
+KV transfer is a copy. So each figure is the engine's throughput of that kind, beside the card's in the same run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from rich.console import Console
 
-from splitserve.core.batch import ModelEngine, RequestStep, SampleSpec, StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError, SplitserveError
-from splitserve.core.sampling import ResolvedSampling
+from splitserve.engine.attention import bridge
 from splitserve.engine.build import BuiltEngine, engine_over
-from splitserve.tools.bench.gpu_figures import Figure, GpuThroughput, decode_gb, gpu_report
-from splitserve.tools.bench.gpu_limits import measure_limits, median_seconds
-from splitserve.tools.bench.gpu_model import LLAMA_3_8B, ModelShape, random_model, weight_bytes
-from splitserve.tools.bench.growth_steps import prompt_flops
+from splitserve.engine.loader import LoadedModel
+from splitserve.engine.probe import probe
+from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
 from splitserve.tools.bench.machine import describe_machine
-from splitserve.tools.bench.report import Report, ReportOutput
+from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import WriteState
 
-_GREEDY = ResolvedSampling(temperature=0.0)
-_PAGE_SIZE = 16
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    # Name in reports.
+    name: str
+    # Arguments of transformers' LlamaConfig.
+    config: dict[str, Any]
+
+
+LLAMA_3_8B = ModelShape(
+    "a random model of Llama 3 8B's shape",
+    {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +82,39 @@ class GpuBenchOptions:
     attention_backend: str
     max_graph_batch: int
     output: ReportOutput
+
+
+@dataclass(frozen=True, slots=True)
+class GpuThroughput:
+    """Throughput of the card, in 10^9 per second."""
+
+    # Bytes read and written, by the fastest method.
+    memory_gb_per_s: float
+    # Floating-point operations of a large matrix product.
+    matmul_gflop_per_s: float
+    # Bytes copied: half of the bytes that a copy reads and writes.
+    copy_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    # Seconds of one run, median. It moved or computed `amount` x 10^9 of `unit`.
+    seconds: float
+    amount: float
+    unit: str
+    # Throughput of the card, 10^9 `unit` per second.
+    limit: float
+    # Target of this project, as a share of the limit.
+    wanted: float
+
+    @property
+    def per_second(self) -> float:
+        return self.amount / self.seconds
+
+    @property
+    def share(self) -> float:
+        return self.per_second / self.limit
 
 
 def run_gpu_bench(options: GpuBenchOptions) -> int:
@@ -80,8 +142,8 @@ def measure_gpu(
         limits = measure_limits(device, num_bytes=sizes.num_bytes, matrix_size=sizes.matrix_size, repeats=sizes.repeats)
         status.update("loading, compiling and recording")
         model = ModelConfig(attention_backend=options.attention_backend, cuda_graph_max_batch=options.max_graph_batch)
-        num_pages = max(sizes.batch * _pages(sizes.context), _pages(sizes.prompt_tokens))
-        cache = CacheConfig(page_size=_PAGE_SIZE, max_total_tokens=num_pages * _PAGE_SIZE)
+        num_pages = max(sizes.batch * pages_of(sizes.context), pages_of(sizes.prompt_tokens))
+        cache = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=num_pages * PAGE_SIZE)
         built = engine_over(random_model(sizes.shape, device, torch.bfloat16), model, cache)
         status.update("steps of the engine")
         figures = measure_steps(built, sizes, limits)
@@ -105,51 +167,84 @@ def measure_gpu(
     )
 
 
-def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) -> list[Figure]:
-    """Measure a decode step and a prefill step.
+def median_seconds(device: torch.device, run: Callable[[], object], repeats: int, warm_ups: int = 3) -> float:
+    """Return the median seconds of one run, including the device's work."""
+    seconds = []
+    for i in range(warm_ups + repeats):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i >= warm_ups:
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
-    Row 0 of the page table is the prompt's, row 1 + i that of decoding request i. The pool is filled with random
-    numbers, because memory that was never written would be zeros.
-    """
-    for tensor in (*built.pool.keys.values(), *built.pool.values.values()):
-        tensor.normal_()
-    pages_each = _pages(sizes.context)
-    table = np.zeros((1 + sizes.batch, max(pages_each, _pages(sizes.prompt_tokens))), dtype=np.int32)
-    table[0] = np.arange(table.shape[1])
-    table[1:, :pages_each] = np.arange(sizes.batch * pages_each).reshape(-1, pages_each)
-    engine: ModelEngine = built.runner(table)
-    last = sizes.context - 1
-    decode = StepPlan(tuple(_step(built, 1 + i, last, sizes.context) for i in range(sizes.batch)))
-    prefill = StepPlan((_step(built, 0, 0, sizes.prompt_tokens),))
+
+def measure_limits(device: torch.device, *, num_bytes: int, matrix_size: int, repeats: int) -> GpuThroughput:
+    """Measure the limits. `num_bytes`: size of the tensors that are read and copied, much larger than a cache."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copying = median_seconds(device, lambda: target.copy_(source), repeats)
+    reading = median_seconds(device, lambda: source.amax(), repeats)
+    left = torch.randn(matrix_size, matrix_size, dtype=torch.bfloat16, device=device)
+    right = torch.randn_like(left)
+    multiplying = median_seconds(device, lambda: left @ right, repeats)
+    return GpuThroughput(
+        memory_gb_per_s=max(2 * num_bytes / copying, num_bytes / reading) / 1e9,
+        matmul_gflop_per_s=2 * matrix_size**3 / multiplying / 1e9,
+        copy_gb_per_s=num_bytes / copying / 1e9,
+    )
+
+
+def random_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Return a random model that is ready for the engine, without a file."""
+    began = time.monotonic()
+    bridge.register()
+    config = transformers.LlamaConfig(**shape.config, attn_implementation=bridge.ATTENTION_NAME)
+    with device:
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model.to(device).eval()
+    return LoadedModel(
+        model=model,
+        name=shape.name,
+        folder=Path(),
+        device=device,
+        dtype=dtype,
+        dtype_name=str(dtype).removeprefix("torch."),
+        context_length=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_token_ids=frozenset(),
+        layers=probe(model, shape.name),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        kernels=None,
+        fingerprint="random",
+        load_seconds=time.monotonic() - began,
+    )
+
+
+def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) -> list[Figure]:
+    """Measure a decode step and a prefill step."""
+    steps = EngineSteps(built, long_tokens=sizes.prompt_tokens, num_short=sizes.batch, short_tokens=sizes.context)
+    decode, prefill = steps.decode(sizes.batch), steps.part(0, sizes.prompt_tokens, sizes.prompt_tokens)
     device = built.loaded.device
     return [
         Figure(
             f"decode step, batch {sizes.batch}, context {sizes.context:,}",
-            median_seconds(device, lambda: engine.execute(decode), sizes.repeats),
-            decode_gb(weight_bytes(built.loaded), built.layout, sizes.batch, sizes.context),
+            median_seconds(device, lambda: steps.execute(decode), sizes.repeats),
+            decode_gb(weight_bytes(built.loaded.model), built.layout, sizes.batch, sizes.context),
             "B",
             limits.memory_gb_per_s,
             0.7,
         ),
         Figure(
             f"prefill, {sizes.prompt_tokens:,} tokens",
-            median_seconds(device, lambda: engine.execute(prefill), max(1, sizes.repeats // 4)),
+            median_seconds(device, lambda: steps.execute(prefill), max(1, sizes.repeats // 4)),
             prompt_flops(built.loaded, sizes.prompt_tokens) / 1e9,
             "FLOP",
             limits.matmul_gflop_per_s,
             0.5,
         ),
     ]
-
-
-def _pages(num_tokens: int) -> int:
-    return -(-num_tokens // _PAGE_SIZE)
-
-
-def _step(built: BuiltEngine, row: int, begin: int, end: int) -> RequestStep:
-    """Return a step for tokens [begin, end) of a request, which samples the next token."""
-    ids = [(7 * i + row) % built.loaded.vocab_size for i in range(begin, end)]
-    return RequestStep(f"gpu-{row}", row, ids, begin, SampleSpec(_GREEDY, end, ids, ()))
 
 
 def measure_hand_over(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> Figure:
@@ -173,3 +268,47 @@ def measure_hand_over(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> F
             ours.close()
     name = f"hand-over of {num_pages:,} pages of {size >> 10} KiB, two processes"
     return Figure(name, seconds, num_pages * size / 1e9, "B", limits.copy_gb_per_s, 0.8)
+
+
+def gpu_report(
+    command: str,
+    machine: dict[str, str],
+    *,
+    device: str,
+    model: str,
+    attention: str,
+    max_graph_batch: int,
+    limits: GpuThroughput,
+    figures: Sequence[Figure],
+) -> Report:
+    """Return the report. `max_graph_batch`: largest batch that is replayed as a CUDA graph. 0: no graphs."""
+    graphs = f"CUDA graphs up to batch {max_graph_batch}" if max_graph_batch else "no CUDA graphs"
+    return Report(
+        title=f"{model} on {device}",
+        command=command,
+        machine=machine,
+        setting=f"Attention by {attention}, {graphs}",
+        legend="Times are medians of whole steps of the engine, sampling and the host's part included; limits are the "
+        "card's own in the same run.",
+        figures={
+            "command": command,
+            "device": device,
+            "model": model,
+            "attention": attention,
+            "max_graph_batch": max_graph_batch,
+            "machine": machine,
+            "limits": asdict(limits),
+            "figures": [{**asdict(f), "per_second": f.per_second, "share": f.share} for f in figures],
+        },
+        tables=[ReportTable.by_row(_COLUMNS, figures)],
+    )
+
+
+_COLUMNS: Cells[Figure] = [
+    ("", lambda f: f.name),
+    ("ms", lambda f: f"{f.seconds * 1e3:,.2f}"),
+    ("reached", lambda f: f"{f.per_second:,.0f} G{f.unit}/s"),
+    ("limit", lambda f: f"{f.limit:,.0f} G{f.unit}/s"),
+    ("share", lambda f: f"{f.share:.2f}"),
+    ("wanted", lambda f: f"{f.wanted:.1f}"),
+]

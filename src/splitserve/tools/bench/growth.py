@@ -1,24 +1,32 @@
 """`splitserve bench growth`: growth of step time with batch and context, and of scheduler time with waiting requests.
 
-1. The engine alone, then the scheduler alone, each in this process.
-2. Each series gets a verdict: whether its time grows faster than its work.
+1. The engine alone, in this process. Its pool holds `max_batch` short contexts, or one long one. A decode step computes
+   the last token of each request, and samples the next. A prompt is computed in chunks, as by the scheduler.
+2. The scheduler alone, in this process.
+3. Each series gets a verdict: whether its time grows faster than its work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from splitserve.core.config import ModelConfig, check_dtype
+from splitserve.core.batch import StepPlan
+from splitserve.core.config import CacheConfig, ModelConfig, check_dtype
 from splitserve.core.cpus import num_cores
+from splitserve.core.errors import ConfigError
+from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.growth_scheduler import measure_scheduler
-from splitserve.tools.bench.growth_steps import StepSizes, measure_steps
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.report import Report, ReportOutput
-from splitserve.tools.bench.series import TOLERANCE, Series
+from splitserve.tools.bench.series import TOLERANCE, Series, doublings, measure
 
+# Prompts take long: one run of a prompt per this many runs of a step.
+_STEPS_A_PROMPT = 3
 _WAITING = (10, 100, 1_000, 10_000)
 _LEGEND = (
     "Times: medians (min-max) of the repeats. Growth: time ~ work ^ growth from the size before to this one; 0 costs "
@@ -30,6 +38,21 @@ _BUSY_CORES = 0.2
 _BUSY_NOTE = (
     "**The machine was not idle: long steps suffer more from that than short ones, so no verdict is certain.** "
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    repeats: int
+    max_batch: int = 256
+    # Context tokens of each request while the batch grows, and the first context length of the other series.
+    short_context: int = 128
+    # Limited to the model's context.
+    max_context: int = 8192
+    chunk_tokens: int = 2048
+
+    @property
+    def pool_tokens(self) -> int:
+        return max(self.max_batch * self.short_context, self.max_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,73 @@ def measure_growth(options: GrowthOptions, console: Console) -> list[Series]:
         series = measure_steps(model, options.sizes)
         status.update("turns of the scheduler")
         return series + measure_scheduler(options.waiting, options.sizes.repeats)
+
+
+def measure_steps(model: ModelConfig, sizes: StepSizes) -> list[Series]:
+    """Measure all series of a model. Raises ModelLoadError or ConfigError."""
+    built = build_engine(model, CacheConfig(page_size=PAGE_SIZE, max_total_tokens=sizes.pool_tokens))
+    try:
+        return _step_series(built, sizes)
+    finally:
+        built.close()
+
+
+def _step_series(built: BuiltEngine, sizes: StepSizes) -> list[Series]:
+    max_context, chunk = min(sizes.max_context, built.max_total_tokens_per_request), sizes.chunk_tokens
+    if max_context < 2 * sizes.short_context:
+        raise ConfigError(f"contexts of {max_context} tokens are too short to see anything grow: take another model")
+    steps = EngineSteps(built, long_tokens=max_context, num_short=sizes.max_batch, short_tokens=sizes.short_context)
+
+    def seconds(plans: Iterable[StepPlan]) -> float:
+        total = 0.0
+        for plan in plans:
+            began = time.perf_counter()
+            steps.execute(plan)
+            total += time.perf_counter() - began
+        return total
+
+    def prompt(size: int) -> Iterable[StepPlan]:
+        return (steps.part(begin, min(begin + chunk, size), size) for begin in range(0, size, chunk))
+
+    batches = doublings(1, sizes.max_batch)
+    contexts = doublings(sizes.short_context, max_context)
+    return [
+        Series(
+            "decode step by batch size",
+            f"each with {sizes.short_context:,} tokens of context",
+            "sequences",
+            "sequence",
+            "ms",
+            measure(batches, float, lambda size: seconds([steps.decode(size)]), sizes.repeats),
+        ),
+        Series(
+            "decode step by context length",
+            "one sequence",
+            "tokens",
+            "1,000 tokens of context",
+            "ms",
+            measure(
+                contexts,
+                lambda size: size / 1000,
+                lambda size: seconds([steps.part(size - 1, size, size)]),
+                sizes.repeats,
+            ),
+        ),
+        Series(
+            "prefill by prompt length",
+            f"one sequence, steps of up to {chunk:,} tokens",
+            "tokens",
+            "GFLOP",
+            "ms",
+            measure(
+                contexts,
+                lambda size: prompt_flops(steps.loaded, size) / 1e9,
+                lambda size: seconds(prompt(size)),
+                max(1, sizes.repeats // _STEPS_A_PROMPT),
+                warm_ups=1,
+            ),
+        ),
+    ]
 
 
 def growth_report(

@@ -12,9 +12,18 @@ from rich.console import Console
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.tools.bench import gpu
-from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, measure_gpu, run_gpu_bench
-from splitserve.tools.bench.gpu_figures import Figure, GpuThroughput, decode_gb, gpu_report
-from splitserve.tools.bench.gpu_model import ModelShape, random_model, weight_bytes
+from splitserve.tools.bench.engine_steps import decode_gb, weight_bytes
+from splitserve.tools.bench.gpu import (
+    Figure,
+    GpuBenchOptions,
+    GpuSizes,
+    GpuThroughput,
+    ModelShape,
+    gpu_report,
+    measure_gpu,
+    random_model,
+    run_gpu_bench,
+)
 from splitserve.tools.bench.report import ReportOutput
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import End, PeerProcess
@@ -45,7 +54,7 @@ def test_a_decode_step_reads_the_weights_once_and_each_requests_cache() -> None:
 def test_the_input_embeddings_are_not_read_whole_unless_they_are_the_head_too() -> None:
     apart = random_model(ModelShape("tiny", TINY), CPU, torch.bfloat16)
     tied = random_model(ModelShape("tiny", {**TINY, "tie_word_embeddings": True}), CPU, torch.bfloat16)
-    assert weight_bytes(apart) == weight_bytes(tied) == 2 * (apart.num_parameters - 100 * 32)
+    assert weight_bytes(apart.model) == weight_bytes(tied.model) == 2 * (apart.num_parameters - 100 * 32)
 
 
 def test_a_share_is_what_was_reached_of_the_limit() -> None:

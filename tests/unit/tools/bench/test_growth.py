@@ -13,8 +13,8 @@ from rich.console import Console
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.engine.loader import load_model
-from splitserve.tools.bench.growth import GrowthOptions, growth_report, measure_growth, options_for
-from splitserve.tools.bench.growth_steps import StepSizes, prompt_flops
+from splitserve.tools.bench.engine_steps import prompt_flops
+from splitserve.tools.bench.growth import GrowthOptions, StepSizes, growth_report, measure_growth, options_for
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.series import Series, SeriesPoint, doublings, measure
 from support.tiny_models import make_tiny_model
