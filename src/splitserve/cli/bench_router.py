@@ -27,6 +27,7 @@ def bench_router(
 
     Our router runs as `splitserve router --prefill URL PORT --decode URL` with default options. Figures are medians.
     """
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.bench.router import RouterBenchOptions, run_router_bench
 
     options = RouterBenchOptions(
@@ -37,7 +38,6 @@ def bench_router(
         rounds=rounds,
         with_peers=peers,
         peers_python=peers_python,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_router_bench(options))

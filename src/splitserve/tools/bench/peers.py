@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ _INSTALL_TIMEOUT = 1800.0
 # Seconds for a server to end, and for its children after it.
 _STOP_TIMEOUT = 20.0
 _CHILDREN_TIMEOUT = 1.0
+_POLL_INTERVAL = 0.1
 # Model name that scripts serve, unless the peer uses the folder as its name.
 _SERVED_NAME = "peer"
 
@@ -115,20 +116,16 @@ class PeerServer:
         home.mkdir(parents=True, exist_ok=True)
         with console.status(f"{self.name}: installing"):
             self._install(home)
-        sock = bind("127.0.0.1", 0)
-        port = port_of(sock)
-        sock.close()
-        log = home / "serve.log"
-        with console.status(f"{self.name}: starting"):
-            process = self._start(home, log, port)
-        try:
+        (port,) = free_ports(1)
+        command = [str(self.scripts / f"{self.name}.sh"), "serve"]
+        command += [str(self.model_folder), str(port), str(self.num_threads), self.dtype]
+        url, log = f"http://127.0.0.1:{port}", home / "serve.log"
+        with ExitStack() as closing:
             with console.status(f"{self.name}: starting, log in {log}"):
-                self._wait_ready(process, log, f"http://127.0.0.1:{port}")
+                environment = self._environment(home)
+                closing.enter_context(running_peer(command, url, log, self.ready_timeout, environment))
             model = str(self.model_folder) if self.peer.serves_folder else _SERVED_NAME
-            endpoint = Endpoint(f"http://127.0.0.1:{port}", model, self.peer.prompt_as_text, self.peer.extra_body)
-            yield Running(endpoint)
-        finally:
-            stop_process(process)
+            yield Running(Endpoint(url, model, self.peer.prompt_as_text, self.peer.extra_body))
 
     def _environment(self, home: Path) -> dict[str, str]:
         return {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": self.model, "PEER_PYTHON": sys.executable}
@@ -149,26 +146,40 @@ class PeerServer:
         if code != 0:
             raise PeerUnavailableError(f"cannot be installed: {last_line(log)} (log: {log})")
 
-    def _start(self, home: Path, log: Path, port: int) -> subprocess.Popen[bytes]:
-        command = [str(self.scripts / f"{self.name}.sh"), "serve"]
-        command += [str(self.model_folder), str(port), str(self.num_threads), self.dtype]
-        if setpriv := shutil.which("setpriv"):
-            # It ends with this process, even if this process is killed.
-            command = [setpriv, "--pdeathsig", "TERM", *command]
-        with log.open("wb") as output:
-            # A session of its own: only this process handles a Ctrl-C in the terminal.
-            return subprocess.Popen(
-                command, env=self._environment(home), stdout=output, stderr=output, start_new_session=True
-            )
 
-    def _wait_ready(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
-        deadline = time.monotonic() + self.ready_timeout
+@contextmanager
+def running_peer(
+    command: list[str], url: str, log: Path, ready_timeout: float, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server of others and yield its process when it is healthy. Stop it with all its processes at the end.
+
+    Raises PeerUnavailableError if it does not run here.
+    """
+    if setpriv := shutil.which("setpriv"):
+        # It ends with this process, even if this process is killed.
+        command = [setpriv, "--pdeathsig", "TERM", *command]
+    with log.open("wb") as output:
+        # A session of its own: only this process handles a Ctrl-C in the terminal.
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + ready_timeout
         while not is_healthy(url):
             if (code := process.poll()) is not None:
                 raise PeerUnavailableError(f"ended with code {code} while it started: {last_line(log)} (log: {log})")
             if time.monotonic() > deadline:
-                raise PeerUnavailableError(f"was not ready after {self.ready_timeout:g} s (log: {log})")
-            time.sleep(0.25)
+                raise PeerUnavailableError(f"was not ready after {ready_timeout:g} s (log: {log})")
+            time.sleep(_POLL_INTERVAL)
+        yield process
+    finally:
+        stop_process(process)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [bind("127.0.0.1", 0) for _ in range(count)]
+    ports = [port_of(sock) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
 
 
 def is_healthy(url: str) -> bool:

@@ -1,43 +1,66 @@
 """`splitserve bench router`: the overhead of our router per request, compared with other routers in the same run.
 
-1. One process runs a prefill and a decode worker that answer at once. Every router starts in front of these two.
-2. In each round every router receives its load in turn, from a separate process: one request after another, many at
-   once, many streams at once. The floor is the same load sent directly to the decode worker.
+1. A prefill and a decode worker answer at once, without a model. Every router starts in front of these two: ours with
+   its default options, and those of the package sglang-router, `sglang-router` in Rust and `mini_lb` in Python.
+2. In each round every router receives its load in turn: one request after another, many at once, many streams at once.
+   The floor is the same load sent directly to the decode worker.
 3. Every answer is compared with what the worker sent, and both workers must have received every request. Exit code 1:
    an answer was wrong.
+
+added latency   One connection, one request after another: a percentile through the router, minus the same percentile
+                without a router in the same round.
+requests/s      All connections. Each sends its next request after the answer to the last one.
+chunks/s        As requests/s, with streamed answers. No two events of a stream are sent together.
+CPU             User and system time of the router's process and its children.
+
+A figure is the median of the rounds. All times are in seconds.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
-import urllib.request
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import msgspec
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.core.errors import SplitserveError
+from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.tools.bench import router_systems as systems
-from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
-from splitserve.tools.bench.publish import publish
-from splitserve.tools.bench.router_figures import Round, RouterFigures
-from splitserve.tools.bench.router_load import Load, RouterLoadResult
-from splitserve.tools.bench.router_mock import Pairs
-from splitserve.tools.bench.router_report import RouterReport
-from splitserve.tools.bench.router_systems import Mock, RouterUnavailableError, RunningRouter
+from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.peers import PeerUnavailableError, free_ports, running_peer
+from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
+from splitserve.tools.bench.router_load import MockWorkers, RouterLoad
+from splitserve.tools.bench.stats import median, percentile
 
+DIRECT, OURS, MINI_LB, RUST = "direct", "splitserve", "mini_lb", "sglang-router"
+PEER_ROUTERS = (MINI_LB, RUST)
 # Events of a stream.
 NUM_CHUNKS = 64
-# Seconds: for a load beyond its duration; until a new router has its workers; until both workers have a request.
-_LOAD_TIMEOUT = 90.0
+# Bootstrap port of the prefill worker, an option of every router. Nothing listens there.
+_BOOTSTRAP_PORT = 8998
+# Seconds for a router to start, and until a new router has its workers.
+_READY_TIMEOUT = 60.0
 _WARM_UP_TIMEOUT = 60.0
-_PAIRS_TIMEOUT = 5.0
 _WARM_UP_REQUESTS = 200
+# Prints the packages of the peers' interpreter.
+_LIST_PACKAGES = """
+import importlib.metadata, json
+print(json.dumps({d.name: d.version for d in importlib.metadata.distributions()}))
+"""
+# Packages that affect the figures.
+_PEER_PACKAGES = (RUST, "aiohttp", "httptools", "uvicorn", "uvloop")
+_LEGEND = (
+    "Times in ms. Added latency: one connection, minus direct. Chunks: events of streams, of which no two travel "
+    "together. CPU: of the router's process. Medians of the rounds, in which all take turns. direct: the mock worker "
+    "without a router."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,149 +76,244 @@ class RouterBenchOptions:
     # Whether to measure other routers, and the Python interpreter that has them. None: this one.
     with_peers: bool
     peers_python: Path | None
-    append_to: Path | None
-    as_json: bool
+    output: ReportOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """Router that accepts requests. `pid`: None for the worker itself, which is no router."""
+
+    name: str
+    port: int
+    pid: int | None
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of the process and its children so far."""
+        if self.pid is None:
+            return 0.0
+        process = psutil.Process(self.pid)
+        times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+        return float(sum(t.user + t.system for t in times))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Figures of one router in one round."""
+
+    # Latency of requests one after another.
+    latency_p50: float
+    latency_p99: float
+    requests_per_second: float
+    # CPU seconds of the router per request, and per event of a stream.
+    cpu_per_request: float
+    chunks_per_second: float
+    cpu_per_chunk: float
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFigures:
+    name: str
+    requests_per_second: float
+    latency_p50: float
+    # None: the worker itself, without a router.
+    added_latency_p50: float | None
+    added_latency_p99: float | None
+    cpu_per_request: float | None
+    chunks_per_second: float
+    cpu_per_chunk: float | None
+
+    @classmethod
+    def of(cls, name: str, rounds: Sequence[Round], direct: Sequence[Round]) -> RouterFigures:
+        """Return the figures of a router. `direct`: the same rounds without a router, or `rounds` itself."""
+
+        def of_rounds(figure: str) -> float:
+            return median([getattr(r, figure) for r in rounds])
+
+        def of_router(figure: str) -> float | None:
+            return None if rounds is direct else of_rounds(figure)
+
+        def added(figure: str) -> float | None:
+            pairs = zip(rounds, direct, strict=True)
+            return None if rounds is direct else median([getattr(r, figure) - getattr(d, figure) for r, d in pairs])
+
+        return cls(
+            name=name,
+            requests_per_second=of_rounds("requests_per_second"),
+            latency_p50=of_rounds("latency_p50"),
+            added_latency_p50=added("latency_p50"),
+            added_latency_p99=added("latency_p99"),
+            cpu_per_request=of_router("cpu_per_request"),
+            chunks_per_second=of_rounds("chunks_per_second"),
+            cpu_per_chunk=of_router("cpu_per_chunk"),
+        )
+
+
+@dataclass(slots=True)
+class RouterResults:
+    connections: int
+    num_rounds: int
+    # Packages of the peers' interpreter -> version.
+    peer_versions: Mapping[str, str] = field(default_factory=dict)
+    # Direct first, then our router, then others.
+    figures: Sequence[RouterFigures] = ()
+    # Router -> why it was not measured.
+    skipped: dict[str, str] = field(default_factory=dict)
+    # Wrong answers of all routers. Empty: every answer was as the worker sent it.
+    wrong: list[str] = field(default_factory=list)
+    cores_taken_by_others: float = 0.0
+
+    def report(self, command: str, machine: Mapping[str, str]) -> Report:
+        remarks = [f"{name} was not measured: {reason}" for name, reason in self.skipped.items()]
+        remarks += [f"WRONG: {what}" for what in self.wrong]
+        if self.peer_versions:
+            versions = "; ".join(f"{name}: {version}" for name, version in self.peer_versions.items())
+            remarks.append(f"the others' environment: {versions}")
+        return Report(
+            title="Routers before mock workers",
+            command=command,
+            machine=machine,
+            figures={"command": command, "machine": machine, **asdict(self)},
+            tables=[ReportTable.by_row(_COLUMNS, self.figures)],
+            setting=f"{self.connections} connections, {self.num_rounds} rounds",
+            cores_taken_by_others=self.cores_taken_by_others,
+            legend=_LEGEND,
+            remarks=remarks,
+        )
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+_COLUMNS: Cells[RouterFigures] = (
+    ("", lambda f: f.name),
+    ("requests/s", lambda f: f"{f.requests_per_second:,.0f}"),
+    ("added p50", lambda f: _ms(f.added_latency_p50)),
+    ("added p99", lambda f: _ms(f.added_latency_p99)),
+    ("CPU a request", lambda f: _ms(f.cpu_per_request)),
+    ("chunks/s", lambda f: f"{f.chunks_per_second:,.0f}"),
+    ("CPU a chunk", lambda f: _ms(f.cpu_per_chunk)),
+)
 
 
 def run_router_bench(options: RouterBenchOptions) -> int:
     """Run the benchmark and return the exit code: 1 if an answer was wrong. Raises ConfigError."""
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     console = Console(stderr=True)
-    report = measure_routers(options, console)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    return 1 if report.wrong else 0
+    results = measure_routers(options, console)
+    options.output.publish(results.report(options.command, describe_machine()), console)
+    return 1 if results.wrong else 0
 
 
-def measure_routers(options: RouterBenchOptions, console: Console) -> RouterReport:
-    others = OthersWatch()
+def measure_routers(options: RouterBenchOptions, console: Console) -> RouterResults:
+    others, results = OthersWatch(), RouterResults(options.connections, options.rounds)
     with ExitStack() as stack:
         folder = stack.enter_context(OwnedFolder())
-        status = stack.enter_context(console.status("starting"))
-        mock = stack.enter_context(systems.running_mock(folder))
-        bench = _Bench(mock, options)
-        direct = RunningRouter(systems.DIRECT, mock.decode, None)
-        routers = [direct, stack.enter_context(systems.running_ours(mock, folder))]
-        skipped, versions = _start_peers(stack, routers, mock, folder, options)
+        mock = MockWorkers()
+        stack.enter_context(mock.running())
+        direct = RunningRouter(DIRECT, mock.decode_port, None)
+        routers = [direct, stack.enter_context(_running_ours(mock, folder))]
+        if options.with_peers:
+            routers += _start_peers(stack, mock, folder, options.peers_python or Path(sys.executable), results)
         for router in routers:
-            status.update(f"{router.name}: warming up")
-            bench.warm_up(router)
+            _warm_up(router, mock, options.connections)
         rounds: dict[str, list[Round]] = {router.name: [] for router in routers}
         for number in range(1, options.rounds + 1):
+            # No line that is drawn again and again: the load runs in a thread of this process.
+            console.print(f"round {number} of {options.rounds}", highlight=False)
             for router in routers:
-                status.update(f"round {number} of {options.rounds}: {router.name}")
-                rounds[router.name].append(bench.measure(router))
-    floor = rounds[systems.DIRECT]
-    figures = [RouterFigures.of(name, found, None if found is floor else floor) for name, found in rounds.items()]
-    return RouterReport(
-        command=options.command,
-        machine=describe_machine(),
-        connections=options.connections,
-        num_rounds=options.rounds,
-        peer_versions=versions,
-        figures=figures,
-        skipped=skipped,
-        wrong=bench.wrong,
-        cores_taken_by_others=others.cores_taken(),
+                rounds[router.name].append(_measure(router, mock, options, results.wrong))
+    results.figures = [RouterFigures.of(name, found, rounds[DIRECT]) for name, found in rounds.items()]
+    results.cores_taken_by_others = others.cores_taken()
+    return results
+
+
+def _warm_up(router: RunningRouter, mock: MockWorkers, connections: int) -> None:
+    """Wait until the router answers correctly: it may be ready before it has its workers. Raises SplitserveError."""
+    deadline = time.monotonic() + _WARM_UP_TIMEOUT
+    for num_chunks in (0, NUM_CHUNKS):
+        while True:
+            load = RouterLoad(router.port, connections, num_chunks, seconds=5.0, max_requests=_WARM_UP_REQUESTS)
+            mock.run(load)
+            if not load.num_wrong:
+                break
+            if time.monotonic() > deadline:
+                raise SplitserveError(f"{router.name} does not answer as the workers do: {load.wrong}")
+            time.sleep(0.25)
+
+
+def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptions, wrong: list[str]) -> Round:
+    """Run the loads of a round, and add their problems to `wrong`. Raises SplitserveError if nothing was answered."""
+    one_by_one = RouterLoad(router.port, 1, 0, 10 * options.seconds, options.num_requests)
+    at_once = RouterLoad(router.port, options.connections, 0, options.seconds)
+    streams = RouterLoad(router.port, options.connections, NUM_CHUNKS, options.seconds)
+    cpu_seconds = []
+    for load in (one_by_one, at_once, streams):
+        before = router.cpu_seconds()
+        mock.run(load)
+        cpu_seconds.append(router.cpu_seconds() - before)
+        wrong += [f"{router.name}: {what}" for what in load.wrong]
+        if not mock.all_pairs_match():
+            wrong.append(f"{router.name}: not every request came to both workers with the same room, once")
+        if not load.latencies:
+            raise SplitserveError(f"{router.name} answered nothing: {load.wrong}")
+    num_chunks = NUM_CHUNKS * len(streams.latencies)
+    return Round(
+        latency_p50=percentile(one_by_one.latencies, 50),
+        latency_p99=percentile(one_by_one.latencies, 99),
+        requests_per_second=len(at_once.latencies) / at_once.elapsed,
+        cpu_per_request=cpu_seconds[1] / len(at_once.latencies),
+        chunks_per_second=num_chunks / streams.elapsed,
+        cpu_per_chunk=cpu_seconds[2] / num_chunks,
     )
 
 
-def _start_peers(
-    stack: ExitStack, routers: list[RunningRouter], mock: Mock, folder: Path, options: RouterBenchOptions
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Start the other routers. Return why some are missing, and the package versions of the rest."""
-    skipped: dict[str, str] = {}
-    if not options.with_peers:
-        return skipped, {}
-    python = options.peers_python or Path(sys.executable)
+def _worker_options(mock: MockWorkers) -> list[str]:
+    prefill, decode = (f"http://127.0.0.1:{port}" for port in (mock.prefill_port, mock.decode_port))
+    return ["--prefill", prefill, str(_BOOTSTRAP_PORT), "--decode", decode]
+
+
+@contextmanager
+def _running_ours(mock: MockWorkers, folder: Path) -> Iterator[RunningRouter]:
+    child = ChildProcess(OURS, ["router", *_worker_options(mock), "--port", "0"], folder)
     try:
-        versions = systems.peer_versions(python)
-    except RouterUnavailableError as error:
-        return dict.fromkeys(systems.PEER_ROUTERS, error.message), {}
-    for name in systems.PEER_ROUTERS:
+        port = child.wait_ready(_READY_TIMEOUT).port
+        yield RunningRouter(OURS, port, child.pid)
+    finally:
+        child.close()
+
+
+def _start_peers(
+    stack: ExitStack, mock: MockWorkers, folder: Path, python: Path, results: RouterResults
+) -> list[RunningRouter]:
+    """Start the other routers. `results` receives why some are missing, and the package versions of the rest."""
+    routers = []
+    try:
+        results.peer_versions = peer_versions(python)
+    except PeerUnavailableError as error:
+        results.skipped = dict.fromkeys(PEER_ROUTERS, error.message)
+        return []
+    for name in PEER_ROUTERS:
+        port, metrics_port = free_ports(2)
+        command = [str(python), "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--prometheus-port", str(metrics_port), *_worker_options(mock)]
+        command += ["--mini-lb", "--policy", "random"] if name == MINI_LB else ["--policy", "round_robin"]
         try:
-            routers.append(stack.enter_context(systems.running_peer(name, mock, folder, python)))
-        except RouterUnavailableError as error:
-            skipped[name] = error.message
-    return skipped, versions
+            url, log = f"http://127.0.0.1:{port}", folder / f"{name}.log"
+            process = stack.enter_context(running_peer(command, url, log, _READY_TIMEOUT))
+            routers.append(RunningRouter(name, port, process.pid))
+        except PeerUnavailableError as error:
+            results.skipped[name] = error.message
+    return routers
 
 
-@dataclass(slots=True)
-class _Bench:
-    mock: Mock
-    options: RouterBenchOptions
-    wrong: list[str] = field(default_factory=list)
-    _next_number: int = 1
-
-    def warm_up(self, router: RunningRouter) -> None:
-        """Wait until the router answers correctly: it may be ready before it has its workers.
-
-        Raises SplitserveError.
-        """
-        deadline = time.monotonic() + _WARM_UP_TIMEOUT
-        for num_chunks in (0, NUM_CHUNKS):
-            while (result := self._run(router, self.options.connections, num_chunks, 5.0, _WARM_UP_REQUESTS)).num_wrong:
-                if time.monotonic() > deadline:
-                    raise SplitserveError(f"{router.name} does not answer as the workers do: {result.wrong}")
-                time.sleep(0.25)
-
-    def measure(self, router: RunningRouter) -> Round:
-        options = self.options
-        one_by_one = self._checked(router, 1, 0, 10 * options.seconds, options.num_requests)
-        before = router.cpu_seconds()
-        at_once = self._checked(router, options.connections, 0, options.seconds)
-        between = router.cpu_seconds()
-        streams = self._checked(router, options.connections, NUM_CHUNKS, options.seconds)
-        after = router.cpu_seconds()
-        return Round(
-            latency_p50=one_by_one.latency_p50,
-            latency_p99=one_by_one.latency_p99,
-            requests_per_second=at_once.num_requests / at_once.seconds,
-            cpu_per_request=(between - before) / max(1, at_once.num_requests),
-            chunks_per_second=streams.num_chunks / streams.seconds,
-            cpu_per_chunk=(after - between) / max(1, streams.num_chunks),
-        )
-
-    def _checked(
-        self, router: RunningRouter, connections: int, num_chunks: int, seconds: float, max_requests: int | None = None
-    ) -> RouterLoadResult:
-        """Run a load and add its problems to `wrong`. Raises SplitserveError if nothing was answered."""
-        result = self._run(router, connections, num_chunks, seconds, max_requests)
-        self.wrong += [f"{router.name}: {what}" for what in result.wrong]
-        if not self._all_pairs_match():
-            self.wrong.append(f"{router.name}: not every request came to both workers with the same room, once")
-        if not result.num_requests:
-            raise SplitserveError(f"{router.name} answered nothing: {result.wrong}")
-        return result
-
-    def _run(
-        self, router: RunningRouter, connections: int, num_chunks: int, seconds: float, max_requests: int | None
-    ) -> RouterLoadResult:
-        load = Load(
-            port=router.port,
-            ack_port=self.mock.acks,
-            connections=connections,
-            num_chunks=num_chunks,
-            seconds=seconds,
-            max_requests=max_requests,
-            first_number=self._next_number,
-        )
-        command = [sys.executable, "-m", "splitserve.tools.bench.router_load"]
-        done = subprocess.run(
-            command, input=msgspec.json.encode(load), capture_output=True, timeout=seconds + _LOAD_TIMEOUT
-        )
-        if done.returncode != 0:
-            raise SplitserveError(f"the load generator failed: {done.stderr.decode(errors='replace')[-1000:]}")
-        result = msgspec.json.decode(done.stdout, type=RouterLoadResult)
-        self._next_number += result.num_requests + result.num_wrong + connections
-        return result
-
-    def _all_pairs_match(self) -> bool:
-        """Wait for the second request of the last pair, and return whether all pairs match."""
-        deadline = time.monotonic() + _PAIRS_TIMEOUT
-        while True:
-            with urllib.request.urlopen(f"{self.mock.decode_url}/pairs", timeout=_PAIRS_TIMEOUT) as response:
-                pairs = msgspec.json.decode(response.read(), type=Pairs)
-            if pairs.all_match or time.monotonic() > deadline:
-                return pairs.all_match
-            time.sleep(0.05)
+def peer_versions(python: Path) -> dict[str, str]:
+    """Return package -> version of the peers' packages. Raises PeerUnavailableError if they are not installed."""
+    try:
+        done = subprocess.run([python, "-c", _LIST_PACKAGES], capture_output=True, text=True, timeout=60)
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise PeerUnavailableError(f"{python} is no Python that works: give --peers-python another") from error
+    if RUST not in found:
+        raise PeerUnavailableError(f"not installed: {python} -m pip install sglang-router httptools uvloop")
+    return {name: found[name] for name in _PEER_PACKAGES if name in found}

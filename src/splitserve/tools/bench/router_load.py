@@ -1,98 +1,252 @@
-"""Load generator of `bench router`, a process of its own: a closed loop on a number of connections.
+"""Mock workers and the load of `bench router`, on one event loop in a thread.
 
-`python -m splitserve.tools.bench.router_load` reads a Load from standard input and writes its RouterLoadResult. Every
-answer is compared with what the mock worker must have sent.
+- The prefill and the decode worker answer at once. Every POST is a request to generate, every GET a status request.
+- A request has a number at the start of its prompt. Its answer depends on the number alone, so that every answer can be
+  checked. A router may encode JSON again.
+- The next event of a stream is sent when the client has the one before. So no two events of a stream are sent together,
+  as with a model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import struct
-import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import httptools
 import msgspec
 import uvloop
 
-from splitserve.tools.bench import router_messages as messages
-from splitserve.tools.bench.stats import percentile
+from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.core.errors import SplitserveError
 
-# Seconds beyond the duration of the load after which a router counts as stuck.
-_PATIENCE = 30.0
+# Seconds beyond the duration of the load after which a router counts as stuck, and until both workers have a request.
+_STUCK_TIMEOUT = 30.0
+_PAIRS_TIMEOUT = 5.0
 # Maximum number of recorded wrong answers.
 _MAX_WRONG = 3
-_HEAD = "POST {} HTTP/1.1\r\nhost: 127.0.0.1:{}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
+_NUM_DIGITS = 10
+# Tail of a prompt of about 128 tokens.
+_PROMPT_TAIL = " and so on, word by word, for as long as a short question takes" * 8
+_NUM_ANSWER_TOKENS = 16
+_DONE = b"data: [DONE]\n\n"
+# Answer to every status request: enough for any router.
+_FACTS = {
+    "model_path": "mock",
+    "served_model_name": "mock",
+    "tokenizer_path": "",
+    "is_generation": True,
+    "tp_size": 1,
+    "dp_size": 1,
+    "load": 0,
+}
+_HANDED_OVER = b'{"text":"","output_ids":[],"meta_info":{"id":"","finish_reason":null}}'
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class _Dispatch(msgspec.Struct, frozen=True):
+    journal: bool = False
+
+
+class MockRequest(msgspec.Struct):
+    """Fields of a request's body that the workers use."""
+
+    text: str | None = None
+    prompt: str | None = None
+    stream: bool = False
+    max_tokens: int = 0
+    bootstrap_room: int | None = None
+    dispatch: _Dispatch = _Dispatch()
+
+    @property
+    def number(self) -> int:
+        return int((self.text or self.prompt or "")[:_NUM_DIGITS])
+
+
+_REQUEST = msgspec.json.Decoder(MockRequest)
+
+
+def request_body(number: int, num_chunks: int) -> bytes:
+    """Return the body of a request for a stream of `num_chunks` events. 0: an answer in one piece."""
+    prompt = f"{number:0{_NUM_DIGITS}d}{_PROMPT_TAIL}"
+    if not num_chunks:
+        params = {"temperature": 0.0, "max_new_tokens": _NUM_ANSWER_TOKENS}
+        return msgspec.json.encode({"text": prompt, "sampling_params": params})
+    body = {"model": "mock", "prompt": prompt, "temperature": 0.0, "max_tokens": num_chunks, "stream": True}
+    return msgspec.json.encode(body)
+
+
+def whole_answer(number: int) -> bytes:
+    meta = {
+        "id": f"request-{number}",
+        "finish_reason": {"type": "length", "length": _NUM_ANSWER_TOKENS},
+        "prompt_tokens": 128,
+        "completion_tokens": _NUM_ANSWER_TOKENS,
+        "cached_tokens": 0,
+        "e2e_latency": 0.125,
+    }
+    ids = [(number + i) % 50_000 for i in range(_NUM_ANSWER_TOKENS)]
+    return msgspec.json.encode({"text": f"answer {number}", "output_ids": ids, "meta_info": meta})
+
+
+def _event(number: int, index: int, num_chunks: int) -> bytes:
+    """Return one event of a stream, for its token `index`."""
+    finish = "length" if index == num_chunks - 1 else None
+    choice = {"index": 0, "text": f" {number}-{index}", "logprobs": None, "finish_reason": finish}
+    event = {"id": f"cmpl-{number}", "object": "text_completion", "created": 1, "model": "mock", "choices": [choice]}
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def is_right(answer: bytes, number: int, num_chunks: int) -> bool:
+    """Return whether this is the whole answer that the workers gave. Its JSON may be encoded in another way."""
+    if num_chunks:
+        return answer == b"".join(_event(number, i, num_chunks) for i in range(num_chunks)) + _DONE
+    expected = whole_answer(number)
+    try:
+        return answer == expected or bool(msgspec.json.decode(answer) == msgspec.json.decode(expected))
+    except msgspec.DecodeError:
+        return False
+
+
+@dataclass(slots=True)
+class _MockStream:
+    """One streamed answer in flight."""
+
+    transport: asyncio.WriteTransport
+    number: int
+    num_chunks: int
+    has_journal: bool
+    num_sent: int = 0
+
+    def send_next(self) -> None:
+        if self.num_sent == self.num_chunks:
+            return
+        i = self.num_sent
+        self.num_sent += 1
+        data = _event(self.number, i, self.num_chunks)
+        if self.has_journal:
+            data += b': {"index":0,"token_ids":[%d]}\n\n' % i
+        if self.num_sent < self.num_chunks:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            data += _DONE
+            self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+
+
+@dataclass(slots=True)
+class RoomPairs:
+    """Requests with a bootstrap room. Both workers must receive each room once."""
+
+    prefill: int = 0
+    decode: int = 0
+    # Exclusive or of all rooms that either worker received.
+    rooms: int = 0
+
+    def add(self, room: int, *, is_prefill: bool) -> None:
+        self.rooms ^= room
+        self.prefill += is_prefill
+        self.decode += not is_prefill
+
+    @property
+    def all_match(self) -> bool:
+        return self.prefill == self.decode and self.rooms == 0
+
+
+class _Worker(asyncio.Protocol):
+    """One connection of a router to a worker."""
+
+    def __init__(self, mock: MockWorkers, *, is_prefill: bool) -> None:
+        self._mock = mock
+        self._is_prefill = is_prefill
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have asyncio's methods, but not its types.
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._parser = httptools.HttpRequestParser(self)
+        self._url, self._body = b"", b""
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+
+    def on_message_complete(self) -> None:
+        url, body = self._url, self._body
+        self._url, self._body = b"", b""
+        if self._parser.get_method() == b"GET":
+            self._answer(msgspec.json.encode(_FACTS))
+        elif url == b"/flush_cache":
+            self._answer(b"{}")
+        else:
+            self._generate(_REQUEST.decode(body))
+
+    def _generate(self, request: MockRequest) -> None:
+        if request.bootstrap_room is not None:
+            self._mock.pairs.add(request.bootstrap_room, is_prefill=self._is_prefill)
+        if self._is_prefill:
+            self._answer(_HANDED_OVER)
+        elif request.stream:
+            self._begin_stream(request)
+        else:
+            self._answer(whole_answer(request.number))
+
+    def _begin_stream(self, request: MockRequest) -> None:
+        journal = f"{JOURNAL_HEADER}: 1\r\n" if request.dispatch.journal else ""
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{journal}transfer-encoding: chunked\r\n\r\n"
+        self._transport.write(head.encode())
+        stream = _MockStream(self._transport, request.number, request.max_tokens, request.dispatch.journal)
+        self._mock.streams[request.number] = stream
+        stream.send_next()
+
+    def _answer(self, body: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(body) + body)
+
+
+@dataclass(slots=True)
+class RouterLoad:
+    """Closed loop on a number of connections, and its results."""
+
     port: int
-    # Port where the mock worker receives acknowledgements of events.
-    ack_port: int
     connections: int
     # Events of a streamed answer. 0: answers in one piece.
-    num_chunks: int = 0
+    num_chunks: int
     # No request is sent after this many seconds, or after this many requests.
     seconds: float
     max_requests: int | None = None
-    # No two requests of a benchmark have the same number.
-    first_number: int
-
-
-class RouterLoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    num_requests: int
-    num_chunks: int
-    # Seconds from the first request to the end of the last answer.
-    seconds: float
-    # Seconds from a request to the end of its answer. 0: there is no answer.
-    latency_p50: float
-    latency_p99: float
-    num_wrong: int
+    began: float = 0.0
+    # Seconds from the first request to the end of the last answer, and from each request to the end of its answer.
+    elapsed: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    num_wrong: int = 0
     # Problems of the first wrong answers.
-    wrong: list[str]
+    wrong: list[str] = field(default_factory=list)
+    _num_sent: int = 0
+    _num_idle: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
-
-class _Run:
-    """State shared by all connections."""
-
-    def __init__(self, load: Load, acks: asyncio.WriteTransport) -> None:
-        self.load = load
-        self._acks = acks
-        self._unsent_acks: list[int] = []
-        self._numbers: Iterator[int] = itertools.count(load.first_number)
-        self._began = time.perf_counter()
-        self._ends_at = self._began + load.seconds
-        self._num_open = load.connections
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.num_chunks = 0
-        self.num_wrong = 0
-        self.wrong: list[str] = []
-        self.latencies: list[float] = []
-
-    def next_number(self) -> int | None:
-        """Return the number of the next request. None: there are no more requests."""
-        number = next(self._numbers)
-        limit = self.load.max_requests
-        is_over = limit is not None and number >= self.load.first_number + limit
-        if not is_over and time.perf_counter() < self._ends_at:
-            return number
-        self._num_open -= 1
-        if self._num_open == 0 and not self.done.done():
-            self.done.set_result(None)
-        return None
-
-    def ack(self, number: int) -> None:
-        """Acknowledge an event of a stream. Acknowledgements of one turn of the event loop are sent together."""
-        if not self._unsent_acks:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent_acks.append(number)
-
-    def _flush(self) -> None:
-        numbers, self._unsent_acks = self._unsent_acks, []
-        self._acks.write(struct.pack(f"<{len(numbers)}I", *numbers))
+    def may_send(self) -> bool:
+        """Return whether a connection sends another request. If not, it is idle to the end."""
+        is_over = time.perf_counter() - self.began >= self.seconds
+        if is_over or (self.max_requests is not None and self._num_sent >= self.max_requests):
+            self._num_idle += 1
+            if self._num_idle == self.connections:
+                self.done.set()
+            return False
+        self._num_sent += 1
+        return True
 
     def note_wrong(self, what: str) -> None:
         self.num_wrong += 1
@@ -102,116 +256,141 @@ class _Run:
     def fail(self, what: str) -> None:
         """End the load, because a connection is unusable."""
         self.note_wrong(what)
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def result(self) -> RouterLoadResult:
-        return RouterLoadResult(
-            num_requests=len(self.latencies),
-            num_chunks=self.num_chunks,
-            seconds=time.perf_counter() - self._began,
-            latency_p50=percentile(self.latencies, 50) if self.latencies else 0.0,
-            latency_p99=percentile(self.latencies, 99) if self.latencies else 0.0,
-            num_wrong=self.num_wrong,
-            wrong=self.wrong,
-        )
+        self.done.set()
 
 
 class _Client(asyncio.Protocol):
     """One connection: a request, its whole answer, the next request."""
 
-    def __init__(self, run: _Run) -> None:
-        self._run = run
+    def __init__(self, load: RouterLoad, mock: MockWorkers) -> None:
+        self._load = load
+        self._mock = mock
         # Number of the request in flight. None: there is none.
         self._number: int | None = None
-        # Received part of its answer, and how much of it was scanned.
-        self._body = bytearray()
-        self._num_seen = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have asyncio's methods, but not its types.
         self._transport = cast(asyncio.WriteTransport, transport)
         self._send_next()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._number is not None:
-            self._run.fail(f"request {self._number}: the connection broke ({error or 'closed'})")
+            self._load.fail(f"request {self._number}: the connection broke ({error or 'closed'})")
+
+    def abort(self) -> None:
+        self._number = None
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._run.fail(f"request {self._number}: no HTTP: {error}")
-            self._transport.abort()
+            self._load.fail(f"request {self._number}: no HTTP: {error}")
+            self.abort()
 
     def on_body(self, data: bytes) -> None:
-        self._body += data
-        num_chunks = self._run.load.num_chunks
-        if num_chunks == 0 or self._number is None:
-            return
         # A blank line may arrive in two pieces.
-        num_new = self._body.count(b"\n\n", max(0, self._num_seen - 1))
-        self._num_seen = len(self._body)
-        for _ in range(num_new):
-            self._run.ack(self._number)
+        num_events = (self._body[-1:] + data).count(b"\n\n") if self._load.num_chunks else 0
+        self._body += data
+        if num_events and (stream := self._mock.streams.get(self._number)):
+            for _ in range(num_events):
+                stream.send_next()
 
     def on_message_complete(self) -> None:
-        assert self._number is not None
-        self._run.latencies.append(time.perf_counter() - self._sent_at)
-        self._check(self._number, self._parser.get_status_code(), bytes(self._body))
+        load, number = self._load, self._number
+        assert number is not None
+        load.latencies.append(time.perf_counter() - self._sent_at)
+        self._mock.streams.pop(number, None)
+        status, body = self._parser.get_status_code(), bytes(self._body)
+        if status != 200 or not is_right(body, number, load.num_chunks):
+            load.note_wrong(f"request {number}: status {status}, {body[:300]!r}")
         if self._parser.should_keep_alive():
             self._send_next()
         else:
-            self._run.fail(f"request {self._number}: the router closes the connection after its answer")
-
-    def _check(self, number: int, status: int, body: bytes) -> None:
-        num_chunks = self._run.load.num_chunks
-        if num_chunks:
-            is_right = body == messages.stream_answer(number, num_chunks)
-            self._run.num_chunks += num_chunks
-        else:
-            is_right = messages.is_same(body, messages.whole_answer(number))
-        if status != 200 or not is_right:
-            self._run.note_wrong(f"request {number}: status {status}, {body[:300]!r}")
+            load.fail(f"request {number}: the router closes the connection after its answer")
 
     def _send_next(self) -> None:
-        load = self._run.load
-        self._number = number = self._run.next_number()
-        if number is None:
-            self._transport.close()
+        load = self._load
+        if not load.may_send():
+            self.abort()
             return
+        self._number = number = next(self._mock.numbers)
         self._parser = httptools.HttpResponseParser(self)
-        self._body, self._num_seen = bytearray(), 0
-        path = messages.STREAM_ROUTE if load.num_chunks else messages.WHOLE_ROUTE
-        body = messages.stream_body(number, load.num_chunks) if load.num_chunks else messages.whole_body(number)
-        head = _HEAD.format(path, load.port, len(body))
+        self._body = bytearray()
+        body = request_body(number, load.num_chunks)
+        head = (
+            f"POST {'/v1/completions' if load.num_chunks else '/generate'} HTTP/1.1\r\nhost: 127.0.0.1:{load.port}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         self._sent_at = time.perf_counter()
         self._transport.write(head.encode() + body)
 
 
-async def run_load(load: Load) -> RouterLoadResult:
-    loop = asyncio.get_running_loop()
-    acks, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", load.ack_port)
-    run = _Run(load, acks)
-    clients = [loop.create_connection(lambda: _Client(run), "127.0.0.1", load.port) for _ in range(load.connections)]
-    connections = await asyncio.gather(*clients)
-    try:
-        async with asyncio.timeout(load.seconds + _PATIENCE):
-            await run.done
-    except TimeoutError:
-        run.note_wrong(f"requests were not answered within {_PATIENCE:g} s")
-    result = run.result()
-    for transport, client in connections:
-        client._number = None
-        transport.abort()
-    acks.close()
-    return result
+class MockWorkers:
+    """Servers of both workers, and the client of the routers in front of them."""
 
+    prefill_port: int
+    decode_port: int
+    _servers: list[asyncio.Server]
 
-def main() -> None:
-    load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load)
-    sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(run_load(load))))
+    def __init__(self) -> None:
+        # Answers in flight, by the number of their request. No two requests of a benchmark have the same number.
+        self.streams: dict[int | None, _MockStream] = {}
+        self.numbers = itertools.count(1)
+        self.pairs = RoomPairs()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mock workers", daemon=True)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            self._finish(self._listen())
+            yield
+        finally:
+            self._finish(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
-if __name__ == "__main__":
-    main()
+    def _finish(self, work: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def run(self, load: RouterLoad) -> None:
+        """Run a load to its end. Raises SplitserveError if nothing listens at its port."""
+        try:
+            self._finish(self._run(load))
+        except OSError as error:
+            raise SplitserveError(f"port {load.port}: no router accepts connections: {error}") from error
+
+    def all_pairs_match(self) -> bool:
+        """Wait for the second request of the last pair, and return whether all pairs match."""
+        deadline = time.monotonic() + _PAIRS_TIMEOUT
+        while not self.pairs.all_match and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.pairs.all_match
+
+    async def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._servers = [
+            await loop.create_server(lambda: _Worker(self, is_prefill=True), "127.0.0.1", 0),
+            await loop.create_server(lambda: _Worker(self, is_prefill=False), "127.0.0.1", 0),
+        ]
+        self.prefill_port, self.decode_port = (server.sockets[0].getsockname()[1] for server in self._servers)
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    async def _run(self, load: RouterLoad) -> None:
+        loop = asyncio.get_running_loop()
+        load.began = time.perf_counter()
+        connect = partial(loop.create_connection, partial(_Client, load, self), "127.0.0.1", load.port)
+        connections = await asyncio.gather(*(connect() for _ in range(load.connections)))
+        try:
+            async with asyncio.timeout(load.seconds + _STUCK_TIMEOUT):
+                await load.done.wait()
+        except TimeoutError:
+            load.note_wrong(f"requests were not answered within {_STUCK_TIMEOUT:g} s")
+        load.elapsed = time.perf_counter() - load.began
+        for _, client in connections:
+            client.abort()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
-import io
 import json
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
-from splitserve.tools.bench import router_messages as messages
-from splitserve.tools.bench.router_figures import Round, RouterFigures
-from splitserve.tools.bench.router_mock import Pairs
-from splitserve.tools.bench.router_report import RouterReport
-from splitserve.tools.bench.router_systems import RouterUnavailableError, peer_versions
+from splitserve.core.errors import SplitserveError
+from splitserve.tools.bench.peers import PeerUnavailableError, free_ports
+from splitserve.tools.bench.router import Round, RouterFigures, RouterResults, peer_versions
+from splitserve.tools.bench.router_load import (
+    MockRequest,
+    MockWorkers,
+    RoomPairs,
+    RouterLoad,
+    is_right,
+    request_body,
+    whole_answer,
+)
 
 
 def made_up(latency_p50: float, latency_p99: float, requests_per_second: float) -> Round:
@@ -24,25 +28,22 @@ def made_up(latency_p50: float, latency_p99: float, requests_per_second: float) 
 
 
 @pytest.fixture
-def report() -> RouterReport:
+def results() -> RouterResults:
     direct = [made_up(0.001, 0.002, 1000.0), made_up(0.003, 0.004, 900.0), made_up(0.001, 0.002, 1100.0)]
     ours = [made_up(0.002, 0.005, 100.0), made_up(0.006, 0.007, 300.0), made_up(0.004, 0.007, 200.0)]
-    figures = [RouterFigures.of("direct", direct, None), RouterFigures.of("splitserve", ours, direct)]
-    return RouterReport(
-        command="splitserve bench router",
-        machine={"CPU": "a"},
+    return RouterResults(
         connections=32,
         num_rounds=3,
         peer_versions={"sglang-router": "1.2"},
-        figures=figures,
+        figures=[RouterFigures.of("direct", direct, direct), RouterFigures.of("splitserve", ours, direct)],
         skipped={"mini_lb": "not installed"},
         wrong=["splitserve: request 7: status 500"],
         cores_taken_by_others=0.5,
     )
 
 
-def test_added_latency_is_taken_in_each_round_and_the_median_of_rounds_counts(report):
-    direct, ours = report.figures
+def test_added_latency_is_taken_in_each_round_and_the_median_of_rounds_counts(results: RouterResults) -> None:
+    direct, ours = results.figures
     assert (direct.added_latency_p50, direct.cpu_per_request) == (None, None)
     # Of 1, 3 and 3 ms at p50, of 3, 3 and 5 ms at p99.
     assert ours.added_latency_p50 == pytest.approx(0.003)
@@ -50,44 +51,75 @@ def test_added_latency_is_taken_in_each_round_and_the_median_of_rounds_counts(re
     assert (ours.requests_per_second, ours.chunks_per_second) == (200.0, 2000.0)
 
 
-def test_the_report_shows_figures_what_was_wrong_and_what_is_missing(report):
-    assert "| splitserve | 200 | 3.000 | 3.000 | 0.500 | 2,000 | 0.020 |" in report.markdown(datetime.date(2031, 2, 3))
-    out = io.StringIO()
-    Console(file=out, width=100).print(report.table())
-    for told in ("3.000", "WRONG: splitserve: request 7", "mini_lb was not measured: not installed"):
-        assert told in out.getvalue()
-    assert json.loads(json.dumps(report.to_json()))["figures"][1]["name"] == "splitserve"
+def test_the_report_shows_figures_what_was_wrong_and_what_is_missing(results: RouterResults) -> None:
+    report = results.report("splitserve bench router", {"CPU": "a"})
+    assert list(report.tables[0].rows[1]) == ["splitserve", "200", "3.000", "3.000", "0.500", "2,000", "0.020"]
+    assert report.remarks[:2] == ["mini_lb was not measured: not installed", "WRONG: splitserve: request 7: status 500"]
+    found = json.loads(json.dumps(report.figures))
+    assert list(found) == [
+        *("command", "machine", "connections", "num_rounds", "peer_versions"),
+        *("figures", "skipped", "wrong", "cores_taken_by_others"),
+    ]
+    assert found["figures"][1]["name"] == "splitserve"
 
 
-def test_an_answer_may_be_written_anew_but_says_the_same():
-    answer = messages.whole_answer(7)
-    assert messages.is_same(answer, answer)
-    assert messages.is_same(json.dumps(json.loads(answer), indent=1).encode(), answer)
-    assert not messages.is_same(messages.whole_answer(8), answer)
-    assert not messages.is_same(answer[:-1], answer)
+def test_an_answer_may_be_encoded_again_but_has_the_same_values() -> None:
+    answer = whole_answer(7)
+    assert is_right(answer, 7, 0)
+    assert is_right(json.dumps(json.loads(answer), indent=1).encode(), 7, 0)
+    assert not is_right(answer, 8, 0)
+    assert not is_right(answer[:-1], 7, 0)
 
 
-def test_a_worker_knows_the_number_of_a_request():
-    whole = messages.ASKED.decode(messages.whole_body(12))
-    stream = messages.ASKED.decode(messages.stream_body(34, 64))
+def test_a_worker_finds_the_number_of_a_request() -> None:
+    whole = msgspec.json.decode(request_body(12, 0), type=MockRequest)
+    stream = msgspec.json.decode(request_body(34, 64), type=MockRequest)
     assert (whole.number, whole.stream, stream.number, stream.stream, stream.max_tokens) == (12, False, 34, True, 64)
-    paired = msgspec.json.decode(messages.stream_body(5, 2)) | {"bootstrap_room": 9, "dispatch": {"journal": True}}
-    asked = messages.ASKED.decode(msgspec.json.encode(paired))
-    assert (asked.bootstrap_room, asked.wants_journal) == (9, True)
+    paired = msgspec.json.decode(request_body(5, 2)) | {"bootstrap_room": 9, "dispatch": {"journal": True}}
+    asked = msgspec.json.decode(msgspec.json.encode(paired), type=MockRequest)
+    assert (asked.bootstrap_room, asked.dispatch.journal) == (9, True)
 
 
-def test_a_half_that_is_missing_or_has_another_room_is_seen():
-    assert Pairs(2, 2, 5 ^ 5 ^ 6 ^ 6).all_match
-    assert not Pairs(2, 1, 5 ^ 5 ^ 6).all_match
-    assert not Pairs(1, 1, 5 ^ 6).all_match
+def test_a_missing_request_and_one_with_another_room_are_found() -> None:
+    pairs = RoomPairs()
+    for room in (5, 6):
+        pairs.add(room, is_prefill=True)
+        pairs.add(room, is_prefill=False)
+    assert pairs.all_match
+    pairs.add(7, is_prefill=True)
+    assert not pairs.all_match
+    pairs.add(8, is_prefill=False)
+    assert not pairs.all_match
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_every_answer_of_the_worker_itself_is_right(num_chunks: int) -> None:
+    mock = MockWorkers()
+    with mock.running():
+        load = RouterLoad(mock.decode_port, 2, num_chunks, seconds=60.0, max_requests=7)
+        mock.run(load)
+    assert (len(load.latencies), load.num_wrong, load.wrong) == (7, 0, [])
+    assert 0 < max(load.latencies) <= load.elapsed
+
+
+def test_a_wrong_answer_is_recorded_and_a_missing_router_is_an_error() -> None:
+    mock = MockWorkers()
+    with mock.running():
+        # The prefill worker does not generate.
+        load = RouterLoad(mock.prefill_port, 1, 0, seconds=60.0, max_requests=1)
+        mock.run(load)
+        assert (load.num_wrong, "request 1: status 200" in load.wrong[0]) == (1, True)
+        unused = RouterLoad(free_ports(1)[0], 1, 0, seconds=1.0)
+        with pytest.raises(SplitserveError, match="no router accepts connections"):
+            mock.run(unused)
 
 
 def test_an_interpreter_without_other_routers_says_how_to_get_them(tmp_path):
-    with pytest.raises(RouterUnavailableError, match="give --peers-python another"):
+    with pytest.raises(PeerUnavailableError, match="give --peers-python another"):
         peer_versions(tmp_path / "python")
     python = tmp_path / "isolated"
     # No site packages, so nothing is installed there.
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(RouterUnavailableError, match="pip install sglang-router"):
+    with pytest.raises(PeerUnavailableError, match="pip install sglang-router"):
         peer_versions(Path(python))
