@@ -25,8 +25,17 @@ from splitserve.tools.bench.transfer import (
     run_of_median_ratio,
     run_transfer_bench,
 )
-from splitserve.tools.bench.transfer_plan import KIB, MIB, TransferCase, TransferPlan, copies_of
-from splitserve.tools.bench.transfer_report import TransferFigures, digest, size_text, transfer_report
+from splitserve.tools.bench.transfer_plan import (
+    KIB,
+    MIB,
+    TransferCase,
+    TransferFigures,
+    TransferPlan,
+    copies_of,
+    digest,
+    size_text,
+    transfer_report,
+)
 from splitserve.transfer.copies import num_bytes
 from splitserve.transfer.transports import USER_BACKENDS, missing
 
@@ -52,9 +61,8 @@ def figures(case, backend="tcp", gb_per_s=1.5, num_writes=4):
         case,
         gb_per_s=gb_per_s,
         limit_gb_per_s=2.0,
-        alone=2e-4,
-        p50=1e-4,
-        p99=3e-4,
+        alone=[2e-4],
+        latencies=[1e-4, 1e-4, 3e-4],
         cpu_seconds_per_gb=0.5,
         num_writes=num_writes,
     )
@@ -117,7 +125,7 @@ def test_every_limit_belongs_to_a_transport():
 def test_every_limit_takes_the_copies_of_a_case(backend, scattered):
     if problem := missing(backend):
         pytest.skip(problem)
-    with LIMITS[backend].load()(copies_of(TransferCase(4 * KIB, MIB, scattered))) as once:
+    with LIMITS[backend].opened(copies_of(TransferCase(4 * KIB, MIB, scattered))) as once:
         assert once() > 0
         assert once() > 0
 
@@ -180,7 +188,7 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_is_measured():
 
 
 def test_a_total_beyond_the_memory_is_left_out_and_said(monkeypatch):
-    monkeypatch.setitem(LIMITS, "tcp", Limit("nothing", "bare_sockets"))
+    monkeypatch.setitem(LIMITS, "tcp", Limit("nothing", LIMITS["shm"].opened))
     out = io.StringIO()
     plan = TransferPlan((4 * KIB,), (1 << 60,), runs=1)
     assert list(measure_backend("tcp", plan, Console(file=out))) == []
