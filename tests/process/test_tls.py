@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from splitserve.router.worker_tls import worker_tls
+from splitserve.api.tls import worker_tls
 from support.commands import DEADLINE, running_command
 from support.tiny_models import make_tiny_model
 

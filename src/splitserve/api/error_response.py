@@ -6,8 +6,10 @@ import logging
 import math
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from splitserve.core.errors import InvalidKeyError, RateLimitError, SplitserveError
 
@@ -77,7 +79,7 @@ def raw_json(body: bytes, status: int = 200, headers: Headers | None = None) -> 
     return Response(body, status, headers, media_type="application/json")
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     async def on_known(_: Request, error: Exception) -> Response:
         assert isinstance(error, SplitserveError)
         return error_response(error)

@@ -1,4 +1,4 @@
-"""TLS files of a server, checked before startup, and the context of a client with a given certificate."""
+"""TLS: the files of a server, checked before startup, and the contexts of clients."""
 
 from __future__ import annotations
 
@@ -69,3 +69,32 @@ def tls_files(certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--ssl-ca-certs {ca_certs}: {error.strerror or 'no PEM certificate'}") from None
     return TlsFiles(certfile, keyfile, ca_certs)
+
+
+CA_OPTION, CERT_OPTION, KEY_OPTION = "--worker-ssl-ca-certs", "--worker-ssl-certfile", "--worker-ssl-keyfile"
+
+
+def worker_tls(ca_certs: Path | None, certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
+    """Return the context for workers at https URLs.
+
+    None: no own certificate, and the certificates that the system trusts.
+
+    `ca_certs`: authority of the workers' certificates. `certfile`, `keyfile`: for workers that require a certificate.
+    Raises ConfigError.
+    """
+    if ca_certs is None and certfile is None and keyfile is None:
+        return None
+    if (certfile is None) != (keyfile is None):
+        raise ConfigError(f"{CERT_OPTION} and {KEY_OPTION} need each other")
+    try:
+        context = ssl.create_default_context(cafile=ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{CA_OPTION} {ca_certs}: {error.strerror or 'no PEM certificate'}") from None
+    if certfile is not None:
+        try:
+            # An empty password, because no user can enter one.
+            context.load_cert_chain(certfile, keyfile, password="")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise ConfigError(f"{CERT_OPTION} {certfile} and {KEY_OPTION} {keyfile} cannot be used: {reason}") from None
+    return context

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.api.api_keys import first_key, read_keys
-from splitserve.api.tls import trust_only
+from splitserve.api.tls import CA_OPTION, CERT_OPTION, KEY_OPTION, trust_only, worker_tls
 from splitserve.core.errors import ConfigError
 from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, PoolConfig
 from splitserve.deploy.placer import NODE_ADDRESS, ProcessSpec, Secrets
 from splitserve.process.cluster_token import new_token, read_token_file
-from splitserve.router.worker_tls import CA_OPTION, CERT_OPTION, KEY_OPTION, worker_tls
 
 _CERTIFICATE_OPTION = "--ssl-certfile"
 

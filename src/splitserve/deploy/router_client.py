@@ -15,8 +15,7 @@ from splitserve.api.api_keys import key_header
 from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.ready_file import ReadyInfo
-from splitserve.router.addresses import LookUp, connector, look_up
-from splitserve.router.register import register_disaggregation_server
+from splitserve.router.register import LookUp, connector, look_up, register_disaggregation_server
 
 logger = logging.getLogger(__name__)
 

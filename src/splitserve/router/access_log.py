@@ -1,7 +1,7 @@
 """Access log: one line per request with its timeline, written when the request has ended.
 
     request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 uncached_tokens=- output_tokens=64
-    queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
+    queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 attempts=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
 
 `-` is a value that does not exist or is unknown. Token counts are those that workers reported in a usage or a journal.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from splitserve.router.attempts import RequestAttempts
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.journal import Journal
 from splitserve.router.log_words import one_word
-from splitserve.router.tries import Tries
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class LoggedRequest:
     # Clock time of the arrival.
     arrived: float = field(default_factory=time.monotonic)
     # None until its body was parsed.
-    tries: Tries | None = None
+    attempts: RequestAttempts | None = None
     # Set if it failed. For a stream: the status that it would have had before the first byte.
     status: int | None = None
     # Component at fault: prefill, decode, colocated, router or client.
@@ -49,23 +49,23 @@ class LoggedRequest:
         """Write the log line."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        tries = self.tries
-        prompt_tokens, output_tokens = (None, None) if tries is None else _count_tokens(client, tries.journal)
+        attempts = self.attempts
+        prompt_tokens, output_tokens = (None, None) if attempts is None else _count_tokens(client, attempts.journal)
         words = [
-            f"rid={one_word(None if tries is None else tries.rid)}",
+            f"rid={one_word(None if attempts is None else attempts.rid)}",
             f"route={one_word(self.route)} key={one_word(self.caller)}",
             f"status={_number(client.status if self.status is None else self.status)} side={self.side or '-'}",
             f"prompt_tokens={_number(prompt_tokens)}",
-            f"uncached_tokens={_number(None if tries is None else tries.num_uncached)}",
+            f"uncached_tokens={_number(None if attempts is None else attempts.num_uncached)}",
             f"output_tokens={_number(output_tokens)}",
-            f"queued_s={_seconds(None if tries is None else tries.queued)}",
-            f"router_s={self._since_arrival(None if tries is None else tries.dispatched_at)}",
+            f"queued_s={_seconds(None if attempts is None else attempts.queued)}",
+            f"router_s={self._since_arrival(None if attempts is None else attempts.dispatched_at)}",
             f"ttft_s={self._since_arrival(client.started_at)}",
             f"duration_s={self._since_arrival(time.monotonic())}",
-            f"tries={0 if tries is None else tries.num_tries}",
+            f"tries={0 if attempts is None else attempts.num_attempts}",
         ]
-        if tries is not None:
-            words += [f"{worker.mode.value}={one_word(worker.url)}" for worker in tries.workers]
+        if attempts is not None:
+            words += [f"{worker.mode.value}={one_word(worker.url)}" for worker in attempts.workers]
         logger.info("request %s", " ".join(words))
 
     def _since_arrival(self, then: float | None) -> str:

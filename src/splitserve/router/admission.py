@@ -1,19 +1,55 @@
-"""Limit of the requests that the router sends to the workers at once.
+"""Admission of requests: rate per key, slots at the workers, turns of suspects. Independent of their content.
+
+Slots limit the requests that the router sends to the workers at once:
 
 1. A request is admitted at once if a slot is free and no request waits.
 2. Otherwise it waits in order of arrival, within its own deadline. If the queue is full, it is rejected.
 3. A request that ends or is cancelled passes its slot to the next. A waiting request that is cancelled leaves the
    queue.
 
-Independent of what a request is.
+Isolation: a worker that hangs or dies leaves several requests in prefill. One of them may be the cause. They are sent
+to the next workers one at a time for each worker, so a second failure hits only the request that caused it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 
-from splitserve.core.errors import CapacityError, DeadlineExceededError
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.errors import CapacityError, DeadlineExceededError, RateLimitError
+
+
+class IsolationTurn:
+    """Exclusive turn of one suspect request at some workers. Call `begin`, then `end` in every case.
+
+    `locks`: the `isolation` locks of these workers, in the same order for every turn. `wait`: seconds to wait for the
+    locks; after that, the request continues without them. `limit`: seconds after which the turn ends by itself.
+    """
+
+    def __init__(self, locks: Iterable[asyncio.Lock], *, wait: float, limit: float) -> None:
+        self._locks = locks
+        self._wait = wait
+        self._limit = limit
+        self._held: list[asyncio.Lock] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def begin(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait):
+                for lock in self._locks:
+                    await lock.acquire()
+                    self._held.append(lock)
+        self._timer = asyncio.get_running_loop().call_later(self._limit, self.end)
+
+    def end(self) -> None:
+        """Release the locks. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._held:
+            self._held.pop().release()
 
 
 class RequestAdmission:
@@ -84,3 +120,31 @@ class _Place:
 
     async def __aexit__(self, *_: object) -> None:
         self._admission._leave()
+
+
+class RateLimit:
+    """Token buckets, one per caller, full at first. Their number is limited by the number of keys.
+
+    `rate`: requests per second on average, `burst`: at once; both per caller. A bucket is stored as the time at which
+    it will be full again (generic cell rate algorithm, ITU-T I.371).
+    """
+
+    def __init__(self, rate: float, burst: int, clock: Clock | None = None) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock or SystemClock()
+        self._full_at: dict[str, float] = {}
+
+    def take(self, caller: str) -> None:
+        """Count a request. Raises RateLimitError, and then does not count it."""
+        now = self._clock.now()
+        full_at = max(now, self._full_at.get(caller, now))
+        too_early = full_at - now - (self._burst - 1) / self._rate
+        # Smaller values are rounding errors if the machine's clock has run for months.
+        if too_early > 1e-6:
+            raise RateLimitError(
+                f"{caller} sent more than {self._rate:g} requests a second (--rate-limit) and {self._burst} at once: "
+                f"come again in {too_early:.3g} s",
+                retry_after=too_early,
+            )
+        self._full_at[caller] = full_at + 1 / self._rate

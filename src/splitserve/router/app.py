@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ValidationError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.api import validation
 from splitserve.api.api_keys import ApiKeys, read_keys
-from splitserve.api.error_response import install_error_handlers, json_response, raw_json
+from splitserve.api.error_response import Headers, install_error_handlers, json_response, raw_json
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.json_body import effective_limits, parse_object
-from splitserve.api.key_guard import KeyGuard
+from splitserve.api.key_guard import KeyGuard, caller_of
 from splitserve.api.openapi import (
     BOOLEAN,
     DOCS_PATHS,
@@ -33,25 +33,22 @@ from splitserve.api.openapi import (
     describe,
     fields,
     index,
-    list_of,
     new_app,
     operation,
-    or_null,
     shared_operations,
 )
 from splitserve.api.schemas import AbortBody
-from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, WorkerUnavailableError
+from splitserve.core.errors import InvalidRequestError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
-from splitserve.router.balancer import MiniLoadBalancer, logger
+from splitserve.router.balancer import MiniLoadBalancer
+from splitserve.router.client_stream import ClientStream, serve_client
 from splitserve.router.failure import UpstreamError
-from splitserve.router.generate_app import GenerateApp
-from splitserve.router.register import PDRegistryRequest, WorkerOrder
-from splitserve.router.registry import WorkerRegistry
-from splitserve.router.role_order import RoleOrderBody, switch_role
+from splitserve.router.upstream import REQUEST_HEADERS
 from splitserve.router.worker import Worker
+from splitserve.router.worker_routes import add_worker_routes
 
-Body = TypeVar("Body", bound=BaseModel)
+logger = logging.getLogger(__name__)
 
 _OPERATIONS = shared_operations(UPSTREAM_ERRORS)
 GENERATE_ROUTES = ("/generate", "/v1/chat/completions", "/v1/completions")
@@ -72,12 +69,7 @@ CLIENT_PREFIX = "/v1/models/"
 _GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
 
 _LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
-_MESSAGE = fields(message=TEXT)
 _SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
-_WORKER = fields(url=TEXT, mode=TEXT, healthy=BOOLEAN, ready=BOOLEAN, reason=or_null(TEXT), draining=BOOLEAN)
-_ROLE = operation(
-    "Change the role of a worker", body=RoleOrderBody, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS)
-)
 _PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
 _FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
 _ABORT = operation(
@@ -112,7 +104,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         # Encoded as one segment, so that no proxy can interpret the name as another path.
         return await _ask_any(balancer, "GET", CLIENT_PREFIX + quote(name, safe=""))
 
-    _add_worker_routes(app, balancer)
+    add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
     describe(app, {path: _OPERATIONS[path] for path in GENERATE_ROUTES})
     memory = RequestMemory(args.limits.max_request_memory)
@@ -123,7 +115,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         timeout=args.limits.body_timeout,
         memory=memory,
     )
-    return _behind_doors(limited, args)
+    return _with_access_control(limited, args)
 
 
 def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
@@ -136,7 +128,7 @@ def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
     return route
 
 
-def _behind_doors(app: ASGIApp, args: LBArgs) -> ASGIApp:
+def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
     """Wrap the application in authentication and CORS."""
     if args.has_keys:
         app = KeyGuard(
@@ -176,81 +168,6 @@ async def _ask_any(balancer: MiniLoadBalancer, method: str, target: str, body: b
     """Return the response of a healthy worker, whatever its status. `target`: path, percent-encoded."""
     status, answer, headers = await balancer.upstream.ask(balancer.registry.any_healthy(), method, target, body)
     return Response(answer, status, media_type=headers.get("content-type", "application/json"))
-
-
-def _add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
-    """Add the routes that register, list, drain and switch workers."""
-    registry = balancer.registry
-
-    @app.post("/register", **operation("Register a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
-    async def register(request: Request) -> Response:
-        worker = _parse(PDRegistryRequest, await request.body(), "register")
-        if registry.add(worker.registry_url, worker.role, worker.bootstrap_port):
-            logger.info("worker registered url=%s mode=%s", worker.registry_url, worker.mode)
-        return json_response({"message": "Registered successfully"})
-
-    @app.post("/deregister", **operation("Deregister a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
-    async def deregister(request: Request) -> Response:
-        worker = _parse(PDRegistryRequest, await request.body(), "register")
-        if registry.deregister(worker.registry_url):
-            logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
-        return json_response({"message": "Deregistered"})
-
-    @app.get("/workers", **operation("List the workers", answer=fields(workers=list_of(_WORKER))))
-    async def workers() -> Response:
-        return json_response({"workers": [_describe(w) for w in registry.all()]})
-
-    @app.post("/workers", **operation("Add a worker", body=PDRegistryRequest, answer=_WORKER, errors=(400,)))
-    async def add_worker(request: Request) -> Response:
-        worker = _parse(PDRegistryRequest, await request.body(), "register")
-        registry.add(worker.registry_url, worker.role, worker.bootstrap_port, is_static=True)
-        return json_response(_describe(registry.get(worker.registry_url)))
-
-    @app.delete("/workers", **operation("Remove a worker", answer=_WORKER, errors=(400, 404)))
-    async def remove_worker(url: str = "") -> Response:
-        if not url:
-            raise InvalidRequestError("url is missing: DELETE /workers?url=URL, as GET /workers has it", param="url")
-        worker = registry.get(url)
-        registry.remove(worker.url)
-        return json_response(_describe(worker))
-
-    @app.post("/workers/drain", **operation("Drain a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404, 409)))
-    async def drain_worker(request: Request) -> Response:
-        order = _parse(WorkerOrder, await request.body(), "find")
-        return json_response(_describe(_drain(registry, order)))
-
-    @app.post("/workers/resume", **operation("Resume a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404)))
-    async def resume_worker(request: Request) -> Response:
-        worker = registry.get(_parse(WorkerOrder, await request.body(), "find").url)
-        worker.is_draining = False
-        # The operator has examined the worker.
-        worker.forgive()
-        return json_response(_describe(worker))
-
-    @app.post("/role", **_ROLE)
-    async def role(request: Request) -> Response:
-        order = _parse(RoleOrderBody, await request.body(), "change the role of")
-        worker, seconds = await switch_role(registry, balancer.upstream, order)
-        return json_response({**_describe(worker), "seconds": seconds})
-
-
-def _drain(registry: WorkerRegistry, order: WorkerOrder) -> Worker:
-    """Stop new requests to a worker. With `migrate`, move those in flight, too.
-
-    Raises UnknownWorkerError, RoleSwitchRunningError or WorkerUnavailableError.
-    """
-    worker = registry.get(order.url)
-    if worker.switching_to is not None:
-        raise RoleSwitchRunningError(f"{worker.url} changes its role to {worker.switching_to}: drain it afterwards")
-    if order.migrate and not registry.has_stand_in(worker):
-        raise WorkerUnavailableError(
-            f"no other {worker.mode} worker takes requests, so what runs on {worker.url} can go nowhere: "
-            "start one, or drain without migrate"
-        )
-    worker.is_draining = True
-    if order.migrate:
-        worker.break_off("was drained by an operator")
-    return worker
 
 
 def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
@@ -311,31 +228,6 @@ def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _parse(model: type[Body], raw: bytes, what_for: str) -> Body:
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        errors = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        problems = "; ".join(f"{field}: {problem}" if field else problem for field, problem in errors)
-        raise InvalidRequestError(f"cannot {what_for} this worker: {problems}", param=errors[0][0] or None) from None
-
-
-def _describe(worker: Worker) -> dict[str, Any]:
-    return {
-        "url": worker.url,
-        "mode": worker.mode.value,
-        "bootstrap_port": worker.bootstrap_port,
-        "healthy": worker.healthy,
-        "ready": worker.unready_reason is None,
-        "reason": worker.unready_reason,
-        "draining": worker.drains,
-        "switching_to": None if worker.switching_to is None else worker.switching_to.value,
-        "incompatible": [{"url": partner.url, "reason": reason} for partner, (reason, _) in worker.misfits.items()],
-        "num_running": worker.num_running,
-        "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,
-    }
-
-
 def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merged fields that SGLang's clients read from a single server. Schedulers that generate come first."""
     workers = [w for mode in _GENERATING_FIRST for w in info[mode.value]]
@@ -363,3 +255,32 @@ def _object(answer: bytes) -> dict[str, Any]:
 async def _answer_upstream_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, UpstreamError)
     return raw_json(error.body, error.status, error.headers)
+
+
+class GenerateApp:
+    """Routes that generate, directly on ASGI: they pass requests to the balancer and report disconnected clients."""
+
+    def __init__(self, balancer: MiniLoadBalancer) -> None:
+        self._balancer = balancer
+        # A key that was checked here is not sent to the workers.
+        names = [name for name in REQUEST_HEADERS if name != "authorization" or not balancer.args.has_keys]
+        self._passed = {name.encode(): name for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Intake has read the body, so it arrives in one piece.
+        raw = (await receive())["body"]
+        path, caller, headers = scope["path"], caller_of(scope), self._headers_for_workers(scope)
+        balancer = self._balancer
+
+        async def serve(client: ClientStream) -> None:
+            await balancer.generate(path, raw, headers, client, caller)
+
+        def on_disconnect() -> None:
+            logger.info("client left route=%s", path)
+            balancer.metrics.disconnects.inc()
+
+        await serve_client(receive, send, serve, on_disconnect)
+
+    def _headers_for_workers(self, scope: Scope) -> Headers:
+        passed = self._passed
+        return {passed[name]: value.decode("latin-1") for name, value in scope["headers"] if name in passed}

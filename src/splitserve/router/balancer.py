@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Iterable, Sequence
-
-import msgspec
+from collections.abc import Sequence
 
 from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.error_response import Headers, error_body, error_headers
 from splitserve.api.json_body import check_fields, parse_object
-from splitserve.core.clock import Clock, SystemClock
+from splitserve.api.tls import worker_tls
 from splitserve.core.config import LimitsConfig
-from splitserve.core.errors import RateLimitError, SplitserveError, WorkerUnavailableError, clause
+from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.access_log import LoggedRequest
-from splitserve.router.admission import RequestAdmission
-from splitserve.router.args import LBArgs, PrefillConfig
+from splitserve.router.admission import RateLimit, RequestAdmission
+from splitserve.router.args import LBArgs
+from splitserve.router.attempts import RequestAttempts
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import FailureCause, UpstreamError, error_frames, in_log
+from splitserve.router.failure import FailureCause, UpstreamError, error_frames, in_log, redacted, without_addresses
 from splitserve.router.health import HealthMonitor
 from splitserve.router.log_words import one_word
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
-from splitserve.router.prober import Prober, generate, hand_over
+from splitserve.router.prober import Prober, generate, transfer_through
 from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.tries import Tries
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Worker, WorkerPair
-from splitserve.router.worker_tls import worker_tls
 from splitserve.router.workers_file import WorkersFile
 
 logger = logging.getLogger(__name__)
@@ -56,9 +52,9 @@ class MiniLoadBalancer:
         self.metrics.waiting.set_function(lambda: self._admission.num_queued)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
-            self.add_prefill_server(config, is_static=True)
+            self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=True)
         for url in args.decode:
-            self.add_decode_server(url, is_static=True)
+            self.registry.add(url, DisaggregationMode.DECODE, is_static=True)
         for url in args.workers:
             self.registry.add(url, DisaggregationMode.NULL, is_static=True)
         self._workers_file = None
@@ -70,12 +66,6 @@ class MiniLoadBalancer:
         self._prompts = PromptReader(lambda: self.registry.context_length)
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
-
-    def add_prefill_server(self, config: PrefillConfig, *, is_static: bool = False) -> bool:
-        return self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=is_static)
-
-    def add_decode_server(self, url: str, *, is_static: bool = False) -> bool:
-        return self.registry.add(url, DisaggregationMode.DECODE, is_static=is_static)
 
     async def open(self) -> None:
         self._upstream = Upstream(self.args, self.registry, self._key_header, self._worker_tls)
@@ -107,26 +97,26 @@ class MiniLoadBalancer:
         self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
     ) -> None:
         """Serve one request to its last byte, streamed or not. Errors are sent to the client and not raised."""
-        visit = LoggedRequest(path, caller)
+        record = LoggedRequest(path, caller)
         counts = self.metrics.of_route(path)
         counts.requests.inc()
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
             body = await self._parse(path, raw)
-            await self._dispatch(visit, body, headers, client)
+            await self._dispatch(record, body, headers, client)
         except UpstreamError as error:
-            await self._fail_upstream(visit, client, error)
+            await self._fail_upstream(record, client, error)
         except SplitserveError as error:
-            self._log_failure(visit, "router", error.http_status, error_body(error))
-            await self._fail(visit, client, "router", error.http_status, error_body(error), error_headers(error))
+            self._log_failure(record, "router", error.http_status, error_body(error))
+            await self._fail(record, client, "router", error.http_status, error_body(error), error_headers(error))
         except asyncio.CancelledError:
-            visit.fail("client", 499)
+            record.fail("client", 499)
             raise
         finally:
-            counts.duration.observe(time.monotonic() - visit.arrived)
+            counts.duration.observe(time.monotonic() - record.arrived)
             if self.args.access_log:
-                visit.log(client)
+                record.log(client)
 
     async def _parse(self, path: str, raw: bytes) -> Body:
         """Parse the body of a request. Raises InvalidRequestError."""
@@ -135,9 +125,9 @@ class MiniLoadBalancer:
             return parse_request(path, raw, limits)
         return await asyncio.to_thread(parse_request, path, raw, limits)
 
-    async def _dispatch(self, visit: LoggedRequest, body: Body, headers: Headers, client: ClientStream) -> None:
-        tries = visit.tries = Tries(
-            visit.route,
+    async def _dispatch(self, record: LoggedRequest, body: Body, headers: Headers, client: ClientStream) -> None:
+        attempts = record.attempts = RequestAttempts(
+            record.route,
             body,
             headers,
             client,
@@ -147,26 +137,26 @@ class MiniLoadBalancer:
             prompts=self._prompts,
             args=self.args,
         )
-        async with self._admission.place(tries.rid, tries.seconds_left) as tries.queued:
+        async with self._admission.place(attempts.rid, attempts.seconds_left) as attempts.queued:
             self.metrics.running.inc()
             try:
-                await tries.run()
+                await attempts.run()
             finally:
                 self.metrics.running.dec()
 
-    async def _fail_upstream(self, visit: LoggedRequest, client: ClientStream, error: UpstreamError) -> None:
-        self._log_failure(visit, error.side, error.status, error.body, error.url)
+    async def _fail_upstream(self, record: LoggedRequest, client: ClientStream, error: UpstreamError) -> None:
+        self._log_failure(record, error.side, error.status, error.body, error.url)
         body = error.body
         if error.cause is not FailureCause.REQUEST:
             body = redacted(body, (worker.host for worker in self.registry.all()))
-        await self._fail(visit, client, error.side, error.status, body, error.headers)
+        await self._fail(record, client, error.side, error.status, body, error.headers)
 
-    def _log_failure(self, visit: LoggedRequest, side: str, status: int, body: bytes, url: str = "-") -> None:
-        rid = one_word(None if visit.tries is None else visit.tries.rid)
+    def _log_failure(self, record: LoggedRequest, side: str, status: int, body: bytes, url: str = "-") -> None:
+        rid = one_word(None if record.attempts is None else record.attempts.rid)
         logger.warning(
             "request failed rid=%s route=%s side=%s worker=%s status=%d error=%s",
             rid,
-            visit.route,
+            record.route,
             side,
             url,
             status,
@@ -174,10 +164,10 @@ class MiniLoadBalancer:
         )
 
     async def _fail(
-        self, visit: LoggedRequest, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
+        self, record: LoggedRequest, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
     ) -> None:
-        visit.fail(side, status)
-        self.metrics.errors.labels(visit.route, side, str(status)).inc()
+        record.fail(side, status)
+        self.metrics.errors.labels(record.route, side, str(status)).inc()
         if not client.started:
             await client.respond(status, body, extra)
         elif client.is_event_stream:
@@ -192,7 +182,7 @@ class MiniLoadBalancer:
         """
         target = self.registry.select()
         if isinstance(target, WorkerPair):
-            problem = await hand_over(self.upstream, target)
+            problem = await transfer_through(self.upstream, target)
         else:
             problem = await generate(self.upstream, target)
         if problem is not None:
@@ -221,55 +211,3 @@ def parse_request(path: str, raw: bytes, limits: LimitsConfig) -> Body:
     check_fields(body, limits)
     check_num_samples(path, body, limits)
     return body
-
-
-class RateLimit:
-    """Token buckets, one per caller, full at first. Their number is limited by the number of keys.
-
-    `rate`: requests per second on average, `burst`: at once; both per caller. A bucket is stored as the time at which
-    it will be full again (generic cell rate algorithm, ITU-T I.371).
-    """
-
-    def __init__(self, rate: float, burst: int, clock: Clock | None = None) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._clock = clock or SystemClock()
-        self._full_at: dict[str, float] = {}
-
-    def take(self, caller: str) -> None:
-        """Count a request. Raises RateLimitError, and then does not count it."""
-        now = self._clock.now()
-        full_at = max(now, self._full_at.get(caller, now))
-        too_early = full_at - now - (self._burst - 1) / self._rate
-        # Smaller values are rounding errors if the machine's clock has run for months.
-        if too_early > 1e-6:
-            raise RateLimitError(
-                f"{caller} sent more than {self._rate:g} requests a second (--rate-limit) and {self._burst} at once: "
-                f"come again in {too_early:.3g} s",
-                retry_after=too_early,
-            )
-        self._full_at[caller] = full_at + 1 / self._rate
-
-
-# Errors of workers may name their peers, and clients must not learn addresses inside the cluster.
-_ADDRESS_PLACEHOLDER = "(address: see the router's log)"
-_URL = r"\b(?:https?|tcp|ipc)://[^\s,;'\")]*[^\s,;:.'\")]"
-_IP_AND_PORT = r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}:\d{1,5}\b|\[[0-9a-fA-F:.]+\]:\d{1,5}\b"
-
-
-def without_addresses(text: str, hosts: Iterable[str]) -> str:
-    """Replace URLs, IP addresses with a port, and `hosts` with a port."""
-    names = "|".join(re.escape(host) for host in sorted(set(hosts), key=len, reverse=True) if host)
-    pattern = f"{_URL}|{_IP_AND_PORT}" + (rf"|(?<![\w.-])(?:{names}):\d{{1,5}}\b" if names else "")
-    return re.sub(pattern, _ADDRESS_PLACEHOLDER, text)
-
-
-def redacted(body: bytes, hosts: Iterable[str]) -> bytes:
-    """Return an error's body with a message for clients. A body in another format is not changed."""
-    try:
-        answer = msgspec.json.decode(body)
-        error = answer["error"]
-        error["message"] = without_addresses(error["message"], hosts)
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return body
-    return msgspec.json.encode(answer)

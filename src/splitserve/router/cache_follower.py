@@ -18,13 +18,13 @@ import aiohttp
 import msgspec
 
 from splitserve.observe.events.discovery import PublisherInfo, find_publishers, follow
-from splitserve.router.addresses import connector
 from splitserve.router.failure import UpstreamError
+from splitserve.router.health import Watches
 from splitserve.router.prefixes import CachedPrefixes
 from splitserve.router.prompts import PromptReader
+from splitserve.router.register import connector
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
-from splitserve.router.watches import Watches
 from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class CacheFollower:
                 await watches.close()
 
     async def _watch(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        is_told_of = False
+        has_warned = False
         while True:
             try:
                 info = await find_publishers(session, worker.url)
@@ -89,8 +89,8 @@ class CacheFollower:
                 await self._follow(session, worker, info)
                 await asyncio.sleep(self._interval)
                 continue
-            if not is_told_of:
-                is_told_of = True
+            if not has_warned:
+                has_warned = True
                 is_chosen_by_it = worker.mode in self._registry.cache_aware_modes
                 effect = "cache_aware chooses it by load alone" if is_chosen_by_it else "no prompt counts as cached"
                 logger.warning(

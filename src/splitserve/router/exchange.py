@@ -141,7 +141,7 @@ class _Answer:
                 await self._generate_deltas(sent, prefill)
                 return
             if call.journal.lines:
-                raise sent.broke_off()
+                raise sent.broken_off()
             if sent.is_event_stream:
                 await self._generate_stream(sent, prefill)
                 return
@@ -175,7 +175,7 @@ class _Answer:
                 return
             if events:
                 await self._client.write()
-        raise sent.broke_off()
+        raise sent.broken_off()
 
     async def _generate_stream(self, sent: WorkerCall, prefill: asyncio.Task[list[Any]] | None) -> None:
         async for chunk in _chunks(sent) if prefill is None else _merged(_chunks(sent), prefill):

@@ -8,12 +8,15 @@ over an abort (499). Among equals the first one counts.
 from __future__ import annotations
 
 import enum
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from splitserve.api.error_response import Headers, error_json
 from splitserve.core.errors import (
+    IncompatiblePeerError,
     PeerLostError,
     SchedulerLostError,
     SplitserveError,
@@ -138,3 +141,51 @@ def error_in_event(event: Any) -> tuple[int, bytes] | None:
     else:
         status = _STATUS_OF_CODE.get(str(code)) or _STATUS_OF_TYPE.get(str(error.get("type")), 500)
     return status, msgspec.json.encode({"error": error})
+
+
+# The worker's message begins with the address of its peer, which is for operators only.
+_REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)
+_MAX_CHARACTERS = 500
+
+
+class Misfit(str):
+    """Difference between two workers, with both values."""
+
+    __slots__ = ()
+
+
+def misfit_in(body: bytes) -> Misfit | None:
+    """Return the difference that an error reports. None: the error is another one."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        if error["code"] != IncompatiblePeerError.reason:
+            return None
+        message = str(error["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+    found = _REASON.search(message)
+    return Misfit(found["reason"][:_MAX_CHARACTERS] if found else "versions, layouts or models differ")
+
+
+# Errors of workers may name their peers, and clients must not learn addresses inside the cluster.
+_ADDRESS_PLACEHOLDER = "(address: see the router's log)"
+_URL = r"\b(?:https?|tcp|ipc)://[^\s,;'\")]*[^\s,;:.'\")]"
+_IP_AND_PORT = r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}:\d{1,5}\b|\[[0-9a-fA-F:.]+\]:\d{1,5}\b"
+
+
+def without_addresses(text: str, hosts: Iterable[str]) -> str:
+    """Replace URLs, IP addresses with a port, and `hosts` with a port."""
+    names = "|".join(re.escape(host) for host in sorted(set(hosts), key=len, reverse=True) if host)
+    pattern = f"{_URL}|{_IP_AND_PORT}" + (rf"|(?<![\w.-])(?:{names}):\d{{1,5}}\b" if names else "")
+    return re.sub(pattern, _ADDRESS_PLACEHOLDER, text)
+
+
+def redacted(body: bytes, hosts: Iterable[str]) -> bytes:
+    """Return an error's body with a message for clients. A body in another format is not changed."""
+    try:
+        answer = msgspec.json.decode(body)
+        error = answer["error"]
+        error["message"] = without_addresses(error["message"], hosts)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body
+    return msgspec.json.encode(answer)

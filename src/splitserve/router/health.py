@@ -13,13 +13,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from splitserve.router.failure import UpstreamError
-from splitserve.router.http_answer import ConnectError
+from splitserve.router.http_client import ConnectError
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
-from splitserve.router.watches import Watches
 from splitserve.router.worker import Worker
+
+Watch = Callable[[Worker], Coroutine[Any, Any, None]]
+
+
+class Watches:
+    """Tasks that run `watch` for each worker until it leaves. `close` them."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+
+    async def update(self, workers: Iterable[Worker]) -> None:
+        """Start tasks for new workers, and cancel those of workers that left."""
+        there = set(workers)
+        left = [self._tasks.pop(worker) for worker in self._tasks.keys() - there]
+        await _end(left)
+        for worker in there - self._tasks.keys():
+            self._tasks[worker] = asyncio.create_task(self._watch(worker))
+
+    async def close(self) -> None:
+        await self.update(())
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +104,7 @@ class HealthMonitor:
             # 504: the front end answers, but its scheduler does not.
             lives = await self._ask(worker, "/get_load") not in (None, 504)
         if lives:
-            worker.give_sign()
+            worker.heartbeat()
         elif worker.calls and time.monotonic() - (worker.silent_since or asked_at) >= self._hang_timeout:
             self._break_off(worker)
         if status == 200 and worker.broken_off is None:

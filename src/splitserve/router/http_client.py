@@ -16,10 +16,268 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
-from splitserve.router.http_answer import ConnectError, UpstreamResponse
-from splitserve.router.http_connection import HttpConnection
+import httptools
+
+# Unread bytes of a response at which its connection is paused.
+_HIGH_WATER = 1 << 18
+
+
+R = TypeVar("R", bound="UpstreamResponse")
+
+
+class BrokenConnectionError(Exception):
+    """The connection ended before the response, or its bytes are not HTTP."""
+
+
+class ConnectError(BrokenConnectionError):
+    """The connection could not be opened."""
+
+
+class UpstreamResponse:
+    """Response to one request. `status` and `headers` (names in lower case) are valid after `head`."""
+
+    def __init__(self, seconds: float, idle_timeout: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Create a response that must end within `seconds`, and must not be silent for longer than `idle_timeout`."""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._loop = loop = loop or asyncio.get_running_loop()
+        # Connection that the response arrives on. None: not opened yet, or already released.
+        self.connection: HttpConnection | None = None
+        # Task that opens the connection. None: no connection is being opened.
+        self.opening: asyncio.Task[None] | None = None
+        self._chunks: list[bytes] = []
+        # Number of bytes in `_chunks`.
+        self._num_waiting = 0
+        # Whether the rest is read in one piece: then pausing the server has no use.
+        self._is_read_whole = False
+        # Whether its last byte has arrived.
+        self._is_whole = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._last_bytes_at = loop.time()
+        self._deadline = self._last_bytes_at + seconds
+        self._idle_timeout = idle_timeout
+        self._timer = loop.call_at(min(self._deadline, self._last_bytes_at + idle_timeout), self._check_time)
+
+    async def head(self) -> None:
+        """Wait for status and headers.
+
+        Raises, like all methods that wait, the error that ended the response: ConnectError, BrokenConnectionError,
+        TimeoutError, or the one given to `fail`.
+        """
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return the rest of the body."""
+        self._is_read_whole = True
+        while not self._is_whole:
+            self._resume()
+            await self._wait()
+        return self._take()
+
+    async def chunk(self) -> bytes:
+        """Wait for bytes and return them. Empty: the end. Bytes that arrived before an error come first."""
+        while not self._chunks and not self._is_whole:
+            await self._wait()
+        data = self._take()
+        self._resume()
+        return data
+
+    def fail(self, error: Exception) -> None:
+        """End the response now with this error."""
+        if self._error is None and not self._is_whole:
+            self._error = self._translated(error)
+            self.wake()
+
+    def close(self) -> None:
+        """Release the connection. Idempotent."""
+        self._timer.cancel()
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.release()
+        if self.opening is not None:
+            self.opening.cancel()
+            self.opening = None
+        self._is_whole = True
+
+    # Called by the connection.
+
+    def begin(self, status: int, headers: dict[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes of the body."""
+        self._chunks.append(data)
+        self._num_waiting += len(data)
+        if self._num_waiting > _HIGH_WATER and not self._is_read_whole and self.connection is not None:
+            self.connection.pause()
+
+    def finish(self) -> None:
+        """Mark the response as complete."""
+        self._is_whole = True
+
+    def heartbeat(self) -> None:
+        """Record the arrival of bytes."""
+        self._last_bytes_at = self._loop.time()
+        self.wake()
+
+    def wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # Called by the reader.
+
+    def _translated(self, error: Exception) -> Exception:
+        """Return the error that readers get for `error`."""
+        return error
+
+    def _take(self) -> bytes:
+        chunks, self._num_waiting = self._chunks, 0
+        if len(chunks) == 1:
+            return chunks.pop()
+        self._chunks = []
+        return b"".join(chunks)
+
+    def _resume(self) -> None:
+        if self.connection is not None:
+            self.connection.resume()
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        waiter = self._waiter = self._loop.create_future()
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
+    def _check_time(self) -> None:
+        """Check the timeouts when the timer fires. Bytes that arrived since it was set have not moved it."""
+        ends_at = min(self._deadline, self._last_bytes_at + self._idle_timeout)
+        if self.connection is not None and self.connection.is_paused:
+            # The reader is slow, not the server.
+            ends_at = min(self._deadline, self._loop.time() + self._idle_timeout)
+        if ends_at <= self._loop.time():
+            self.fail(TimeoutError())
+        else:
+            self._timer = self._loop.call_at(ends_at, self._check_time)
+
+
+# A body with one of these headers has a known end; any other body ends with its connection.
+_LENGTHS = ("content-length", "transfer-encoding")
+
+
+class HttpConnection(asyncio.Protocol):
+    """Connection that is in `everyone` while it is open, and in `idle` while it has no request."""
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, everyone: set[HttpConnection], idle: deque[HttpConnection]
+    ) -> None:
+        self._loop = loop
+        self._everyone = everyone
+        self._idle = idle
+        self._parser = httptools.HttpResponseParser(self)
+        # Pending response. None: its last byte has arrived.
+        self._answer: UpstreamResponse | None = None
+        self._headers: dict[str, str] = {}
+        self._stays_open = False
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.is_paused = False
+        # Clock time since which the connection is idle.
+        self.idle_since = 0.0
+
+    def send(self, request: bytes, answer: UpstreamResponse) -> None:
+        self._answer = answer
+        answer.connection = self
+        self.transport.write(request)
+
+    def release(self) -> None:
+        """Return the connection to the idle ones. If its response is incomplete, abort it."""
+        if self._answer is None and self._stays_open and not self.transport.is_closing():
+            self.resume()
+            self.idle_since = self._loop.time()
+            self._idle.append(self)
+        else:
+            self._answer = None
+            self.transport.abort()
+
+    def pause(self) -> None:
+        if not self.is_paused and not self.transport.is_closing():
+            self.is_paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.is_paused and not self.transport.is_closing():
+            self.is_paused = False
+            self.transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have asyncio's methods, but not its base classes.
+        self.transport = cast(asyncio.Transport, transport)
+        self._everyone.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:
+            # Data without a request.
+            self.transport.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.transport.abort()
+            answer.fail(BrokenConnectionError(f"no HTTP: {error}"))
+        answer.heartbeat()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._everyone.discard(self)
+        self.closed.set_result(None)
+        if self in self._idle:
+            self._idle.remove(self)
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        if answer.status and error is None and not any(name in answer.headers for name in _LENGTHS):
+            answer.finish()
+            answer.wake()
+        else:
+            answer.fail(BrokenConnectionError(str(error or "closed")))
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:
+            self.transport.abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower().decode("latin-1")] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status, headers = self._parser.get_status_code(), self._headers
+        self._headers = {}
+        # After a 1xx status the response itself still follows.
+        if self._answer is not None and status >= 200:
+            self._answer.begin(status, headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.feed(data)
+
+    def on_message_complete(self) -> None:
+        if self._answer is not None and self._answer.status:
+            self._stays_open = self._parser.should_keep_alive()
+            self._answer.finish()
+            self._answer = None
+
 
 # Seconds for which an idle connection is kept. Many servers close theirs after 75.
 _KEEP_ALIVE = 60.0
@@ -60,18 +318,12 @@ class HttpClient:
         path: str,
         body: bytes | None,
         headers: Mapping[str, str],
-        *,
-        seconds: float,
-        idle_timeout: float,
+        answer: R,
         connect_timeout: float | None = None,
-    ) -> UpstreamResponse:
-        """Send a request for `path` to the server at `url`. Does not wait.
-
-        The answer must end within `seconds`, and must not be silent for longer than `idle_timeout`.
-        """
+    ) -> R:
+        """Send a request for `path` to the server at `url`, and return `answer`, its response. Do not wait."""
         target = _target(url)
         request = _request(method, target, path, body, headers)
-        answer = UpstreamResponse(self._loop, seconds, idle_timeout)
         connection = self._idle_connection(target)
         if connection is not None:
             connection.send(request, answer)

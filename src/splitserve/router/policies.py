@@ -21,7 +21,7 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from splitserve.core.errors import ConfigError
-from splitserve.router.local_prefill import PromptBlocks
+from splitserve.router.prefixes import PromptBlocks
 from splitserve.router.worker import Worker
 
 T = TypeVar("T")
@@ -55,21 +55,21 @@ class RoutingQuery:
     hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
     # All its prompts (empty: not needed, or unknown), and the number of output tokens to compute with them.
     prompts: Sequence[PromptBlocks] = ()
-    num_told: int = 0
+    num_output_tokens: int = 0
 
 
 ANY = RoutingQuery()
 SESSION_HEADER = "x-session-id"
 
 
-def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> RoutingQuery:
+def routing_query(body: Mapping[str, Any], headers: Mapping[str, str]) -> RoutingQuery:
     """Return the routing query of a request. Its session: the client's, or an OpenAI field that groups requests."""
     named = (headers.get(SESSION_HEADER), body.get("prompt_cache_key"), body.get("user"))
     return RoutingQuery(next((name for name in named if name and isinstance(name, str)), None))
 
 
 class Policy(Protocol):
-    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
+    def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         """Return one of `workers`, which is never empty."""
         ...
 
@@ -80,7 +80,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
+    def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         worker = workers[self._turn % len(workers)]
         self._turn += 1
         return worker
@@ -90,7 +90,7 @@ class RandomChoice:
     def __init__(self) -> None:
         self._random = random.Random()
 
-    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
+    def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         return self._random.choice(workers)
 
 
@@ -98,7 +98,7 @@ class LeastLoad:
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
+    def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         drawn = self._random.sample(workers, min(2, len(workers)))
         return min(drawn, key=lambda worker: worker.num_running)
 
@@ -114,10 +114,10 @@ class SessionAffinity:
     def __init__(self, seed: int | None = None) -> None:
         self._without_session = LeastLoad(seed)
 
-    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
-        session = wish.session
+    def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
+        session = query.session
         if session is None:
-            return self._without_session.choose(workers, wish)
+            return self._without_session.choose(workers, query)
         # Total load including this request.
         total = 1 + sum(worker.num_running for worker in workers)
         bound = math.ceil(_MAX_LOAD * total / len(workers))
@@ -137,16 +137,16 @@ class CacheAware:
         self._balance = balance
         self._random = random.Random(seed)
 
-    def choose(self, workers: Sequence[Worker], wish: RoutingQuery) -> Worker:
-        return self._best([(w, w.num_cached_tokens(wish.hashes), w.num_running) for w in workers])
+    def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
+        return self._best([(w, w.num_cached_tokens(query.hashes), w.num_running) for w in workers])
 
-    def place(self, worker: Worker, wish: RoutingQuery) -> int | None:
+    def place(self, worker: Worker, query: RoutingQuery) -> int | None:
         """Expect the prompt's blocks at this worker from now on. Return its best data parallel rank by the same rule.
 
         None: there is only one rank, or nothing is known of the blocks.
         """
         prefixes = worker.prefixes
-        hashes = wish.hashes.get(prefixes.block_size) if prefixes is not None else None
+        hashes = query.hashes.get(prefixes.block_size) if prefixes is not None else None
         if prefixes is None or not hashes:
             return None
         loads = worker.num_running_of_rank

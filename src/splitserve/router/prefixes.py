@@ -9,7 +9,8 @@ A block is identified by its hash, which covers all tokens up to its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from splitserve.core.clock import Clock, SystemClock
@@ -50,7 +51,7 @@ class CachedPrefixes:
         """Return the longest match over all ranks, tokens."""
         return max((self.match(hashes, rank) for rank in self.ranks), default=0)
 
-    def told_match(self, hashes: Sequence[int]) -> int:
+    def reported_match(self, hashes: Sequence[int]) -> int:
         """Return the leading prompt tokens that the worker reported as cached, for the rank with the fewest.
 
         A request that is not sent to a fixed rank may reach any of them.
@@ -89,3 +90,12 @@ class CachedPrefixes:
             old.append(name)
         for name in old:
             del expected[name]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """One prompt of a request."""
+
+    num_tokens: int
+    # Hashes of its whole blocks, by block size in tokens. Empty: no worker's blocks are known.
+    hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Background task of the router that proves the paths of workers in doubt (`proof.py`).
+"""Background task of the router that proves the paths of workers in doubt (`worker.py`).
 
 Probe of a worker:
 1. `/health_generate`: the worker generates a token without a partner; a worker of a pair uses a fake bootstrap host.
@@ -20,9 +20,8 @@ import msgspec
 
 from splitserve.core.errors import clause
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.failure import UpstreamError
+from splitserve.router.failure import Misfit, UpstreamError, misfit_in
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.misfit import Misfit, misfit_in
 from splitserve.router.pairing import pair_body
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
@@ -109,7 +108,7 @@ class Prober:
             return None
         is_prefill = worker.mode is DisaggregationMode.PREFILL
         pair = WorkerPair(worker, partner) if is_prefill else WorkerPair(partner, worker)
-        problem = await hand_over(self._upstream, pair)
+        problem = await transfer_through(self._upstream, pair)
         if isinstance(problem, Misfit):
             self._registry.add_misfit(pair, problem)
             return f"it is incompatible with {partner.url}: {problem}"
@@ -154,7 +153,7 @@ async def context_length(upstream: Upstream, worker: Worker) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-async def hand_over(upstream: Upstream, pair: WorkerPair) -> str | None:
+async def transfer_through(upstream: Upstream, pair: WorkerPair) -> str | None:
     """Send a request of two tokens through the pair. Return the problem: a Misfit if the two are incompatible."""
     params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
@@ -182,13 +181,13 @@ async def _ask(upstream: Upstream, worker: Worker, raw: bytes) -> str | None:
     try:
         status, answer, _ = await upstream.ask(worker, "POST", "/generate", raw, seconds=PROBE_TIMEOUT)
     except UpstreamError as error:
-        return f"no hand-over: {_message(error.body)}"
+        return f"no KV transfer: {_message(error.body)}"
     if status in (200, *_CANNOT_BE_ASKED):
         return None
     if (misfit := misfit_in(answer)) is not None:
         return misfit
     problem = _refusal(upstream, status) or f"{status}, {_message(answer)}"
-    return f"no hand-over: {worker.mode} worker {worker.url}: {problem}"
+    return f"no KV transfer: {worker.mode} worker {worker.url}: {problem}"
 
 
 def _refusal(upstream: Upstream, status: int) -> str | None:

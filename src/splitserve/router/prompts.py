@@ -22,7 +22,7 @@ from splitserve.cache.page_names import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.core.errors import InvalidRequestError, ModelLoadError
 from splitserve.engine.sources import resolve_model
-from splitserve.router.local_prefill import PromptBlocks
+from splitserve.router.prefixes import PromptBlocks
 
 T = TypeVar("T")
 

@@ -1,18 +1,84 @@
-"""Registration of a worker at the router: the message, and the call that sends it."""
+"""Registration of a worker at all routers behind one name: the message, and the call that sends it.
+
+A headless Service of Kubernetes is such a name. While its routers are replaced, it has the addresses of old and new
+ones. A connection to the name reaches any one of them, so each address gets the message.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import ssl
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.addresses import connector, named
 from splitserve.router.args import parse_url
+
+# Maximum number of addresses of one name that are used.
+MAX_ADDRESSES = 64
+_LOOK_UP_SECONDS = 5.0
+
+# Returns the addresses of a URL's name. None instead of an address: connect as the URL says. Raises OSError.
+LookUp = Callable[[str], Awaitable[list[str | None]]]
+
+
+async def look_up(url: str) -> list[str | None]:
+    """Return the addresses as LookUp. IPv4 only, if there are any: a router rarely listens on both kinds."""
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_LOOK_UP_SECONDS):
+            found = await loop.getaddrinfo(parts.hostname or "", None, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise OSError("the name server does not answer") from None
+    by_family = {
+        family: sorted({str(entry[4][0]) for entry in found if entry[0] == family})
+        for family in (socket.AF_INET, socket.AF_INET6)
+    }
+    addresses = by_family[socket.AF_INET] or by_family[socket.AF_INET6]
+    return list(addresses[:MAX_ADDRESSES]) if len(addresses) > 1 else [None]
+
+
+def named(url: str, address: str | None) -> str:
+    """Return the name of a router for log lines."""
+    return url if address is None else f"{url} ({address})"
+
+
+def connector(address: str | None, tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
+    """Return the connector of a session that connects to `address` for any host in its URLs. None: to that host.
+
+    Requests and certificates still use the name. `tls`: for https. None: the system's trusted certificates.
+    """
+    resolver = None if address is None else _FixedResolver(address)
+    return aiohttp.TCPConnector(resolver=resolver, ssl=True if tls is None else tls)
+
+
+class _FixedResolver(AbstractResolver):
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        own_family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        return [
+            ResolveResult(
+                hostname=host, host=self._address, port=port, family=own_family, proto=0, flags=socket.AI_NUMERICHOST
+            )
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: the resolver holds no resources."""
+
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -70,55 +136,24 @@ async def register_disaggregation_server(
     address: str | None = None,
     tls: ssl.SSLContext | None = None,
     scheme: str = "http",
+    *,
+    leave: bool = False,
 ) -> None:
-    """Register the worker at `host`:`server_port` with the router at `pdlb_url`. Repeating it is harmless.
+    """Register the worker at `host`:`server_port` with the router at `pdlb_url`, or with `leave` remove it there.
 
-    `api_key`: an operator's key, if the router has keys. `address`: IP address of the router's name to connect to.
-    None: any of its addresses. `tls`: for a router at an https URL. None: the system's trusted certificates. `scheme`:
-    of the worker's URL, http or https.
+    Repeating it is harmless. `api_key`: an operator's key, if the router has keys. `address`: IP address of the
+    router's name to connect to. None: any of its addresses. `tls`: for a router at an https URL. None: the system's
+    trusted certificates. `scheme`: of the worker's URL, http or https.
 
     Raises WorkerUnavailableError if the router does not answer or rejects the registration.
     """
-    await _post(pdlb_url, "/register", _request(mode, host, server_port, bootstrap_port, scheme), api_key, address, tls)
-
-
-async def deregister_disaggregation_server(
-    mode: DisaggregationMode,
-    server_port: int,
-    bootstrap_port: int | None,
-    pdlb_url: str,
-    host: str = "127.0.0.1",
-    api_key: str | None = None,
-    address: str | None = None,
-    tls: ssl.SSLContext | None = None,
-    scheme: str = "http",
-) -> None:
-    """Remove the worker from the router. Arguments and errors are those of `register_disaggregation_server`."""
-    await _post(
-        pdlb_url, "/deregister", _request(mode, host, server_port, bootstrap_port, scheme), api_key, address, tls
-    )
-
-
-def _request(
-    mode: DisaggregationMode, host: str, port: int, bootstrap_port: int | None, scheme: str
-) -> PDRegistryRequest:
-    return PDRegistryRequest(mode=mode.value, registry_url=f"{scheme}://{host}:{port}", bootstrap_port=bootstrap_port)
-
-
-async def _post(
-    router_url: str,
-    path: str,
-    request: PDRegistryRequest,
-    api_key: str | None,
-    address: str | None,
-    tls: ssl.SSLContext | None,
-) -> None:
+    url = f"{scheme}://{host}:{server_port}"
+    request = PDRegistryRequest(mode=mode.value, registry_url=url, bootstrap_port=bootstrap_port).model_dump()
+    target = pdlb_url.rstrip("/") + ("/deregister" if leave else "/register")
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(address, tls)) as session,
-            session.post(
-                router_url.rstrip("/") + path, json=request.model_dump(), headers=key_header(api_key)
-            ) as response,
+            session.post(target, json=request, headers=key_header(api_key)) as response,
         ):
             if response.status == 200:
                 return
@@ -126,4 +161,8 @@ async def _post(
             option = "--router-key-file" if response.status in (401, 403) else "--router"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason, option = f"does not answer ({error or type(error).__name__})", "--router"
-    raise WorkerUnavailableError(f"the router {named(router_url, address)} {reason}: check {option}")
+    raise WorkerUnavailableError(f"the router {named(pdlb_url, address)} {reason}: check {option}")
+
+
+# Removes a worker from a router. Arguments and errors are those of `register_disaggregation_server`.
+deregister_disaggregation_server = partial(register_disaggregation_server, leave=True)

@@ -3,12 +3,12 @@
 Life cycle of a worker:
 1. It is given on the command line, or registers itself (POST /register, repeated every few seconds).
 2. It can be chosen while it is healthy. A failed connection or health check excludes it at once. While its path is not
-   proven (`proof.py`), workers with a proven path have priority.
+   proven (`worker.py`), workers with a proven path have priority.
 3. The next successful check or registration includes it again. After a failure by its own fault it is avoided for some
    more seconds while there are others. Then it gets one request at a time until one succeeds (`worker.py`).
 4. It deregisters when it drains, and stays listed until this router's requests there have ended. A registered worker
-   that is away for `FORGET_AFTER` seconds is forgotten. During a role switch by this router (`role_order.py`) a worker
-   keeps its entry until it registers in the new role.
+   that is away for `FORGET_AFTER` seconds is forgotten. During a role switch by this router (`worker_routes.py`) a
+   worker keeps its entry until it registers in the new role.
 
 This module does not know requests or HTTP.
 """
@@ -25,10 +25,8 @@ from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
-from splitserve.router.local_prefill import num_uncached_tokens
 from splitserve.router.policies import ANY, Balance, CacheAware, RoutingQuery, create_policy
-from splitserve.router.proof import WorkerProof
-from splitserve.router.worker import Worker, WorkerPair
+from splitserve.router.worker import Worker, WorkerPair, WorkerProof
 
 FORGET_AFTER = 60.0
 # Seconds after which an incompatible pair gets a request again, if no probe succeeds earlier.
@@ -194,24 +192,26 @@ class WorkerRegistry:
             del self._workers[worker.url]
         return lost
 
-    def select(self, wish: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
+    def select(self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
         """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.
 
         Raises WorkerUnavailableError with the reason.
         """
         decode = None
-        if wish.prompts and self._takers(DisaggregationMode.DECODE, avoid):
-            decode = self._choose(DisaggregationMode.DECODE, wish, avoid)
-            if self._is_short_for(decode, wish):
-                self._place(decode, wish)
+        if query.prompts and self._takers(DisaggregationMode.DECODE, avoid):
+            decode = self._choose(DisaggregationMode.DECODE, query, avoid)
+            if self._is_short_for(decode, query):
+                self._place(decode, query)
                 return decode
         if self.pool(DisaggregationMode.NULL) and not self._fitting_prefills(avoid):
-            worker = self._choose(DisaggregationMode.NULL, wish, avoid)
-            self._place(worker, wish)
+            worker = self._choose(DisaggregationMode.NULL, query, avoid)
+            self._place(worker, query)
             return worker
-        return self.select_pair(wish, avoid, decode)
+        return self.select_pair(query, avoid, decode)
 
-    def select_pair(self, wish: RoutingQuery = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None) -> WorkerPair:
+    def select_pair(
+        self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None
+    ) -> WorkerPair:
         """Return a compatible pair, with `decode` if it was chosen and is compatible with any prefill worker.
 
         Raises WorkerUnavailableError that names each pool without a healthy worker.
@@ -228,13 +228,13 @@ class WorkerRegistry:
             decode, prefills = None, self._fitting_prefills(avoid)
         if not prefills:
             raise WorkerUnavailableError(f"{NO_PAIR_FITS}: GET /workers has the reason")
-        prefill = self._choose_of(DisaggregationMode.PREFILL, prefills, wish, avoid)
+        prefill = self._choose_of(DisaggregationMode.PREFILL, prefills, query, avoid)
         if decode is None:
             decodes = [w for w in self._takers(DisaggregationMode.DECODE, avoid) if w not in prefill.misfits]
-            decode = self._choose_of(DisaggregationMode.DECODE, decodes, wish, avoid)
+            decode = self._choose_of(DisaggregationMode.DECODE, decodes, query, avoid)
         # The ranks of a decode worker distribute their requests themselves.
-        self._place(decode, wish)
-        return WorkerPair(prefill, decode, self._place(prefill, wish))
+        self._place(decode, query)
+        return WorkerPair(prefill, decode, self._place(prefill, query))
 
     def any_healthy(self) -> Worker:
         """Return some worker, for requests that each worker answers alike. Raises WorkerUnavailableError."""
@@ -275,19 +275,19 @@ class WorkerRegistry:
         counts = Counter(_why_unready(worker) for worker in pool)
         return f"no {name} worker is ready ({', '.join(f'{n} {why}' for why, n in counts.items())})"
 
-    def _choose(self, mode: DisaggregationMode, wish: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> Worker:
+    def _choose(self, mode: DisaggregationMode, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> Worker:
         takers = self._takers(mode, avoid)
         if not takers:
             raise WorkerUnavailableError(f"{self._describe_missing(mode)}: {_RETRY_OR_START}")
-        return self._choose_of(mode, takers, wish, avoid)
+        return self._choose_of(mode, takers, query, avoid)
 
-    def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], wish: RoutingQuery, avoid: Avoid) -> Worker:
+    def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], query: RoutingQuery, avoid: Avoid) -> Worker:
         now = self._clock.now()
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
         # If all are held back, send requests anyway: they serve as the proof, and a rejection would help no client.
         free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
         trusted = [w for w in free if w.is_trusted(now)] or free
-        return self._policies[mode].choose(trusted, wish)
+        return self._policies[mode].choose(trusted, query)
 
     def _fitting_prefills(self, avoid: Avoid, decodes: list[Worker] | None = None) -> list[Worker]:
         """Return the prefill workers compatible with one of `decodes`. None: with any that accepts requests."""
@@ -295,13 +295,13 @@ class WorkerRegistry:
         prefills = self._takers(DisaggregationMode.PREFILL, avoid)
         return [p for p in prefills if any(d not in p.misfits for d in decodes)]
 
-    def _is_short_for(self, decode: Worker, wish: RoutingQuery) -> bool:
+    def _is_short_for(self, decode: Worker, query: RoutingQuery) -> bool:
         limit = self.disaggregate_above
-        return limit is not None and num_uncached_tokens(decode, wish.prompts) + wish.num_told <= limit
+        return limit is not None and decode.num_uncached_tokens(query.prompts) + query.num_output_tokens <= limit
 
-    def _place(self, worker: Worker, wish: RoutingQuery) -> int | None:
+    def _place(self, worker: Worker, query: RoutingQuery) -> int | None:
         policy = self._policies[worker.mode]
-        return policy.place(worker, wish) if isinstance(policy, CacheAware) else None
+        return policy.place(worker, query) if isinstance(policy, CacheAware) else None
 
     def _takers(self, mode: DisaggregationMode, avoid: Avoid) -> list[Worker]:
         return [w for w in self.pool(mode) if w.takes_requests and not avoid.excludes(w)]

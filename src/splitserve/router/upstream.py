@@ -12,8 +12,7 @@ from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.router.args import LBArgs
 from splitserve.router.failure import UpstreamError
-from splitserve.router.http_answer import BrokenConnectionError, ConnectError, UpstreamResponse
-from splitserve.router.http_client import HttpClient
+from splitserve.router.http_client import BrokenConnectionError, ConnectError, HttpClient, UpstreamResponse
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
@@ -56,16 +55,9 @@ class Upstream:
     def post(self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
         """Send a request, which must be answered within `seconds`. It is in flight when this returns; close it."""
         # The role of the worker may have changed since it was selected.
-        answer = self._client.send(
-            "POST",
-            worker.url,
-            path,
-            body,
-            {**_JSON, ROLE_HEADER: worker.mode.value, **headers, **self.key_header},
-            seconds=seconds,
-            idle_timeout=self._args.idle_timeout,
-        )
-        return WorkerCall(self, worker, side, answer)
+        fields = {**_JSON, ROLE_HEADER: worker.mode.value, **headers, **self.key_header}
+        call = WorkerCall(self, worker, side, seconds, self._args.idle_timeout)
+        return self._client.send("POST", worker.url, path, body, fields, call)
 
     async def ask(
         self, worker: Worker, method: str, path: str, body: bytes | None = None, seconds: float = 5.0
@@ -74,16 +66,10 @@ class Upstream:
 
         Raises UpstreamError if the worker is lost or does not answer within `seconds`.
         """
-        answer = self._client.send(
-            method,
-            worker.url,
-            path,
-            body,
-            self.key_header if body is None else {**_JSON, ROLE_HEADER: worker.mode.value, **self.key_header},
-            seconds=seconds,
-            idle_timeout=seconds,
-            connect_timeout=min(seconds, self._args.connect_timeout),
-        )
+        fields = self.key_header if body is None else {**_JSON, ROLE_HEADER: worker.mode.value, **self.key_header}
+        connect_timeout = min(seconds, self._args.connect_timeout)
+        answer = UpstreamResponse(seconds, seconds)
+        self._client.send(method, worker.url, path, body, fields, answer, connect_timeout)
         try:
             await answer.head()
             return answer.status, await answer.read(), answer_headers(answer)
@@ -109,73 +95,53 @@ class Upstream:
         return UpstreamError.lost(side, worker.url, 502, message)
 
 
-class WorkerCall:
-    """Request in flight at a worker. Closing it before its end closes the connection, and the worker aborts."""
+class WorkerCall(UpstreamResponse):
+    """Request in flight at a worker. Methods that wait raise UpstreamError if the worker is lost.
 
-    __slots__ = ("_answer", "_side", "_upstream", "_worker")
+    Closing it before its end closes the connection, and the worker aborts.
+    """
 
-    def __init__(self, upstream: Upstream, worker: Worker, side: str, answer: UpstreamResponse) -> None:
+    def __init__(self, upstream: Upstream, worker: Worker, side: str, seconds: float, idle_timeout: float) -> None:
+        super().__init__(seconds, idle_timeout)
         self._upstream = upstream
         self._worker = worker
         self._side = side
-        self._answer = answer
         worker.calls.add(self)
 
     @property
-    def status(self) -> int:
-        return self._answer.status
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the headers, with names in lower case."""
-        return self._answer.headers
-
-    @property
     def is_event_stream(self) -> bool:
-        return self._answer.headers.get("content-type", "").startswith("text/event-stream")
+        return self.headers.get("content-type", "").startswith("text/event-stream")
 
     async def head(self) -> None:
-        """Wait for a 2xx answer. Raises UpstreamError for any other answer, and for a lost worker."""
-        try:
-            await self._answer.head()
-            if not 200 <= self._answer.status < 300:
-                text = await self._answer.read()
-                raise UpstreamError.answered(
-                    self._side, self._worker.url, self._answer.status, text, answer_headers(self._answer)
-                )
-        except (TimeoutError, BrokenConnectionError) as error:
-            raise self._upstream.lost(self._worker, self._side, error) from error
-
-    async def read(self) -> bytes:
-        """Return the rest of the body."""
-        try:
-            return await self._answer.read()
-        except (TimeoutError, BrokenConnectionError) as error:
-            raise self._upstream.lost(self._worker, self._side, error) from error
+        """Wait for a 2xx answer. Raises UpstreamError for any other answer, too."""
+        await super().head()
+        if not 200 <= self.status < 300:
+            body = await self.read()
+            raise UpstreamError.answered(self._side, self._worker.url, self.status, body, answer_headers(self))
 
     async def chunk(self) -> bytes:
-        """Return the next piece of the body. Empty: its end."""
-        try:
-            data = await self._answer.chunk()
-        except (TimeoutError, BrokenConnectionError) as error:
-            raise self._upstream.lost(self._worker, self._side, error) from error
+        data = await super().chunk()
         if data:
-            self._worker.give_sign()
+            self._worker.heartbeat()
         return data
 
-    def broke_off(self) -> UpstreamError:
+    def broken_off(self) -> UpstreamError:
         """Return the error for a worker that closed a stream before its end."""
         return self._upstream.lost(self._worker, self._side, BrokenConnectionError("closed"))
 
     def break_off(self) -> None:
         """Abort the call from outside, see `Worker.break_off`."""
-        self._answer.fail(TimeoutError())
+        self.fail(TimeoutError())
 
     def close(self) -> None:
-        """Close the call. Idempotent."""
         self._worker.calls.discard(self)
-        self._answer.close()
+        super().close()
+
+    def _translated(self, error: Exception) -> Exception:
+        lost = self._upstream.lost(self._worker, self._side, error)
+        lost.__cause__ = error
+        return lost
 
 
-def answer_headers(answer: UpstreamResponse | WorkerCall) -> Headers:
+def answer_headers(answer: UpstreamResponse) -> Headers:
     return {name: answer.headers[name] for name in _ANSWER_HEADERS if name in answer.headers}

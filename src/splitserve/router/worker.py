@@ -1,4 +1,11 @@
-"""State of one worker at the router: address, role, health, and trust."""
+"""State of one worker at the router: address, role, health, trust, and the proof of its path. Pure.
+
+1. A worker that joins, or returns after it was lost, is in doubt.
+2. It is probed (`prober.py`) with growing pauses until a probe succeeds. A request that succeeds is a proof too.
+3. Meanwhile it is held back: it gets no requests while there are other workers of its mode. Exception: a worker that
+   joined when no worker was proven yet, until its probe fails. Without this exception, the first worker proven after a
+   start of the router would get all requests.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +20,55 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.prefixes import CachedPrefixes
-from splitserve.router.proof import WorkerProof
+from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
+
+# Seconds from a failed probe to the next: first pause, longest pause. Pauses double.
+_PAUSES = (1.0, 30.0)
+
+JOINED = "it has joined and is still to be probed"
+LOST = "it was lost and is still to be probed again"
+
+
+@dataclass(slots=True)
+class WorkerProof:
+    # Whether the worker is probed at all.
+    is_wanted: bool = False
+    # Why its path is not proven. None: it is proven.
+    doubt: str | None = None
+    # True: requests go to other workers while there are any.
+    is_held: bool = False
+    # Whether it has generated a token without a partner since it is in doubt.
+    generates: bool = False
+    # Clock time of the next probe, and number of consecutive failed probes.
+    next_at: float = 0.0
+    num_failures: int = 0
+
+    @classmethod
+    def wanted(cls, *, is_held: bool) -> WorkerProof:
+        return cls(True, JOINED, is_held)
+
+    def is_due(self, now: float) -> bool:
+        return self.doubt is not None and now >= self.next_at
+
+    def begin_anew(self) -> None:
+        """Mark a worker that was lost as in doubt, and reset its probes."""
+        if self.is_wanted:
+            self.doubt, self.is_held = LOST, True
+            self.generates, self.next_at, self.num_failures = False, 0.0, 0
+
+    def wait_for_partner(self, reason: str) -> None:
+        """Store that the worker waits for a partner. This is not a failure of the worker."""
+        self.doubt = reason
+
+    def fail(self, reason: str, now: float) -> None:
+        first, longest = _PAUSES
+        self.doubt, self.is_held = reason, True
+        self.next_at = now + min(longest, first * 2**self.num_failures)
+        self.num_failures += 1
+
+    def succeed(self) -> None:
+        self.doubt, self.is_held, self.generates, self.num_failures = None, False, True, 0
+
 
 # Half-life of a worker's faults, seconds.
 FORGIVENESS = 5.0
@@ -68,7 +122,7 @@ class Worker:
     broken_off: str | None = None
     # True: its calls were aborted because it hangs. False: an operator requested it.
     is_hung: bool = False
-    # Held by the one suspect request that may be at this worker, see `isolation.py`.
+    # Held by the one suspect request that may be at this worker, see `admission.py`.
     isolation: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     # Decaying count of requests that failed by its fault, and the clock time of its last update.
     _faults: float = 0.0
@@ -104,6 +158,19 @@ class Worker:
         if self.prefixes is None:
             return 0
         return self.prefixes.longest_match(hashes.get(self.prefixes.block_size, ()))
+
+    def num_uncached_tokens(self, prompts: Sequence[PromptBlocks]) -> int:
+        """Return the prompt tokens that it would compute if it served a request alone, of the longest such prompt.
+
+        Only blocks that the worker reported in KV events count as cached; expected blocks do not. Otherwise, of several
+        prompts with one prefix that arrive at once, each would count the prefix as cached. The worker would then
+        compute all of them, one after the other. The last token of a prompt is always computed.
+        """
+        return max((max(1, prompt.num_tokens - self._num_reported(prompt)) for prompt in prompts), default=0)
+
+    def _num_reported(self, prompt: PromptBlocks) -> int:
+        prefixes = self.prefixes
+        return 0 if prefixes is None else prefixes.reported_match(prompt.hashes.get(prefixes.block_size, ()))
 
     @contextmanager
     def serving_on(self, rank: int | None) -> Iterator[None]:
@@ -141,7 +208,7 @@ class Worker:
             self.misfits.pop(other, None)
             other.misfits.pop(self, None)
 
-    def give_sign(self) -> None:
+    def heartbeat(self) -> None:
         """Record a heartbeat: a byte has arrived from the worker."""
         self.silent_since = None
         self.broken_off = None

@@ -9,8 +9,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.addresses import LookUp, look_up, named
-from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
+from splitserve.router.register import (
+    LookUp,
+    deregister_disaggregation_server,
+    look_up,
+    named,
+    register_disaggregation_server,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ def chain(tokens: list[int]) -> list[int]:
     return [block_hash(name) for name in page_names(split_pages(tokens, SIZE))]
 
 
-def wish(tokens: list[int]) -> RoutingQuery:
+def query(tokens: list[int]) -> RoutingQuery:
     return RoutingQuery(hashes={SIZE: chain(tokens)})
 
 
@@ -58,12 +58,12 @@ class World:
         self.indexes[i][rank].apply(event)
 
     def choose(self, tokens: list[int]) -> Worker:
-        return self.policy.choose(self.workers, wish(tokens))
+        return self.policy.choose(self.workers, query(tokens))
 
     def send(self, tokens: list[int]) -> tuple[int, int | None]:
         """The request is under way from now on; at which worker, and which rank."""
         worker = self.choose(tokens)
-        rank = self.policy.place(worker, wish(tokens))
+        rank = self.policy.place(worker, query(tokens))
         begin(worker)
         if rank is not None:
             worker.num_running_of_rank[rank] += 1
@@ -211,7 +211,7 @@ def test_each_pool_looks_at_its_own_caches_and_the_pair_says_the_rank_of_prefill
     d.expect(chain(PROMPT), 0)
     assert found.block_sizes == {SIZE}
     for _ in range(3):
-        pair = found.select(wish(PROMPT))
+        pair = found.select(query(PROMPT))
         assert isinstance(pair, WorkerPair)
         assert (pair.prefill.url, pair.decode.url, pair.prefill_rank) == ("http://p1:1", "http://d2:1", 1)
 

@@ -14,9 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.router.http_answer import BrokenConnectionError, ConnectError, UpstreamResponse
-from splitserve.router.http_client import HttpClient
-from splitserve.router.http_connection import HttpConnection
+from splitserve.router.http_client import (
+    BrokenConnectionError,
+    ConnectError,
+    HttpClient,
+    HttpConnection,
+    UpstreamResponse,
+)
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
@@ -71,7 +75,7 @@ async def opened() -> AsyncIterator[HttpClient]:
 def post(
     client: HttpClient, url: str, body: bytes = b"{}", *, seconds: float = 10.0, idle: float = 10.0
 ) -> UpstreamResponse:
-    return client.send("POST", url, "/generate", body, {"x-a": "b"}, seconds=seconds, idle_timeout=idle)
+    return client.send("POST", url, "/generate", body, {"x-a": "b"}, UpstreamResponse(seconds, idle))
 
 
 async def read(answer: UpstreamResponse) -> tuple[int, bytes]:
@@ -105,7 +109,7 @@ async def test_a_request_is_whole_and_its_connection_serves_the_next() -> None:
 
 async def test_a_question_has_no_body_and_a_url_may_have_a_path() -> None:
     async with served(says(OK)) as server, opened() as client:
-        answer = client.send("GET", server.url + "/base", "/health", None, {}, seconds=5, idle_timeout=5)
+        answer = client.send("GET", server.url + "/base", "/health", None, {}, UpstreamResponse(5, 5))
         assert await read(answer) == (200, b"hi")
         assert server.requests[0].startswith(b"GET /base/health HTTP/1.1\r\n")
         assert b"content-length" not in server.requests[0]
@@ -276,7 +280,7 @@ class ManualLoop:
 @pytest.mark.parametrize(("pause", "num_signs"), [(6.0, 16), (9.0, 11)])
 async def test_signs_of_life_move_the_limit_of_silence_and_not_that_of_the_whole(pause: float, num_signs: int) -> None:
     loop: Any = ManualLoop()
-    answer, connection = UpstreamResponse(loop, 100.0, 10.0), HttpConnection(loop, set(), deque())
+    answer, connection = UpstreamResponse(100.0, 10.0, loop), HttpConnection(loop, set(), deque())
     connection.connection_made(MagicMock())
     connection.send(b"", answer)
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")

@@ -21,8 +21,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.schema import BlockStored
 from splitserve.router.args import LBArgs, PrefillConfig
-from splitserve.router.local_prefill import PromptBlocks, num_uncached_tokens
-from splitserve.router.prefixes import CachedPrefixes
+from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 from splitserve.router.worker import Worker
 from support.router_world import (
     FakeWorker,
@@ -63,24 +62,24 @@ def test_what_is_cached_need_not_be_computed_but_for_the_last_token(length: int,
     tokens = list(range(length))
     worker = holding(tokens[:num_cached])
     whole = min(length, num_cached) // SIZE * SIZE
-    assert num_uncached_tokens(worker, [blocks(tokens)]) == max(1, length - whole)
+    assert worker.num_uncached_tokens([blocks(tokens)]) == max(1, length - whole)
 
 
 def test_a_batch_counts_as_its_longest_prompt_and_ranks_as_the_one_that_has_least() -> None:
     worker = holding(LONG, LONG[: 2 * SIZE])
-    assert num_uncached_tokens(worker, [blocks(LONG)]) == 50 - 2 * SIZE
-    assert num_uncached_tokens(worker, [blocks(SHORT), blocks(LONG[:12])]) == 10
+    assert worker.num_uncached_tokens([blocks(LONG)]) == 50 - 2 * SIZE
+    assert worker.num_uncached_tokens([blocks(SHORT), blocks(LONG[:12])]) == 10
 
 
 def test_blocks_that_are_only_expected_do_not_count() -> None:
     worker = holding([])
     assert worker.prefixes is not None
     worker.prefixes.expect(chain(LONG), 0)
-    assert num_uncached_tokens(worker, [blocks(LONG)]) == 50
+    assert worker.num_uncached_tokens([blocks(LONG)]) == 50
 
 
 def test_of_a_worker_that_tells_nothing_the_whole_prompt_counts() -> None:
-    assert num_uncached_tokens(Worker("http://d:1", DisaggregationMode.DECODE), [blocks(LONG)]) == 50
+    assert Worker("http://d:1", DisaggregationMode.DECODE).num_uncached_tokens([blocks(LONG)]) == 50
 
 
 def test_none_is_too_few() -> None:

@@ -15,7 +15,7 @@ from splitserve.api.http_server import port_of
 from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.router_client import drain_worker
-from splitserve.router.addresses import look_up
+from splitserve.router.register import look_up
 from splitserve.worker.registration import RouterRegistration
 from support.router_world import start_router
 

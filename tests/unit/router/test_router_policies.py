@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
-from splitserve.router.policies import ANY, POLICIES, LeastLoad, RoutingQuery, SessionAffinity, create_policy, wish_of
+from splitserve.router.policies import (
+    ANY,
+    POLICIES,
+    LeastLoad,
+    RoutingQuery,
+    SessionAffinity,
+    create_policy,
+    routing_query,
+)
 from splitserve.router.registry import WorkerRegistry
 
 
@@ -74,8 +82,8 @@ def test_a_session_stays_where_it_is_and_sessions_spread():
 def test_only_the_sessions_of_a_worker_that_goes_move():
     pool, policy = workers(*[0] * 8), SessionAffinity()
     sessions = [RoutingQuery(f"s{i}") for i in range(200)]
-    before = [policy.choose(pool, wish) for wish in sessions]
-    after = [policy.choose(pool[1:], wish) for wish in sessions]
+    before = [policy.choose(pool, query) for query in sessions]
+    after = [policy.choose(pool[1:], query) for query in sessions]
     moved = [(a, b) for a, b in zip(before, after, strict=True) if a is not b]
     assert {a for a, _ in moved} == {pool[0]}
     assert len({b for _, b in moved}) > 3
@@ -128,7 +136,7 @@ def test_each_kind_of_worker_may_have_its_own_policy():
     ],
 )
 def test_a_session_is_what_the_client_says_it_is(body, headers, session):
-    assert wish_of(body, headers) == RoutingQuery(session)
+    assert routing_query(body, headers) == RoutingQuery(session)
 
 
 def test_the_pools_of_a_registry_choose_by_their_own_policies():

@@ -17,9 +17,8 @@ from aiohttp import web
 from splitserve.core.clock import ManualClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs, PrefillConfig
-from splitserve.router.proof import JOINED, LOST, WorkerProof
 from splitserve.router.registry import Avoid, WorkerRegistry
-from splitserve.router.worker import WorkerPair
+from splitserve.router.worker import JOINED, LOST, WorkerPair, WorkerProof
 from support.router_world import FakeWorker, answers, start_router, start_worker
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
@@ -295,7 +294,7 @@ async def test_a_worker_that_fails_its_probes_gets_nothing_while_another_is_read
             for w in (dumb, deaf)
         ]
         assert "it generates nothing: 503" in reasons[0]
-        assert f"no hand-over: decode worker {deaf.url}: 500" in reasons[1]
+        assert f"no KV transfer: decode worker {deaf.url}: 500" in reasons[1]
         assert [await world.generate() for _ in range(6)] == [200] * 6
         assert (good.num_served, dumb.num_served, deaf.num_served) == (6, 0, 0)
         # It is probed again, and then it counts.
@@ -356,7 +355,7 @@ async def test_the_side_that_waits_is_told_to_stop_when_the_other_fails(monkeypa
 
     p.handle = waits  # type: ignore[method-assign]
     async with probed([p], [d]) as world:
-        await world.until(p, lambda state: "no hand-over" in (state["reason"] or ""))
+        await world.until(p, lambda state: "no KV transfer" in (state["reason"] or ""))
         assert p.fake is not None
         async with asyncio.timeout(DEADLINE):
             await p.fake.cancelled.wait()
@@ -370,7 +369,7 @@ async def test_health_generate_goes_through_a_pair_and_says_who_failed() -> None
         assert len(p.rooms) == 1
         d.hands_over = 500
         status, body = await world.get("/health_generate")
-        assert (status, "no hand-over: decode worker (address: see the router's log): 500" in body) == (503, True)
+        assert (status, "no KV transfer: decode worker (address: see the router's log): 500" in body) == (503, True)
 
 
 async def test_health_generate_asks_a_colocated_worker_where_there_are_no_pairs() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import RateLimitError
-from splitserve.router.balancer import RateLimit
+from splitserve.router.admission import RateLimit
 
 RATES = st.floats(0.01, 1000)
 BURSTS = st.integers(1, 20)

@@ -16,17 +16,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from splitserve.api.http_server import HttpServer, bind, port_of
-from splitserve.api.tls import tls_files
+from splitserve.api.tls import tls_files, worker_tls
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.certs import init_certs
 from splitserve.router.args import LBArgs
 from splitserve.router.health import HealthMonitor
-from splitserve.router.http_answer import BrokenConnectionError
-from splitserve.router.http_client import HttpClient
+from splitserve.router.http_client import BrokenConnectionError, HttpClient
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
-from splitserve.router.worker_tls import worker_tls
 
 NAMES = {f"{name}{end}" for name in ("ca", "router", "worker") for end in (".pem", "-key.pem")}
 

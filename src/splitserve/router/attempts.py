@@ -8,7 +8,7 @@
 4. Attempts end if the request is invalid, its stream has no journal, `max_retries` retries gave no token, its deadline
    has passed, or no worker is left. Then the cause is raised, with the attempts.
 5. A worker that hangs or dies while it processes the prompt makes the request a suspect. The next attempt is isolated
-   from other suspects (`isolation.py`). After `max_prefill_retries` such attempts it ends as a poison request.
+   from other suspects (`admission.py`). After `max_prefill_retries` such attempts it ends as a poison request.
 
 It counts prompts and tokens, and does not read them.
 """
@@ -32,22 +32,19 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import ForwardedRequest, PairExchange, forward_single
-from splitserve.router.failure import FailureCause, UpstreamError, in_log
-from splitserve.router.isolation import IsolationTurn
+from splitserve.router.failure import FailureCause, UpstreamError, in_log, misfit_in
 from splitserve.router.journal import Journal
-from splitserve.router.local_prefill import num_uncached_tokens
-from splitserve.router.log_words import one_word
+from splitserve.router.log_words import one_word, shape_of
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.misfit import misfit_in
 from splitserve.router.pairing import Body, with_identity, with_rooms, without_rooms
-from splitserve.router.policies import wish_of
+from splitserve.router.policies import routing_query
 from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry
-from splitserve.router.request_shape import shape_of
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Worker, WorkerPair
 
@@ -61,7 +58,7 @@ _SHOWN_CHARACTERS = 128
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
-class Tries:
+class RequestAttempts:
     """Attempts of one request. Timeouts and numbers of retries are those of `args`."""
 
     def __init__(
@@ -89,11 +86,11 @@ class Tries:
         self._arrived = time.monotonic()
         self._created = int(time.time())
         # Timeout that the client sent, seconds.
-        self._patience = _patience(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
+        self._timeout = _client_timeout(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
         self.journal = Journal()
-        self._wish = wish_of(body, headers)
+        self._query = routing_query(body, headers)
         self._avoid = Avoid()
-        self.num_tries = 0
+        self.num_attempts = 0
         # Workers that serve the request or made the last attempt; clock time of the first dispatch.
         self.workers: tuple[Worker, ...] = ()
         self.dispatched_at: float | None = None
@@ -103,7 +100,7 @@ class Tries:
         self.queued: float | None = None
         # Number of failed attempts since the journal last grew, and the journal's length then.
         self._num_failures = 0
-        self._num_told = 0
+        self._num_known_lines = 0
         # Workers that hung or died while they processed the prompt.
         self._num_prefill_losses = 0
         # Current attempt: whether its prompt has been processed, and its isolation turn if the request is a suspect.
@@ -126,7 +123,7 @@ class Tries:
 
     @property
     def _limit(self) -> float:
-        return self._args.timeout if self._patience is None else min(self._args.timeout, self._patience)
+        return self._args.timeout if self._timeout is None else min(self._args.timeout, self._timeout)
 
     async def run(self) -> None:
         """Run attempts until one succeeds.
@@ -154,7 +151,7 @@ class Tries:
 
     def _select(self) -> WorkerPair | Worker:
         try:
-            return self._registry.select(self._wish, self._avoid)
+            return self._registry.select(self._query, self._avoid)
         except WorkerUnavailableError as missing:
             raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from missing
 
@@ -189,21 +186,23 @@ class Tries:
         if self._registry.disaggregate_above is None:
             hashes = await self._prompts.read(self._path, self._body, sizes)
             if hashes:
-                self._wish = dataclasses.replace(self._wish, hashes=hashes)
+                self._query = dataclasses.replace(self._query, hashes=hashes)
             return
         prompts = await self._prompts.read_all(self._path, self._body, sizes)
         hashes = prompts[0].hashes if prompts else {}
-        self._wish = dataclasses.replace(self._wish, hashes=hashes, prompts=prompts)
+        self._query = dataclasses.replace(self._query, hashes=hashes, prompts=prompts)
 
     async def _serve(self, target: WorkerPair | Worker) -> None:
         body = self._body | {"dispatch": self._dispatch()}
-        if self._patience is not None and (self.num_tries or self.queued):
-            body["timeout"] = self._patience - self._elapsed()
-        self.num_tries += 1
+        if self._timeout is not None and (self.num_attempts or self.queued):
+            body["timeout"] = self._timeout - self._elapsed()
+        self.num_attempts += 1
         self._is_prefilled = False
         self.workers = _workers(target)
-        if self._wish.prompts and self.workers[-1].mode is DisaggregationMode.DECODE:
-            self.num_uncached = num_uncached_tokens(self.workers[-1], self._wish.prompts) + self._wish.num_told
+        if self._query.prompts and self.workers[-1].mode is DisaggregationMode.DECODE:
+            self.num_uncached = (
+                self.workers[-1].num_uncached_tokens(self._query.prompts) + self._query.num_output_tokens
+            )
         if self.dispatched_at is None:
             self.dispatched_at = time.monotonic()
         seconds = self._args.timeout - self._elapsed()
@@ -227,7 +226,7 @@ class Tries:
     def _dispatch(self) -> dict[str, Any]:
         """Return the fields that describe this attempt to the workers; `api/samples.py` reads them."""
         return {
-            "attempt": self.num_tries,
+            "attempt": self.num_attempts,
             "created": self._created,
             "elapsed": self._elapsed(),
             "journal": self._body.get("stream") is True,
@@ -236,9 +235,9 @@ class Tries:
 
     def _next_target(self, error: UpstreamError, failed: WorkerPair | Worker) -> WorkerPair | Worker:
         """Return the target of the next attempt after `error`. Raise `error` with an explanation if there is none."""
-        if self._num_told < len(self.journal.lines):
+        if self._num_known_lines < len(self.journal.lines):
             # Progress since the last failure resets the count of failures.
-            self._num_told, self._num_failures, self._avoid = len(self.journal.lines), 0, Avoid()
+            self._num_known_lines, self._num_failures, self._avoid = len(self.journal.lines), 0, Avoid()
         self._num_failures += 1
         self._blame(error, failed)
         if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED) or _is_timeout(error):
@@ -252,10 +251,10 @@ class Tries:
         if self._num_failures > self._args.max_retries:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)
-        if self._wish.prompts:
-            self._count_told()
+        if self._query.prompts:
+            self._count_output()
         try:
-            target = self._registry.select(self._wish, self._avoid)
+            target = self._registry.select(self._query, self._avoid)
         except WorkerUnavailableError as missing:
             if misfit_in(error.body):
                 # The difference is for operators only.
@@ -280,19 +279,19 @@ class Tries:
             return
         self._metrics.poison_requests.inc()
         shape = shape_of(self._path, self._body)
-        logger.error("poison request rid=%s tries=%d %s", one_word(self.rid), self.num_tries, shape)
+        logger.error("poison request rid=%s tries=%d %s", one_word(self.rid), self.num_attempts, shape)
         raise PoisonRequestError(
-            f"{self._name} (stage: prefill, try {self.num_tries}): {self._num_prefill_losses} worker(s) hung or died "
-            "while they processed its prompt; do not send it again, and report this id to the operator"
+            f"{self._name} (stage: prefill, try {self.num_attempts}): {self._num_prefill_losses} worker(s) hung or "
+            "died while they processed its prompt; do not send it again, and report this id to the operator"
         )
 
-    def _count_told(self) -> None:
+    def _count_output(self) -> None:
         """Add the generated tokens to the routing query, because the next worker computes their KV with the prompt."""
-        num_told = self.journal.count_tokens()
-        if num_told is None:
-            self._wish = dataclasses.replace(self._wish, prompts=())
+        num_output_tokens = self.journal.count_tokens()
+        if num_output_tokens is None:
+            self._query = dataclasses.replace(self._query, prompts=())
         else:
-            self._wish = dataclasses.replace(self._wish, num_told=num_told)
+            self._query = dataclasses.replace(self._query, num_output_tokens=num_output_tokens)
 
     def _blame(self, error: UpstreamError, target: WorkerPair | Worker) -> None:
         """Reduce trust in the worker at fault, and exclude it for this request until it was away and returned."""
@@ -323,7 +322,7 @@ class Tries:
             if str(self.rid).encode() in error.body:
                 return error
         stage = "streaming" if self._client.started else "dispatch"
-        return error.explained(f"{self._name} (stage: {stage}, try {self.num_tries})", outcome, code)
+        return error.explained(f"{self._name} (stage: {stage}, try {self.num_attempts})", outcome, code)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._arrived
@@ -338,7 +337,7 @@ def _is_timeout(error: UpstreamError) -> bool:
     return error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
 
 
-def _patience(field: object, header: str | None) -> float | None:
+def _client_timeout(field: object, header: str | None) -> float | None:
     """Return the client's timeout in seconds. None: not given, or malformed; workers reject malformed ones."""
     try:
         seconds = float(field if isinstance(field, int | float) else header or "nan")
