@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from splitserve.process.child import PROGRAM, ChildProcess
-from splitserve.process.ready_file import ReadyInfo
+from splitserve.process.lifecycle import ReadyInfo
 
 
 @contextmanager

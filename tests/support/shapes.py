@@ -23,7 +23,7 @@ from splitserve.core.shape import WorkerShape
 from splitserve.observe.leaks import held
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_token_file
-from splitserve.process.ready_file import ReadyInfo
+from splitserve.process.lifecycle import ReadyInfo
 from support.processes import running, wait_ready
 from support.tiny_models import make_tiny_model
 

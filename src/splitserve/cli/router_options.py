@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from splitserve.cli.derive import Option, fill, in_sections, limits, takes
-from splitserve.process.logs import LEVELS
+from splitserve.process.settings import LEVELS
 from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 from splitserve.router.policies import POLICIES
 

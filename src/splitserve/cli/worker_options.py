@@ -24,7 +24,7 @@ from splitserve.core.config import (
 )
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.process.logs import LEVELS
+from splitserve.process.settings import LEVELS
 from splitserve.transfer.transports import USER_BACKENDS, options_help
 from splitserve.worker.checks import check_worker, named_values, stage_sizes
 from splitserve.worker.join import WILDCARDS, WorkerAddress

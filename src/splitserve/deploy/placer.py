@@ -21,8 +21,8 @@ import msgspec
 from splitserve.core.cpus import num_cores
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_secret_file
+from splitserve.process.lifecycle import ReadyInfo
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.process.ready_file import ReadyInfo
 
 # In `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"

@@ -14,7 +14,7 @@ import aiohttp
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.process.ready_file import ReadyInfo
+from splitserve.process.lifecycle import ReadyInfo
 from splitserve.router.register import LookUp, connector, look_up, register_disaggregation_server
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from splitserve.deploy.reconciler import (
     last_line,
 )
 from splitserve.deploy.router_client import RouterClient
-from splitserve.process.ready_file import ReadyInfo
+from splitserve.process.lifecycle import ReadyInfo
 
 logger = logging.getLogger(__name__)
 

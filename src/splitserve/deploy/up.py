@@ -33,9 +33,8 @@ from splitserve.deploy.supervisor import Supervisor
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
-from splitserve.process.lifecycle import Lifecycle, drain_line
-from splitserve.process.logs import setup_logger
-from splitserve.process.ready_file import ReadyInfo, write_ready_file
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
+from splitserve.process.settings import setup_logger
 
 logger = logging.getLogger(__name__)
 

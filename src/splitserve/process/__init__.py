@@ -1,5 +1,5 @@
 """The life of one operating system process: start, readiness, authentication, logs, signals, temporary folders, end.
 
-`child.py` starts a process and waits for `ready_file.py`. `process_end.py` ends it with the process that started it.
+`child.py` starts a process and waits until it is ready. `process_end.py` ends it with the process that started it.
 `owned_folder.py` removes folders of processes that are gone. Knows nothing of what the processes do.
 """

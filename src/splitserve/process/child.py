@@ -1,30 +1,36 @@
-"""Child process that runs splitserve: its log, its ready file, its end.
+"""Processes that are started and awaited: log, readiness, end. `ChildProcess` runs splitserve, `ForeignServer` others.
 
-The child ends when its standard input does (`--exit-with-parent`), so it also ends if this process is killed.
+`wait_ready` has a deadline, and its error has the end of the log. `close` ends a process with all that it started. A
+process also ends if this one is killed.
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 
 from splitserve.core.errors import ClusterError
-from splitserve.process.ready_file import ReadyInfo, read_ready_file
+from splitserve.process.lifecycle import ReadyInfo, read_ready_file
 
 PROGRAM = (sys.executable, "-m", "splitserve")
 # Seconds between two checks of a child.
 POLL_INTERVAL = 0.05
 # Seconds until a child that has to stop at once is killed.
 _STOP_TIMEOUT = 12.0
+# Seconds in which a server of another project must answer a probe.
+_PROBE_TIMEOUT = 5.0
 # Bytes of a log. A longer one is moved to NAME.log.1, which replaces the one before.
 _MAX_LOG_BYTES = 64 << 20
 # The part of a log in which its last lines are searched.
@@ -35,8 +41,11 @@ class ChildProcess:
     """Child with the command `PROGRAM ARGS`, started by the constructor.
 
     `folder`: folder of its ready file, and of its log without `log_folder`. The log of an earlier process of the same
-    name is continued.
+    name is continued. It ends when its standard input does (`--exit-with-parent`).
     """
+
+    # Seconds in which its own children must end after it, until they are killed.
+    _family_timeout = _STOP_TIMEOUT
 
     def __init__(
         self,
@@ -55,7 +64,7 @@ class ChildProcess:
         self._ready: ReadyInfo | None = None
         # Child processes at the time when its standard input was closed. None: it is still open.
         self._left: list[psutil.Process] | None = None
-        command = [*program, *args, "--exit-with-parent", "--ready-file", str(self.ready_path)]
+        command = self._command(program, args)
         with self.log_path.open("ab") as log:
             # Position at which the lines of this process begin.
             self._log_start = log.tell()
@@ -83,8 +92,14 @@ class ChildProcess:
     def ready(self) -> ReadyInfo | None:
         """Return the content of its ready file. None: it is not ready yet."""
         if self._ready is None:
-            self._ready = read_ready_file(self.ready_path)
+            self._ready = self._read_ready()
         return self._ready
+
+    def _command(self, program: Sequence[str], args: Sequence[str]) -> list[str]:
+        return [*program, *args, "--exit-with-parent", "--ready-file", str(self.ready_path)]
+
+    def _read_ready(self) -> ReadyInfo | None:
+        return read_ready_file(self.ready_path)
 
     def wait_ready(self, timeout: float, interval: float = POLL_INTERVAL) -> ReadyInfo:
         """Wait until it is ready. Raises ClusterError with the end of its log."""
@@ -139,7 +154,7 @@ class ChildProcess:
         if not self.wait(_STOP_TIMEOUT):
             self._process.kill()
             self._process.wait()
-        _, alive = psutil.wait_procs(self._left or [], timeout=_STOP_TIMEOUT)
+        _, alive = psutil.wait_procs(self._left or [], timeout=self._family_timeout)
         for process in alive:
             process.kill()
         psutil.wait_procs(alive)
@@ -163,7 +178,31 @@ class ChildProcess:
         return found
 
 
-def wait_until_ended(children: Sequence[ChildProcess], timeout: float) -> bool:
-    """Return whether all of them ended within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    return all(child.wait(max(0.0, deadline - time.monotonic())) for child in children)
+class ForeignServer(ChildProcess):
+    """Server of another project. It is ready when a GET of `url` returns 200, and ended by SIGTERM."""
+
+    _family_timeout = 1.0
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, url: str, *, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._url = url
+        super().__init__(name, command, folder, env=env, program=())
+
+    def _command(self, program: Sequence[str], args: Sequence[str]) -> list[str]:
+        setpriv = shutil.which("setpriv")
+        # It ends with this process, even if this process is killed.
+        return [*([setpriv, "--pdeathsig", "TERM"] if setpriv else []), *args]
+
+    def _read_ready(self) -> ReadyInfo | None:
+        try:
+            with urllib.request.urlopen(self._url, timeout=_PROBE_TIMEOUT) as response:
+                is_ready = response.status == 200
+        except (OSError, http.client.HTTPException):
+            return None
+        parts = urlsplit(self._url)
+        return ReadyInfo(pid=self.pid, port=parts.port or 0, url=f"http://{parts.netloc}") if is_ready else None
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.send_signal()

@@ -1,25 +1,67 @@
-"""Shutdown of a serving process: the first SIGTERM or SIGINT drains it, the second stops it at once.
+"""Life of a serving process: it writes a ready file when it serves, drains at a signal, and stops.
 
-With `exit_with_parent` the end of standard input also stops it at once: its parent process has ended, or has closed
-it.
+The ready file is a small JSON object, which the process that started it awaits (`process/child.py`). The first SIGTERM
+or SIGINT drains, the second stops at once. With `exit_with_parent` the end of standard input also stops it at once: its
+parent process has ended, or has closed it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from splitserve.api.http_server import HttpServer
+import msgspec
+
 from splitserve.process.process_end import exit_code_of, watch_starter
+
+if TYPE_CHECKING:
+    from splitserve.api.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds from the end of standard input until a process that does not stop is ended by force.
 _STOP_GRACE = 60.0
+
+
+class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    port: int
+    # URL at which processes of this machine reach it.
+    url: str
+    # The fields below are for workers only.
+    scheduler_pids: tuple[int, ...] = ()
+    # Ranks beside the schedulers, if a model is sharded.
+    follower_pids: tuple[int, ...] = ()
+    bootstrap_port: int | None = None
+    disaggregation_mode: str | None = None
+    # Name under which clients request the model.
+    model: str | None = None
+    dtype: str | None = None
+    # Size of the KV pools of all data parallel ranks together.
+    kv_pool_tokens: int | None = None
+    kv_pool_bytes: int | None = None
+
+
+def write_ready_file(path: Path, info: ReadyInfo) -> None:
+    """Write the file atomically: readers find no file or a complete one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(msgspec.json.encode(info))
+    partial.replace(path)
+
+
+def read_ready_file(path: Path) -> ReadyInfo | None:
+    """Return the content of the file. None: it does not exist yet."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ReadyInfo)
+    except FileNotFoundError:
+        return None
 
 
 class Lifecycle:

@@ -11,10 +11,8 @@ import uvloop
 
 from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.api.tls import tls_files
-from splitserve.process.interpreter import collect_rarely
-from splitserve.process.lifecycle import Lifecycle, end_server
-from splitserve.process.logs import setup_logger
-from splitserve.process.ready_file import ReadyInfo, write_ready_file
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, end_server, write_ready_file
+from splitserve.process.settings import collect_rarely, setup_logger
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs
 

@@ -28,10 +28,9 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
-from splitserve.process.lifecycle import Lifecycle
-from splitserve.process.logs import setup_logger
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, write_ready_file
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.process.ready_file import ReadyInfo, write_ready_file
+from splitserve.process.settings import setup_logger
 from splitserve.ranks.node_head import ranks_there
 from splitserve.ranks.node_settings import shared_settings
 from splitserve.ranks.node_wire import (

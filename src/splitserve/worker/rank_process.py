@@ -24,9 +24,8 @@ import msgspec
 from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import build_engine
-from splitserve.process.interpreter import set_up_interpreter
-from splitserve.process.logs import setup_logger
 from splitserve.process.process_end import watch_starter
+from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
 from splitserve.ranks.rank_end import GRACE, end_rank
 from splitserve.transfer.transports import needs_shareable_pool

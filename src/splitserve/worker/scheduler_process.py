@@ -27,9 +27,8 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.observe.events.publisher import EventPublisher, EventPublisherFactory
-from splitserve.process.interpreter import set_up_interpreter
-from splitserve.process.logs import setup_logger
 from splitserve.process.process_end import watch_starter
+from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_end import GRACE, end_rank, let_others_speak

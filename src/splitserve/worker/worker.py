@@ -35,9 +35,8 @@ from splitserve.core.errors import SchedulerLostError, SplitserveError, WorkerUn
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
-from splitserve.process.lifecycle import Lifecycle, drain_line
-from splitserve.process.logs import setup_logger
-from splitserve.process.ready_file import ReadyInfo, write_ready_file
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
+from splitserve.process.settings import setup_logger
 from splitserve.ranks.node_head import NodeHead
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd, Heartbeat

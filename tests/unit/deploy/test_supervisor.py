@@ -22,8 +22,8 @@ from splitserve.deploy.placer import Observation, Phase, ProcessSpec
 from splitserve.deploy.router_client import RouterClient
 from splitserve.deploy.supervisor import Supervisor
 from splitserve.deploy.up import run_cluster_up
+from splitserve.process.lifecycle import ReadyInfo
 from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, OwnedFolder
-from splitserve.process.ready_file import ReadyInfo
 
 CONFIG = b"""
 pools: {prefill: {}, decode: {replicas: 2}}

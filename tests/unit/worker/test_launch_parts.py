@@ -16,9 +16,8 @@ from splitserve.deploy.commands import option_value, threads_of, worker_args
 from splitserve.deploy.config import KeysConfig
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.process.child import ChildProcess
-from splitserve.process.lifecycle import Lifecycle
-from splitserve.process.logs import setup_logger
-from splitserve.process.ready_file import ReadyInfo, read_ready_file, write_ready_file
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, read_ready_file, write_ready_file
+from splitserve.process.settings import setup_logger
 from splitserve.tools.chat import StreamedAnswer
 from splitserve.worker import rank_share
 from splitserve.worker.hand_over import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.process.interpreter import collect_rarely
+from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
 from splitserve.tools.bench.series import Series, SeriesPoint, measure
 

@@ -12,24 +12,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.api.http_server import bind, port_of
-from splitserve.core.errors import ConfigError, SplitserveError
+from splitserve.core.errors import ClusterError, ConfigError, SplitserveError
 from splitserve.engine.sources import cache_dir
+from splitserve.process.child import ForeignServer
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.systems import READY_TIMEOUT, Running
 
@@ -37,9 +33,6 @@ from splitserve.tools.bench.systems import READY_TIMEOUT, Running
 DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
 # Seconds for an installation: a large download on a slow line.
 _INSTALL_TIMEOUT = 1800.0
-# Seconds for a server to end, and for its children after it.
-_STOP_TIMEOUT = 20.0
-_CHILDREN_TIMEOUT = 1.0
 _POLL_INTERVAL = 0.1
 # Model name that scripts serve, unless the peer uses the folder as its name.
 _SERVED_NAME = "peer"
@@ -150,28 +143,22 @@ class PeerServer:
 @contextmanager
 def running_peer(
     command: list[str], url: str, log: Path, ready_timeout: float, environment: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[ForeignServer]:
     """Run a server of others and yield its process when it is healthy. Stop it with all its processes at the end.
 
     Raises PeerUnavailableError if it does not run here.
     """
-    if setpriv := shutil.which("setpriv"):
-        # It ends with this process, even if this process is killed.
-        command = [setpriv, "--pdeathsig", "TERM", *command]
-    with log.open("wb") as output:
-        # A session of its own: only this process handles a Ctrl-C in the terminal.
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    log.unlink(missing_ok=True)
+    server = ForeignServer(log.stem, command, log.parent, f"{url}/health", env=environment)
     try:
-        deadline = time.monotonic() + ready_timeout
-        while not is_healthy(url):
-            if (code := process.poll()) is not None:
-                raise PeerUnavailableError(f"ended with code {code} while it started: {last_line(log)} (log: {log})")
-            if time.monotonic() > deadline:
-                raise PeerUnavailableError(f"was not ready after {ready_timeout:g} s (log: {log})")
-            time.sleep(_POLL_INTERVAL)
-        yield process
+        try:
+            server.wait_ready(ready_timeout, _POLL_INTERVAL)
+        except ClusterError as error:
+            problem = error.message.partition("\n")[0]
+            raise PeerUnavailableError(f"{problem} {last_line(log)} (log: {log})") from None
+        yield server
     finally:
-        stop_process(process)
+        server.close()
 
 
 def free_ports(count: int) -> list[int]:
@@ -182,34 +169,8 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
-
-
 def last_line(log: Path) -> str:
     """Return the last informative line. Skips the remarks that pip writes after the relevant line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     telling = [line for line in lines if line and not line.startswith(("WARNING", "[notice]"))]
     return telling[-1][:300] if telling else "it said nothing"
-
-
-def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process with its children. The process may end them itself. Those that are left are killed."""
-    try:
-        children = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        children = []
-    process.terminate()
-    try:
-        process.wait(_STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    _, alive = psutil.wait_procs(children, timeout=_CHILDREN_TIMEOUT)
-    for child in alive:
-        child.kill()
-    psutil.wait_procs(alive, timeout=_STOP_TIMEOUT)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from splitserve.process.interpreter import set_up_interpreter
+from splitserve.process.settings import set_up_interpreter
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.report import Report, ReportOutput, ReportTable
 from splitserve.tools.bench.scheduler_overhead import STEP_SECONDS, measure_overhead

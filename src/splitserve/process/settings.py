@@ -1,18 +1,44 @@
-"""Settings of the Python interpreter in the project's own processes. They affect the whole process."""
+"""Settings of the project's own processes: logging, garbage collection, switching of threads.
+
+They affect the whole process. Logging writes one line per record on standard error, with time, level and logger.
+"""
 
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from splitserve.core.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+# Libraries, and the lowest level of their records that is useful to operators.
+_QUIET = {"uvicorn.error": logging.WARNING, "uvicorn.access": logging.WARNING, "httpx": logging.WARNING}
 # Maximum seconds that a thread computes in Python while another one waits. The engine's thread waits between any two
 # kernels; with Python's default of 5 ms it would wait until the scheduler has finished its work.
 _SWITCH_INTERVAL = 1e-4
 # New objects between two garbage collections. A step, or a request at the router, creates many objects that are freed
 # with it, and hardly a cycle.
 _GARBAGE_THRESHOLD = 20_000
+
+
+def setup_logger(level: str) -> None:
+    """Set up logging. Raises ConfigError for an unknown level."""
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"--log-level {level!r}: choose one of {', '.join(LEVELS)}")
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s [%(name)s] %(message)s",
+        force=True,
+    )
+    # Our lines do not contain the source location; logging's documentation describes this way to skip its look-up.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    for name, minimum in _QUIET.items():
+        logging.getLogger(name).setLevel(max(minimum, logging.getLogger().level))
 
 
 @contextmanager
