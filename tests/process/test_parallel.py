@@ -16,14 +16,13 @@ import torch
 import transformers
 
 from splitserve.core.errors import USAGE_EXIT_CODE
-from splitserve.core.request import DisaggregationMode
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
 from splitserve.tools.chaos.streams import follow_all, follow_undisturbed, make_requests
-from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 from support import failing_follower
 from support.deployment import MODEL, Deployment
 from support.failing_follower import MESSAGE

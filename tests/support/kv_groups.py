@@ -1,6 +1,6 @@
 """Prefill and decode worker of several ranks each in one process. Each rank has memory, a transport and a manager.
 
-Each worker has the interface of a single `KVWorker` of `kv_world.py` over all its ranks: `manager` is its GroupManager,
+Each worker has the interface of a single `KVWorker` of `kv_world.py` over all its ranks: `manager` is its driver's,
 `pages` are the pools of all ranks in order.
 """
 
@@ -20,9 +20,10 @@ from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.ranks.kv_follower import FollowerRooms
-from splitserve.ranks.kv_group import GroupManager
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
-from splitserve.transfer.ports import ReceiverPort, SenderPort
+from splitserve.transfer.receiver import KVReceiver
+from splitserve.transfer.sender import KVSender
 from splitserve.transfer.transports.fake import FakeNetwork
 from splitserve.transfer.wire import KVArgs
 from support.control import FakeDirectory, Wires
@@ -94,6 +95,13 @@ class WorkerRanks:
             )
             for rank, layout in zip(ranks, shape.layouts, strict=True)
         ]  # fmt: skip
+        self._driver = next(i for i, rank in enumerate(ranks) if rank.is_driver)
+        # Ranks with a process that has died.
+        self.dead: set[int] = set()
+        followers = [i for i in range(len(ranks)) if i != self._driver]
+        orders, reports = ({i: Pipe(world.wires.step) for i in followers} for _ in range(2))
+        self.pipes = [pipe for i in followers for pipe in (orders[i], reports[i])]
+        self._links = {i: PipeLink(orders[i], reports[i]) for i in followers}
         self.workers = [
             KVWorker(
                 world,
@@ -104,22 +112,16 @@ class WorkerRanks:
                 group_args=group_args if role is DisaggregationMode.DECODE else (),
                 rank=args.rank,
                 directory=world.book.copy(),
+                links=list(self._links.values()) if i == self._driver else (),
                 **options,
             )
             for i, args in enumerate(group_args)
         ]
-        self._driver = next(i for i, rank in enumerate(ranks) if rank.is_driver)
-        # Ranks with a process that has died.
-        self.dead: set[int] = set()
-        self.pipes: list[Pipe] = []
-        self._links: dict[int, PipeLink] = {}
-        self.followers: dict[int, FollowerRooms] = {}
-        for i in [i for i in range(len(ranks)) if i != self._driver]:
-            orders, reports = Pipe(world.wires.step), Pipe(world.wires.step)
-            self.pipes += [orders, reports]
-            self._links[i] = PipeLink(orders, reports)
-            self.followers[i] = FollowerRooms(self.workers[i].manager, PipeLink(reports, orders))
-        self.manager = GroupManager(self.driver.manager, ranks[self._driver], list(self._links.values()))
+        self.followers = {i: FollowerRooms(self.workers[i].manager, PipeLink(reports[i], orders[i])) for i in followers}
+
+    @property
+    def manager(self) -> KVManager:
+        return self.driver.manager
 
     @property
     def driver(self) -> KVWorker:
@@ -135,8 +137,8 @@ class WorkerRanks:
 
     def num_rooms(self) -> int:
         """Return the number of room ends that the worker still tracks."""
-        known = [self.manager.num_rooms, *(f.num_rooms for f in self.followers.values())]
-        return sum(known) + sum(worker.manager.num_rooms for worker in self.workers)
+        followed = sum(f.num_rooms for f in self.followers.values())
+        return followed + sum(worker.manager.num_rooms for worker in self.workers)
 
     def kill(self, follower: int) -> None:
         """End a follower's process without a message."""
@@ -146,7 +148,7 @@ class WorkerRanks:
     def turns(self) -> list[Callable[[], object]]:
         alive = [i for i in range(len(self.workers)) if i not in self.dead]
         turns: list[Callable[[], object]] = [self.workers[i].manager.tick for i in alive]
-        return [*turns, *(self.followers[i].tick for i in alive if i != self._driver), self.manager.tick]
+        return [*turns, *(self.followers[i].tick for i in alive if i != self._driver), self.manager.collect_reports]
 
     def fill(self, pages: Sequence[int], seed: int) -> None:
         """Write random values into whole pages, on every rank its shard of them."""
@@ -233,10 +235,10 @@ class GroupWorld:
         self._graveyard.append(self.decode)
         self.decode = self._start(DisaggregationMode.DECODE, epoch)
 
-    def sender(self, room: int = 1) -> SenderPort:
+    def sender(self, room: int = 1) -> KVSender:
         return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
 
-    def receiver(self, room: int = 1) -> ReceiverPort:
+    def receiver(self, room: int = 1) -> KVReceiver:
         return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
 
     def turns(self) -> list[Callable[[], object]]:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from splitserve.core.clock import ManualClock
-from splitserve.core.config import ClusterToken, DisaggregationConfig
+from splitserve.core.config import DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.transfer.arrival import Arrivals
 from splitserve.transfer.checksum import Checksums
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.group_wire import RankLink
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.peers import BootstrapAddress
-from splitserve.transfer.ports import ReceiverPort, SenderPort
-from splitserve.transfer.room import RoomLimits
+from splitserve.transfer.receiver import KVReceiver
+from splitserve.transfer.room import KVManagerMemory, RoomLimits
+from splitserve.transfer.sender import KVSender
 from splitserve.transfer.staging import StagingArea
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
@@ -62,9 +63,9 @@ class KVWorker:
         pool: KVLayout | None = None,
         limits: RoomLimits | None = None,
         staging_slot_bytes: int | None = None,
-        token: bytes = b"",
         group_args: Sequence[KVArgs] = (),
         directory: FakeDirectory | None = None,
+        links: Sequence[RankLink] = (),
         **args: Any,
     ) -> None:
         self.layout = pool or layout()
@@ -97,10 +98,10 @@ class KVWorker:
         arrivals = Arrivals(self.layout, pool_regions, narrow) if narrow else None
         self.manager = KVManager(
             role,
-            KVManagerPorts(world.clock, self.channel, self.transport, directory or world.book),
+            KVManagerPorts(world.clock, self.channel, self.transport, directory or world.book, links=links),
             KVManagerMemory(self.metadata, self.staging, arrivals, Checksums(self.layout, pool_regions)),
             KVManagerIdentity(kv_args, group_args, epoch=epoch),
-            msgspec.structs.replace(CONFIG, cluster_token=ClusterToken(token)),
+            CONFIG,
             limits,
         )
 
@@ -154,10 +155,10 @@ class KVWorld:
         self._graveyard.append(self.decode)
         self.decode = KVWorker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
 
-    def sender(self, room: int = 1, sample: int = 0) -> SenderPort:
+    def sender(self, room: int = 1, sample: int = 0) -> KVSender:
         return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
 
-    def receiver(self, room: int = 1, sample: int = 0) -> ReceiverPort:
+    def receiver(self, room: int = 1, sample: int = 0) -> KVReceiver:
         return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
 
     def tick(self, times: int = 4) -> None:
@@ -194,7 +195,7 @@ class KVWorld:
         target: Sequence[int] = (5, 6, 7),
         num_tokens: int | None = None,
         num_held_tokens: int = 0,
-    ) -> tuple[SenderPort, ReceiverPort]:
+    ) -> tuple[KVSender, KVReceiver]:
         """Return both ends of a room after its handshake. `num_tokens` None: as many as the target pages hold."""
         sender, receiver = self.sender(room), self.receiver(room)
         self.tick()

@@ -43,6 +43,10 @@ class RoomKey:
         return f"{self.room}/{self.sample}"
 
 
+# Requests with this bootstrap host have no peer: warm-up and health generation. No byte is sent for them.
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+
+
 @dataclass(frozen=True, slots=True)
 class BootstrapInfo:
     """Location of the request's prefill worker. Chosen by the router, the same for both workers."""

@@ -22,8 +22,8 @@ import zmq
 
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
-from splitserve.ranks.kv_group import followers_of
 from splitserve.ranks.pipe_net import TCP, PipeNet
+from splitserve.transfer.group_wire import followers_of
 from splitserve.transfer.waker import Waker
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
 from splitserve.core.request import Request, RoomKey
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.transfer.ports import ManagerPort, ReceiverPort
+from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.state import KVPoll
 
 
@@ -32,7 +33,7 @@ class DecodeEntry:
 
     request: Request
     key: RoomKey
-    receiver: ReceiverPort
+    receiver: KVReceiver
     # True: this worker decoded it before and released its KV. Prefill computes the KV of all tokens but the last again.
     is_retracted: bool = False
     # The row that the prefill worker writes, from pre-allocation until the entry ends.
@@ -59,7 +60,7 @@ class DecodePreallocQueue:
 
     def __init__(
         self,
-        manager: ManagerPort,
+        manager: KVManager,
         cache: PagedKVCache,
         slots: ReqToMetadataIdxAllocator,
         clock: Clock,

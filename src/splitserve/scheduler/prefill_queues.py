@@ -7,8 +7,6 @@ The life of a request on a prefill worker:
 3. The last chunk is sent with the metadata row: the first token and its data. The request moves to the
    `PrefillInflightQueue` until every byte is proven in place.
 4. `pop_finished` returns it: done, or failed with the cause. Its pages may be reused when the sender is quiescent.
-
-These queues depend on the sender's Protocol only, neither on the engine nor on the wire.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.errors import MissingBootstrapError
 from splitserve.core.request import Request, RoomKey
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow, ReqToMetadataIdxAllocator
-from splitserve.transfer.ports import ManagerPort, SenderPort
+from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
 
 
@@ -30,7 +29,7 @@ class PrefillEntry:
 
     request: Request
     key: RoomKey
-    sender: SenderPort
+    sender: KVSender
     # Metadata row of this worker, from `pop_bootstrapped` until the entry ends.
     metadata_index: int | None = None
     # Pages [0, num_pages_sent) of the prompt were passed to the sender.
@@ -66,7 +65,7 @@ class PrefillEntry:
 class PrefillBootstrapQueue:
     """Requests with pages that decode has not announced yet."""
 
-    def __init__(self, manager: ManagerPort, slots: ReqToMetadataIdxAllocator) -> None:
+    def __init__(self, manager: KVManager, slots: ReqToMetadataIdxAllocator) -> None:
         self._manager = manager
         self._slots = slots
         self._entries: dict[str, PrefillEntry] = {}

@@ -35,13 +35,12 @@ from splitserve.api.samples import FanOut, PromptSpec, fan_out, random_rid
 from splitserve.api.schemas import AbortBody, RoleBody
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerState
-from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.worker_metrics import kv_cache_usage
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
 from splitserve.server.generation import Generation
 from splitserve.server.read_body import read_body
-from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,9 @@ from collections.abc import Callable
 import zmq
 
 from splitserve.core.errors import SplitserveError
-from splitserve.core.request import BootstrapInfo
 from splitserve.process.authentication import curve_keys
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.pending import HANDSHAKE_SECONDS
-from splitserve.transfer.ports import AskedPrompt, RankReceiver, RankSender
 from splitserve.transfer.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -118,7 +116,7 @@ class ZmqChannel:
 
 
 class ManagerThread:
-    """RankManager around a KVManager, with a thread that ticks it. `close` ends both; the transport stays open.
+    """Thread that ticks a KVManager and ends with it. `close` ends both; the transport stays open.
 
     `waker` must be the one that the manager's `wake` and the transport's progress callback use. `on_change` is called
     from the thread after a tick in which a room's state changed. It must not block.
@@ -134,15 +132,6 @@ class ManagerThread:
 
     def start(self) -> None:
         self._thread.start()
-
-    def sender(self, rid: str, bootstrap: BootstrapInfo) -> RankSender:
-        return self._manager.sender(rid, bootstrap)
-
-    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> RankReceiver:
-        return self._manager.receiver(rid, bootstrap, attempt)
-
-    def take_asked_prompts(self) -> list[AskedPrompt]:
-        return self._manager.take_asked_prompts()
 
     def close(self) -> None:
         """Fail open rooms, notify the peers, end the thread. Idempotent."""

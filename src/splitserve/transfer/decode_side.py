@@ -1,4 +1,4 @@
-"""Decode half of a manager: prefill peers (lookup, handshake, heartbeat) and rooms to receive.
+"""Decode side of a manager: prefill peers (lookup, handshake, heartbeat) and rooms to receive.
 
 It decides which pages prefill may write to: those of an announced room, until each source sends TransferStatus or is
 fenced. `_lose` sets the fence: a drained and fenced session lets no more writes through, and a prefill that is still
@@ -19,7 +19,7 @@ from splitserve.core.errors import (
     SplitserveError,
     WorkerUnavailableError,
 )
-from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
 from splitserve.transfer.backoff import Backoff
 from splitserve.transfer.peers import (
     BootstrapAddress,
@@ -30,9 +30,9 @@ from splitserve.transfer.peers import (
     Source,
     sources_among,
 )
-from splitserve.transfer.receiver import KVReceiver, Target
-from splitserve.transfer.room import Context
-from splitserve.transfer.state import KVEvent, KVPoll
+from splitserve.transfer.receiver import KVReceiver
+from splitserve.transfer.room import Context, Room
+from splitserve.transfer.state import RoomState
 from splitserve.transfer.wire import (
     AbortRoom,
     KVArgsRegisterInfo,
@@ -40,8 +40,6 @@ from splitserve.transfer.wire import (
     Ping,
     PrefillInfo,
     RegisterReply,
-    RoomFailureCause,
-    TransferInfo,
     TransferStatus,
     Unregistered,
     VersionMismatch,
@@ -74,33 +72,31 @@ class DecodeSide:
 
     def open(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
         key = bootstrap.key
+        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
+            peer = PrefillPeer(BootstrapAddress(bootstrap.host, bootstrap.port), PeerState.READY)
+            return self._receiver(rid, bootstrap, attempt, peer)
         if key in self._rooms:
             raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
         if len(self._rooms) >= self._context.limits.max_rooms:
-            raise CapacityError(f"request {rid}: {len(self._rooms)} hand-overs are open, retry later")
+            raise CapacityError(f"request {rid}: {len(self._rooms)} KV transfers are open, retry later")
         peer = self._peer_of(bootstrap)
-        number = next(self._attempts) if attempt is None else attempt
-        receiver = KVReceiver(self, self._context, bootstrap, rid, number, peer)
-        self._rooms[key] = receiver
-        self._pair_if_ready(receiver)
+        receiver = self._rooms[key] = self._receiver(rid, bootstrap, attempt, peer)
         return receiver
 
-    def announce(self, receiver: KVReceiver, target: Target) -> None:
-        for source in receiver.peer.sources:
-            self._post(source, receiver.announcement_to(source, target))
-
-    def fail(self, receiver: KVReceiver, error: SplitserveError) -> None:
-        """Fail a room and notify prefill as soon as its address is known."""
-        if not receiver.fail(error):
-            return
-        self._abort_rest(receiver)
+    def _receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None, peer: PrefillPeer) -> KVReceiver:
+        number = next(self._attempts) if attempt is None else attempt
+        receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close)
+        receiver.pair_if_ready()
+        return receiver
 
     def fail_all(self, error: SplitserveError) -> None:
         for receiver in list(self._rooms.values()):
-            self.fail(receiver, error)
+            receiver.fail(error)
 
-    def remove(self, receiver: KVReceiver) -> None:
-        self._rooms.pop(receiver.key, None)
+    def _close(self, room: Room) -> None:
+        # Fake rooms are not in the table.
+        if self._rooms.get(room.key) is room:
+            del self._rooms[room.key]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -109,20 +105,19 @@ class DecodeSide:
             if source.info.epoch != mail.epoch:
                 self._lose(peer, "it was restarted", at=source, is_replaced=True)
             else:
-                source.speaks()
+                source.note_message()
                 self._pair_rooms(peer)
         match mail.body:
             case RegisterReply() as body:
                 self._on_register_reply(mail, body)
             case TransferStatus() as body:
                 if room := self._room_of(mail, body.key, body.attempt):
-                    self._on_status(*room, body)
+                    room[0].take_status(room[1], body)
             case AbortRoom() as body:
-                room = self._room_of(mail, body.key, body.attempt)
-                if room is not None and room[0].fail(body.cause.to_error(body.key)):
+                if room := self._room_of(mail, body.key, body.attempt):
                     # The sender needs no abort; its TransferStatus follows. If that is lost, our repeated abort
                     # requests it again.
-                    self._abort_rest(room[0], knows=room[1])
+                    room[0].fail(body.cause.to_error(body.key), informed=room[1])
             case Unregistered(session_id=session_id, why=why):
                 if lost := self._source_of_session(session_id):
                     self._lose(lost[0], why, at=lost[1])
@@ -147,20 +142,6 @@ class DecodeSide:
             peer.state = PeerState.READY
             self._pair_rooms(peer)
 
-    def _on_status(self, receiver: KVReceiver, source: Source, status: TransferStatus) -> None:
-        """Record the final status that a source sent for a room."""
-        receiver.said[source.session_id] = status.checksum
-        # Update `unsettled` before the state: a thread that reads Success must find the room quiescent.
-        receiver.unsettled = receiver.unsettled - {source.session_id}
-        receiver.note_change()
-        if status.failure is not None:
-            if receiver.fail(status.failure.to_error(receiver.key)):
-                self._abort_rest(receiver, knows=source)
-        elif not receiver.unsettled and receiver.poll() is KVPoll.TRANSFERRING:
-            receiver.complete()
-        if not receiver.unsettled:
-            receiver.abort_again_at = None
-
     def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
         """Return the announced room that a message concerns, and its source. None for another attempt of the room."""
         receiver = self._rooms.get(key)
@@ -181,10 +162,7 @@ class DecodeSide:
             else:
                 self._heartbeat(peer, now)
         for receiver in list(self._rooms.values()):
-            self._check_deadline(receiver, now)
-            if receiver.abort_again_at is not None and now >= receiver.abort_again_at:
-                receiver.abort_again_at = now + self._context.config.heartbeat_interval
-                self._send_abort(receiver)
+            receiver.step(now)
 
     def close(self, why: str) -> None:
         for peer in list(self._peers.values()):
@@ -220,22 +198,9 @@ class DecodeSide:
                 self._lose(peer, f"it did not answer for {seconds:g} s", at=source)
                 return
             if source.is_registered:
-                self._post(source, Ping(session_id=source.session_id))
+                source.post(self._context.mailbox, Ping(session_id=source.session_id))
             else:
                 self._register(source)
-
-    def _check_deadline(self, receiver: KVReceiver, now: float) -> None:
-        config = self._context.config
-        if receiver.is_final:
-            return
-        if receiver.announced_at is not None:
-            if now - receiver.announced_at > config.transfer_timeout:
-                stage = "waiting for its KV cache"
-                self.fail(receiver, receiver.deadline_error(stage, config.transfer_timeout, "transfer_timeout"))
-        elif now - receiver.opened_at > config.bootstrap_timeout:
-            is_paired = receiver.poll() is KVPoll.WAITING_FOR_INPUT
-            stage = "waiting for free pages" if is_paired else f"reaching the {receiver.peer}"
-            self.fail(receiver, receiver.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
@@ -285,21 +250,21 @@ class DecodeSide:
             if not rank.sources:
                 rank.unsent_aborts.append((bootstrap, abort))
             for source in rank.sources:
-                self._post(source, abort)
+                source.post(self._context.mailbox, abort)
         peer.unsent_aborts.clear()
 
     def _register(self, source: Source) -> None:
         assert source.session is not None
         args = self._context.args
         body = KVArgsRegisterInfo(args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets)
-        self._post(source, body)
+        source.post(self._context.mailbox, body)
 
     def _reject(self, peer: PrefillPeer, why: str) -> None:
         """Fail the rooms of an incompatible prefill. The next room looks it up again: it may have been replaced."""
         logger.warning("%s cannot be used: %s", peer, why)
         self._fence(peer)
         for receiver in self._rooms_of(peer):
-            self.fail(receiver, IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
+            receiver.fail(IncompatiblePeerError(receiver.key.room, f"{peer}: {why}"))
         self._forget(peer)
 
     def _lose(self, peer: PrefillPeer, why: str, *, at: Source | None = None, is_replaced: bool = False) -> None:
@@ -310,19 +275,17 @@ class DecodeSide:
         name = str(peer) if at is None else peer.name_of(at)
         for source in peer.sources:
             if source.session is not None:
-                self._post(source, Unregistered(session_id=source.session_id, why=why))
+                source.post(self._context.mailbox, Unregistered(session_id=source.session_id, why=why))
         if not is_replaced:
             self._backoff.lost(peer.address, self._context.clock.now())
         self._fence(peer)
         for receiver in self._rooms_of(peer):
-            receiver.abort_again_at = None
-            lost = PeerLostError(receiver.key.room, f"{name} was lost: {why}")
-            if receiver.poll() is not KVPoll.BOOTSTRAPPING and receiver.fail(lost):
-                # The prefill may still be alive and wait for pages announced through the lost sessions.
-                self._send_abort(receiver)
+            if receiver.state is not RoomState.BOOTSTRAPPING:
+                # The prefill may still be alive and wait for pages announced through the lost sessions: abort once.
+                receiver.fail(PeerLostError(receiver.key.room, f"{name} was lost: {why}"))
+                receiver.abort_again_at = None
         self._forget(peer)
         self._look_again(peer)
-        self._context.changed = True
 
     def _fence(self, peer: PrefillPeer) -> None:
         """Fence a prefill. Its rooms settle when the fence is proven: at once, or when the last write has ended."""
@@ -338,9 +301,7 @@ class DecodeSide:
     def _settle_if_fenced(self, session_id: str) -> None:
         if self._context.transport.is_fenced(session_id):
             for receiver in self._fencing.pop(session_id):
-                receiver.unsettled = receiver.unsettled - {session_id}
-                receiver.note_change()
-            self._context.changed = True
+                receiver.end_loan(session_id)
 
     def _forget(self, peer: PrefillPeer) -> None:
         for source in peer.sources:
@@ -349,42 +310,24 @@ class DecodeSide:
     def _look_again(self, peer: PrefillPeer) -> None:
         """Look up the prefill again for rooms that waited for this peer. Their deadlines are unchanged."""
         for receiver in self._rooms_of(peer):
-            if receiver.poll() is not KVPoll.BOOTSTRAPPING:
+            if receiver.state is not RoomState.BOOTSTRAPPING:
                 continue
             try:
                 receiver.peer = self._peer_of(receiver.bootstrap)
             except CapacityError as error:
                 receiver.fail(error)
             else:
-                self._pair_if_ready(receiver)
+                receiver.pair_if_ready()
 
     def _fail_waiting(self, peer: PrefillPeer, error: SplitserveError) -> None:
         for receiver in self._rooms_of(peer):
-            if receiver.poll() is KVPoll.BOOTSTRAPPING:
+            if receiver.state is RoomState.BOOTSTRAPPING:
                 receiver.fail(error)
 
     def _pair_rooms(self, peer: PrefillPeer) -> None:
         if peer.is_ready:
             for receiver in self._rooms_of(peer):
-                self._pair_if_ready(receiver)
-
-    def _pair_if_ready(self, receiver: KVReceiver) -> None:
-        if receiver.peer.is_ready and receiver.poll() is KVPoll.BOOTSTRAPPING:
-            receiver.advance(KVEvent.PAIRED)
-
-    def _abort_rest(self, receiver: KVReceiver, knows: Source | None = None) -> None:
-        """Send AbortRoom to all sources except `knows`. Repeat until all have sent their TransferStatus."""
-        if receiver.unsettled:
-            receiver.abort_again_at = self._context.clock.now() + self._context.config.heartbeat_interval
-        self._send_abort(receiver, knows)
-
-    def _send_abort(self, receiver: KVReceiver, knows: Source | None = None) -> None:
-        abort = AbortRoom(key=receiver.key, attempt=receiver.attempt, cause=RoomFailureCause.of(receiver.failure()))
-        if not receiver.peer.sources:
-            receiver.peer.unsent_aborts.append((receiver.bootstrap, abort))
-        for source in receiver.peer.sources:
-            if source is not knows and (source.session is None or source.session_id not in receiver.said):
-                self._post(source, abort)
+                receiver.pair_if_ready()
 
     def _rooms_of(self, peer: PrefillPeer) -> list[KVReceiver]:
         return [receiver for receiver in self._rooms.values() if receiver.peer is peer]
@@ -397,6 +340,3 @@ class DecodeSide:
     def _source_of_session(self, session_id: str) -> tuple[PrefillPeer, Source] | None:
         everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources if source.session)
         return next(((peer, source) for peer, source in everyone if source.session_id == session_id), None)
-
-    def _post(self, source: Source, body: KVArgsRegisterInfo | TransferInfo | AbortRoom | Ping | Unregistered) -> None:
-        self._context.mailbox.post(source.info.control_address, source.info.epoch, body)

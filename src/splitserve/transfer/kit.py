@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.transfer.ports import ManagerPort
 
 
 @dataclass(frozen=True, slots=True)
 class HandOverKit:
     """Parts of a prefill or decode worker, opened by the launch layer and used by one role."""
 
-    manager: ManagerPort
+    manager: KVManager
     metadata: MetadataBuffers
     slots: ReqToMetadataIdxAllocator

@@ -1,4 +1,6 @@
-"""KVManager: the KV transfers of one rank. It has no sockets and no threads; `tick` does its work.
+"""KVManager: the KV transfers of one rank, and of its whole worker if it is the driver (`room.py`).
+
+It has no sockets and no threads; `tick` does its work.
 
 A tick does this, in order:
 1. Read the messages of peers. This precedes all deadlines: after a pause of this process, its peers' messages are
@@ -16,27 +18,23 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.clock import Clock
 from splitserve.core.config import DisaggregationConfig
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError
 from splitserve.core.request import BootstrapInfo, DisaggregationMode
-from splitserve.transfer.arrival import Arrivals
-from splitserve.transfer.checksum import Checksums
 from splitserve.transfer.decode_side import DecodeSide
-from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST, FakeKVReceiver, FakeKVSender
+from splitserve.transfer.group_wire import OpenReceiver, OpenSender, RankLink
 from splitserve.transfer.mail import ControlChannel, Mailbox
-from splitserve.transfer.metadata import MetadataBuffers
 from splitserve.transfer.peers import Directory
-from splitserve.transfer.ports import AskedPrompt, RankReceiver, RankSender
-from splitserve.transfer.prefill_side import PrefillSide
-from splitserve.transfer.room import Context, RoomLimits
-from splitserve.transfer.staging import StagingArea
+from splitserve.transfer.prefill_side import AskedPrompt, PrefillSide
+from splitserve.transfer.receiver import KVReceiver
+from splitserve.transfer.room import Context, KVManagerMemory, RankGroup, RoomLimits
+from splitserve.transfer.sender import KVSender
 from splitserve.transfer.transports.base import Transport
 from splitserve.transfer.wire import KVArgs, Mail, PrefillInfo, Unregistered, VersionMismatch, new_epoch
 
 
-def _nobody_to_wake() -> None:
+def _no_wake() -> None:
     """Do nothing: the wake function of owners that tick periodically."""
 
 
@@ -51,22 +49,9 @@ class KVManagerPorts:
     # On decode workers: lookup of prefill workers.
     directory: Directory | None = None
     # Requests a tick soon; called from any thread.
-    wake: Callable[[], None] = _nobody_to_wake
-
-
-@dataclass(frozen=True, slots=True)
-class KVManagerMemory:
-    """Memory that a manager reads and writes beside the KV pool."""
-
-    metadata: MetadataBuffers
-    # On prefill workers: converts KV. None: KV cannot be converted.
-    staging: StagingArea | None = None
-    # On decode workers: widens KV that arrives in a narrower dtype. None: all KV arrives in the pool's dtype.
-    arrivals: Arrivals | None = None
-    # None: the CPU cannot read the pool.
-    checksums: Checksums | None = None
-    # None: no other worker computes in this pool.
-    shared: SharedPages | None = None
+    wake: Callable[[], None] = _no_wake
+    # On drivers: one link for each of `followers_of` its rank.
+    links: Sequence[RankLink] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +68,7 @@ class KVManagerIdentity:
 
 
 class KVManager:
-    """KV transfers of one rank. Implements ManagerPort, and RankManager for a worker of several ranks."""
+    """KV transfers of one rank. The scheduler uses the driver's, and through it those of all ranks."""
 
     def __init__(
         self,
@@ -97,7 +82,6 @@ class KVManager:
         self.lock = threading.RLock()
         epoch = new_epoch() if identity.epoch is None else identity.epoch
         self._mailbox = Mailbox(ports.channel, epoch)
-        self._metadata = memory.metadata
         self._context = Context(
             clock=ports.clock,
             mailbox=self._mailbox,
@@ -105,11 +89,9 @@ class KVManager:
             args=identity.args,
             group_args=list(identity.group_args) or [identity.args],
             config=config,
-            staging=memory.staging,
-            arrivals=memory.arrivals,
-            checksums=memory.checksums,
-            shared=memory.shared,
+            memory=memory,
             limits=limits or RoomLimits(),
+            group=RankGroup(identity.args.rank, ports.links) if ports.links else RankGroup(),
             lock=self.lock,
             wake=ports.wake,
         )
@@ -143,30 +125,39 @@ class KVManager:
             args=self._context.args,
         )
 
-    # -- ManagerPort ----------------------------------------------------------------------------------------------
+    # -- for the scheduler's thread -------------------------------------------------------------------------------
 
-    def sender(self, rid: str, bootstrap: BootstrapInfo) -> RankSender:
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> KVSender:
+        """Open the sending end of a room. Raises DuplicateRoomError, CapacityError."""
         if self._prefill is None:
             raise ValueError("only the prefill role sends")
-        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
-            return FakeKVSender(self._context, bootstrap.key, rid)
         with self.lock:
-            sender = self._prefill.open(rid, bootstrap.key)
+            sender = self._prefill.open(rid, bootstrap)
+            self._context.group.open(sender, lambda n: OpenSender(number=n, rid=rid, bootstrap=bootstrap))
         self._context.wake()
         return sender
 
-    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> RankReceiver:
-        """Open the receiving end. `attempt`: the driver's number of this use of the room. None: choose one."""
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
+        """Open the receiving end of a room. Raises DuplicateRoomError, CapacityError.
+
+        `attempt`: the driver's number of this use of the room. None: choose one.
+        """
         if self._decode is None:
             raise ValueError("only the decode role receives")
-        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
-            return FakeKVReceiver(self._context, bootstrap.key, rid, self._metadata)
         with self.lock:
             receiver = self._decode.open(rid, bootstrap, attempt)
+            number = receiver.attempt
+            self._context.group.open(
+                receiver, lambda n: OpenReceiver(number=n, rid=rid, bootstrap=bootstrap, attempt=number)
+            )
         self._context.wake()
         return receiver
 
     def take_asked_prompts(self) -> list[AskedPrompt]:
+        """Return prompts that decode workers requested since the last call. Prefill only. Open a sender for each.
+
+        Only drivers get them; followers keep announcements until the room is opened.
+        """
         # Called every step and almost always empty: do not wait for a tick in progress.
         if self._prefill is None or not self._prefill.has_asked:
             return []
@@ -187,6 +178,11 @@ class KVManager:
             self._mailbox.flush()
             changed, self._context.changed = self._context.changed, False
             return changed
+
+    def collect_reports(self) -> bool:
+        """Apply the reports of followers. Return True if a room's state may have changed. Call if a link has frames."""
+        with self.lock:
+            return self._context.group.collect()
 
     def fail_all(self, error: SplitserveError) -> None:
         """Fail every open room."""

@@ -26,9 +26,17 @@ from typing import NamedTuple, Protocol
 
 from splitserve.core.request import BootstrapInfo
 from splitserve.transfer.feeds import feeds_of
+from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.pairing import HeadPair
 from splitserve.transfer.transports.base import PeerAddress
-from splitserve.transfer.wire import PROTOCOL_VERSION, AbortRoom, KVArgs, PrefillInfo, version_difference
+from splitserve.transfer.wire import (
+    PROTOCOL_VERSION,
+    AbortRoom,
+    AnyControlMessage,
+    KVArgs,
+    PrefillInfo,
+    version_difference,
+)
 
 
 class BootstrapAddress(NamedTuple):
@@ -82,7 +90,7 @@ class Source:
     is_registered: bool = False
     # Heartbeat: due time of the next one, whether a message arrived since the last, intervals missed in a row.
     next_beat_at: float = 0.0
-    heard: bool = False
+    has_answered: bool = False
     misses: int = 0
 
     @property
@@ -94,13 +102,16 @@ class Source:
         """Advance the heartbeat if an interval is over. Return True if a message is due now."""
         if now < self.next_beat_at:
             return False
-        self.misses = 0 if self.heard else self.misses + 1
-        self.heard = False
+        self.misses = 0 if self.has_answered else self.misses + 1
+        self.has_answered = False
         self.next_beat_at = now + interval
         return True
 
-    def speaks(self) -> None:
-        self.heard, self.misses = True, 0
+    def note_message(self) -> None:
+        self.has_answered, self.misses = True, 0
+
+    def post(self, mailbox: Mailbox, body: AnyControlMessage) -> None:
+        mailbox.post(self.info.control_address, self.info.epoch, body)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,31 +1,34 @@
-"""KVReceiver: the decode end of one room.
+"""KVReceiver: the decode end of one room, and the actions of its transitions (table: `state.RECEIVER`).
 
 1. Bootstrapping until its prefill is resolved and the handshake is done; WaitingForInput from then on.
 2. `init` announces the target pages to every source. From then on each source may write to them: they are on loan.
 3. The loan to a source ends with its TransferStatus, success or failure. If the source is lost, it ends with the fence
-   (a drained session). The pages are free when all loans have ended. The room succeeds when all sources report success.
+   (a drained session). The room succeeds when all sources report success.
+4. After a failure the sources get an AbortRoom, repeated while pages are on loan (Stopping). The pages are free when
+   all loans have ended (Failed).
 
-Depends on its room only. `DecodeSide` finds the prefill, checks its heartbeat and exchanges messages with it.
+`DecodeSide` finds the prefill, checks its heartbeat and receives its messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from splitserve.core.errors import KVTransferError, SplitserveError
+from splitserve.core.errors import KVTransferError
 from splitserve.core.request import BootstrapInfo
 from splitserve.transfer.checksum import target_slices
+from splitserve.transfer.group_wire import AnnouncePages
+from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import PrefillPeer, Source
 from splitserve.transfer.reshard import RoomPages
-from splitserve.transfer.room import Context, Room, abort_error
-from splitserve.transfer.state import KVEvent, KVPoll
-from splitserve.transfer.wire import TransferInfo
+from splitserve.transfer.room import Context, Room
+from splitserve.transfer.state import RECEIVER, IllegalTransition, KVEvent, KVPoll, RoomState
+from splitserve.transfer.wire import AbortRoom, RoomFailureCause, TransferInfo, TransferStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RoomDestination:
     """Destination of a room's KV in our pool."""
 
     # Target pages in token order, including those that already hold the first tokens' KV.
@@ -46,34 +49,35 @@ class Target:
         return range(self.num_held_tokens, self.num_tokens)
 
 
-class ReceiverHost(Protocol):
-    """Methods of `DecodeSide` that a receiver calls."""
-
-    def announce(self, receiver: KVReceiver, target: Target) -> None: ...
-
-    def fail(self, receiver: KVReceiver, error: SplitserveError) -> None: ...
-
-    def remove(self, receiver: KVReceiver) -> None: ...
-
-
 class KVReceiver(Room):
+    table = RECEIVER
+    free_states = frozenset(RoomState) - {RoomState.TRANSFERRING, RoomState.STOPPING}
+
     def __init__(
-        self, host: ReceiverHost, context: Context, bootstrap: BootstrapInfo, rid: str, attempt: int, peer: PrefillPeer
+        self,
+        context: Context,
+        bootstrap: BootstrapInfo,
+        rid: str,
+        attempt: int,
+        peer: PrefillPeer,
+        on_clear: Callable[[Room], None],
     ) -> None:
-        super().__init__(context, bootstrap.key, rid)
-        self._host = host
+        super().__init__(context, bootstrap.key, rid, on_clear)
         self.bootstrap = bootstrap
+        # Number that distinguishes this use of the room from others.
         self.attempt = attempt
         self.peer = peer
         self.announced_at: float | None = None
         # Clock time to repeat the abort, because a source has not answered it. None: nothing to repeat.
         self.abort_again_at: float | None = None
-        # Sessions of sources that have neither sent the final status of this room nor been fenced.
-        self.unsettled: set[str] = set()
-        # Sessions of sources that have sent the final status -> checksum of the source's part.
-        self.said: dict[str, int | None] = {}
-        # The announced target.
-        self._target: Target | None = None
+        # Sessions of sources that may write: they have neither sent their final status nor been fenced.
+        self.loans: set[str] = set()
+        # Sessions of sources that have sent their final status -> checksum of the source's part.
+        self._checksums: dict[str, int | None] = {}
+        # The announced destination.
+        self._destination: RoomDestination | None = None
+
+    # -- for the scheduler's thread -------------------------------------------------------------------------------
 
     def init(
         self,
@@ -85,53 +89,141 @@ class KVReceiver(Room):
         prompt_ids: Sequence[int] = (),
         window_pages: Sequence[int] = (),
     ) -> None:
+        """Announce the target pages, in token order, and the metadata row. Call once, in WaitingForInput.
+
+        `num_held_tokens`: number of first tokens with their KV in these pages already. Prefill does not write there.
+        `prompt_ids`: tokens that prefill must compute, because no router sends it the request.
+        `window_pages`: the window page of each page, if our pool has window pages. -1: we will not read it.
+        """
         with self.context.lock:
             if self.poll() is KVPoll.FAILED:
                 return
+            if self.poll() is KVPoll.BOOTSTRAPPING:
+                raise IllegalTransition(f"room {self.key} is BOOTSTRAPPING: some rank has not finished its handshake")
             # Raises if the room is not WaitingForInput, before anything is announced.
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
-            self.unsettled = {source.session_id for source in self.peer.sources}
-            self._target = Target(
+            self.loans = {source.session_id for source in self.peer.sources}
+            destination = self._destination = RoomDestination(
                 list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids), list(window_pages)
             )
-            self._host.announce(self, self._target)
+            for source in self.peer.sources:
+                source.post(self.context.mailbox, self._announcement_to(source, destination))
+            if self._reports:
+                self.order(
+                    AnnouncePages(
+                        number=self.number,
+                        pages=destination.pages,
+                        metadata_index=metadata_index,
+                        num_tokens=num_tokens,
+                        num_held_tokens=num_held_tokens,
+                        window_pages=destination.window_pages,
+                    )
+                )
+            if not self.loans:
+                # No prefill worker: a fake room.
+                if self.context.args.rank.is_driver:
+                    self.context.memory.metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
+                self._complete(destination)
         self.context.wake()
 
-    def announcement_to(self, source: Source, target: Target) -> TransferInfo:
+    # -- for DecodeSide, under the lock ---------------------------------------------------------------------------
+
+    def pair_if_ready(self) -> None:
+        if self.peer.is_ready and self.state is RoomState.BOOTSTRAPPING:
+            self.advance(KVEvent.PAIRED)
+
+    def take_status(self, source: Source, status: TransferStatus) -> None:
+        """Apply the final status of a source: its loan ends."""
+        self._checksums[source.session_id] = status.checksum
+        self.loans.discard(source.session_id)
+        if status.failure is not None:
+            self.fail(status.failure.to_error(self.key))
+        elif not self.loans and self.state is RoomState.TRANSFERRING:
+            assert self._destination is not None
+            self._complete(self._destination)
+        self._settle()
+
+    def end_loan(self, session_id: str) -> None:
+        """End the loan of a fenced session."""
+        self.loans.discard(session_id)
+        self._settle()
+
+    def step(self, now: float) -> None:
+        """Check the deadline, and repeat the abort if it is due."""
+        if not self.is_final:
+            self._check_deadline(now)
+        if self.abort_again_at is not None and now >= self.abort_again_at:
+            self.abort_again_at = now + self.context.config.heartbeat_interval
+            self._post_abort()
+
+    # -- actions --------------------------------------------------------------------------------------------------
+
+    def _announcement_to(self, source: Source, destination: RoomDestination) -> TransferInfo:
         is_between_drivers = self.context.args.rank.is_driver and source.info.args.rank.is_driver
         return TransferInfo(
             session_id=source.session_id,
             key=self.key,
             attempt=self.attempt,
             rid=self.rid,
-            pages=target.pages,
-            metadata_index=target.metadata_index,
-            num_tokens=target.num_tokens,
-            num_held_tokens=target.num_held_tokens,
-            prompt_ids=target.prompt_ids if is_between_drivers else [],
-            window_pages=target.window_pages,
+            pages=destination.pages,
+            metadata_index=destination.metadata_index,
+            num_tokens=destination.num_tokens,
+            num_held_tokens=destination.num_held_tokens,
+            prompt_ids=destination.prompt_ids if is_between_drivers else [],
+            window_pages=destination.window_pages,
         )
 
-    def complete(self) -> None:
-        """Finish a room after all bytes are in place and all writers are done. For DecodeSide, under the lock."""
-        target = self._target
-        assert target is not None
+    def _complete(self, destination: RoomDestination) -> None:
+        """Finish a room after all bytes are in place and all writers are done."""
         for source in self.peer.sources:
-            if error := self._checksum_error(source, target):
+            if error := self._checksum_error(source, destination):
                 self.fail(error)
                 return
-        if self.context.arrivals is not None:
-            self.context.arrivals.widen(target.room_pages, target.arriving, target.num_tokens)
+        if self.context.memory.arrivals is not None and self.peer.sources:
+            self.context.memory.arrivals.widen(destination.room_pages, destination.arriving, destination.num_tokens)
         self.advance(KVEvent.COMPLETED)
 
-    def _checksum_error(self, source: Source, target: Target) -> KVTransferError | None:
-        checksums, expected = self.context.checksums, self.said[source.session_id]
+    def _stop(self, informed: object | None) -> None:
+        """Send AbortRoom to all sources except `informed`. Repeat until all have sent their TransferStatus."""
+        if self.loans:
+            self.abort_again_at = self.context.clock.now() + self.context.config.heartbeat_interval
+        self._post_abort(informed)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.loans:
+            return
+        self.abort_again_at = None
+        if self.state is RoomState.STOPPING:
+            self.advance(KVEvent.SETTLED)
+
+    def _post_abort(self, informed: object | None = None) -> None:
+        abort = AbortRoom(key=self.key, attempt=self.attempt, cause=RoomFailureCause.of(self.failure()))
+        if not self.peer.sources:
+            self.peer.unsent_aborts.append((self.bootstrap, abort))
+        for source in self.peer.sources:
+            if source is not informed and (source.session is None or source.session_id not in self._checksums):
+                source.post(self.context.mailbox, abort)
+
+    def _check_deadline(self, now: float) -> None:
+        config = self.context.config
+        if self.announced_at is not None:
+            if now - self.announced_at > config.transfer_timeout:
+                stage = "waiting for its KV cache"
+                self.fail(self.deadline_error(stage, config.transfer_timeout, "transfer_timeout"))
+        elif now - self.opened_at > config.bootstrap_timeout:
+            is_paired = self.state is RoomState.WAITING_FOR_INPUT
+            stage = "waiting for free pages" if is_paired else f"reaching the {self.peer}"
+            self.fail(self.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
+
+    def _checksum_error(self, source: Source, destination: RoomDestination) -> KVTransferError | None:
+        checksums, expected = self.context.memory.checksums, self._checksums[source.session_id]
         if checksums is None or expected is None:
             return None
         other_page_size = source.info.args.layout.page_size
-        slices = target_slices(source.pairs)
-        found = checksums.of(target.room_pages, target.arriving, target.num_tokens, other_page_size, slices)
+        pages, tokens = destination.room_pages, destination.arriving
+        found = checksums.of(pages, tokens, destination.num_tokens, other_page_size, target_slices(source.pairs))
         if found == expected:
             return None
         return KVTransferError(
@@ -139,20 +231,3 @@ class KVReceiver(Room):
             f"the KV cache of room {self.key} of request {self.rid} arrived damaged: checksum {found:016x} against "
             f"{expected:016x}: send the request again, and look at the network and the memory of both hosts",
         )
-
-    def abort(self, reason: str, *, status_code: int = 499) -> None:
-        self.give_up(abort_error(self.rid, self.key, reason, status_code))
-
-    def give_up(self, error: SplitserveError) -> None:
-        with self.context.lock:
-            self._host.fail(self, error)
-        self.context.wake()
-
-    def quiescent(self) -> bool:
-        return not self.unsettled
-
-    def clear(self) -> None:
-        with self.context.lock:
-            if not (self.is_final and self.quiescent()):
-                raise RuntimeError(f"room {self.key} is {self.poll().name}, not quiescent: it cannot be cleared yet")
-            self._host.remove(self)

@@ -1,34 +1,35 @@
-"""KVSender: the prefill end of one room.
+"""KVSender: the prefill end of one room, and the actions of its transitions (table: `state.SENDER`).
 
-1. Bootstrapping until every decode rank to write to has sent its TransferInfo; that may precede the request.
-2. `send` queues chunks of pages. The manager's thread turns them into token ranges, plans for each part the copies into
-   that decode rank's pages, and submits them to the transport in order.
+1. Early until the request arrives, Bootstrapping until every decode rank to write to has sent its TransferInfo.
+2. `send` queues chunks of pages. The manager's thread turns them into token ranges, plans for each target the copies
+   into that decode rank's pages, and submits them to the transport in order.
 3. The last chunk is followed by the metadata row, from driver to driver. When every ticket is DONE, the room is in
-   Success and decode is notified at once.
-4. A failure stops new writes. The room is settled when its last ticket is final. That proves quiescence to decode.
+   Success and decode gets its final status at once.
+4. A failure stops new writes. Decode gets an AbortRoom with the cause at once if writes are in flight (Stopping), and
+   the final status when the last ticket is final (Failed). That status proves quiescence to decode.
 
-Depends on the transport and its room only. `PrefillSide` manages peers and messages.
+`PrefillSide` manages peers and incoming messages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from splitserve.core.errors import KVTransferError, SplitserveError
+from splitserve.core.errors import KVTransferError
 from splitserve.core.messages import TransferStats
 from splitserve.core.request import RoomKey
 from splitserve.transfer.checksum import source_slices
 from splitserve.transfer.copies import copy_table
+from splitserve.transfer.group_wire import SendPages
 from splitserve.transfer.outgoing import Outgoing
 from splitserve.transfer.pairing import HeadPair
 from splitserve.transfer.reshard import LayoutPlan, RoomPages, plan
-from splitserve.transfer.room import Context, Room, abort_error
-from splitserve.transfer.state import KVEvent, KVPoll
+from splitserve.transfer.room import Context, Room
+from splitserve.transfer.state import SENDER, KVEvent, KVPoll, RoomState
 from splitserve.transfer.transports.base import PeerAddress, WriteState
-from splitserve.transfer.wire import KVArgs, TransferInfo
+from splitserve.transfer.wire import AbortRoom, KVArgs, RoomFailureCause, TransferInfo, TransferStatus
 
 # Writes smaller than this on average, in bytes, are packed if that makes them few.
 PACK_BELOW = 4096
@@ -47,24 +48,18 @@ class DecodePeer:
     # Number of ranks of its worker that announce each room to us, including itself.
     num_targets: int
     # Clock time of its last message.
-    last_heard: float
-
-
-class SenderHost(Protocol):
-    """Methods of `PrefillSide` that a sender calls."""
-
-    def fail(self, sender: KVSender, error: SplitserveError) -> None: ...
-
-    def remove(self, sender: KVSender) -> None: ...
+    last_message_at: float
 
 
 @dataclass(slots=True, eq=False)
-class RoomPart:
+class RoomTarget:
     """One decode rank's share of a room."""
 
     peer: DecodePeer
     info: TransferInfo
     outgoing: Outgoing
+    # Whether its session has ended. Its writes cannot be confirmed any more.
+    is_lost: bool = False
     # Checksum of what was sent so far. None: not requested.
     checksum: int | None = None
 
@@ -79,27 +74,32 @@ class _Chunk:
 
 
 class KVSender(Room):
-    def __init__(self, host: SenderHost, context: Context, key: RoomKey, rid: str) -> None:
-        super().__init__(context, key, rid)
-        self._host = host
+    table = SENDER
+    free_states = frozenset({RoomState.SUCCESS, RoomState.FAILED, RoomState.CLOSED})
+
+    def __init__(self, context: Context, key: RoomKey, on_clear: Callable[[Room], None]) -> None:
+        super().__init__(context, key, "", on_clear)
         # Decode's number of this use of the room. None: no message from decode yet.
         self.attempt: int | None = None
-        self.paired_at = 0.0
-        # Decode ranks that still need the final status of this room.
-        self.untold: list[RoomPart] = []
-        # Decode instances that lost their session before the final status was sent -> session id.
+        # Clock time at which a room that is early or closed is forgotten.
+        self.expires_at = 0.0
+        # Decode instances that lost their session -> session id. The room's result proves nothing to them.
         self.lost: dict[int, str] = {}
-        # One part per decode rank that has announced the room.
-        self._parts: list[RoomPart] = []
+        # One target per decode rank that has announced the room.
+        self.targets: list[RoomTarget] = []
+        # Number of decode ranks to write to. None: unknown until the first has announced the room.
+        self._num_targets: int | None = None
+        self._paired_at = 0.0
         # All pages sent so far, from token 0 on, and their window pages if our pool has window pages.
         self._pages: list[int] = []
         self._window_pages: list[int] = []
         self._last_sent = False
         self._chunks: deque[_Chunk] = deque()
         self._first_send_at = self._last_send_at = 0.0
+        # Set on success.
         self._stats: TransferStats | None = None
 
-    # -- SenderPort, for the scheduler's thread -------------------------------------------------------------------
+    # -- for the scheduler's thread -------------------------------------------------------------------------------
 
     def send(
         self,
@@ -109,16 +109,25 @@ class KVSender(Room):
         metadata_index: int | None = None,
         window_pages: Sequence[int] = (),
     ) -> None:
+        """Queue our pages to be written after those of earlier calls. The i-th page sent goes to the i-th announced.
+
+        `window_pages`: the window page of each page, if our pool has window pages. -1: decode will not read it.
+
+        The last call also writes our metadata row `metadata_index` into the row decode announced. It may send no pages.
+        """
         with self.context.lock:
-            if self.poll() is KVPoll.FAILED:
+            polled = self.poll()
+            if polled is KVPoll.FAILED:
                 return
-            if not self.is_paired or self._last_sent or is_last != (metadata_index is not None):
+            if polled is KVPoll.BOOTSTRAPPING:
+                raise ValueError(f"room {self.key}: send out of order, before every rank knows decode's pages")
+            if self._last_sent or is_last != (metadata_index is not None):
                 raise ValueError(f"room {self.key}: send(is_last={is_last}) out of order or without its metadata row")
             if error := self._length_error(len(pages), is_last):
-                self._host.fail(self, KVTransferError(self.key.room, error))
+                self.fail(KVTransferError(self.key.room, error))
                 return
             now = self.context.clock.now()
-            if self.poll() is KVPoll.WAITING_FOR_INPUT:
+            if self.state is RoomState.WAITING_FOR_INPUT:
                 self.advance(KVEvent.STARTED)
                 self._first_send_at = now
             first = len(self._pages)
@@ -126,149 +135,240 @@ class KVSender(Room):
             self._window_pages += window_pages
             self._chunks.append(_Chunk(first, len(self._pages), metadata_index))
             self._last_sent, self._last_send_at = is_last, now
+            if self._reports:
+                self.order(
+                    SendPages(
+                        number=self.number,
+                        pages=list(pages),
+                        is_last=is_last,
+                        metadata_index=metadata_index,
+                        window_pages=list(window_pages),
+                    )
+                )
+            if not self.targets:
+                self._submit()
+                self._complete_if_done()
         self.context.wake()
-
-    def abort(self, reason: str, *, status_code: int = 499) -> None:
-        self.give_up(abort_error(self.rid, self.key, reason, status_code))
-
-    def give_up(self, error: SplitserveError) -> None:
-        with self.context.lock:
-            self._host.fail(self, error)
-        self.context.wake()
-
-    def quiescent(self) -> bool:
-        return self.is_final and self.settled
 
     def stats(self) -> TransferStats | None:
-        return self._stats
-
-    def clear(self) -> None:
-        with self.context.lock:
-            if not self.quiescent():
-                raise RuntimeError(f"room {self.key} is {self.poll().name}, not quiescent: it cannot be cleared yet")
-            self._host.remove(self)
+        """Return the statistics of all ranks together, after Success. Ranks send in parallel: only bytes add up."""
+        if not self._reports or self._stats is None:
+            return self._stats
+        each = [self._stats, *(report.stats for report in self._reports if report.stats)]
+        if len(each) <= len(self._reports):
+            return None
+        return TransferStats(
+            num_bytes=sum(s.num_bytes for s in each),
+            num_writes=sum(s.num_writes for s in each),
+            num_pages_exchanged=max(s.num_pages_exchanged for s in each),
+            seconds=max(s.seconds for s in each),
+            exposed_seconds=max(s.exposed_seconds for s in each),
+        )
 
     # -- for PrefillSide, under the lock --------------------------------------------------------------------------
 
     @property
     def is_announced(self) -> bool:
         """True if at least one decode rank announced the room."""
-        return bool(self._parts)
-
-    @property
-    def is_paired(self) -> bool:
-        """True if all decode ranks to write to announced the room."""
-        return bool(self._parts) and len(self._parts) >= self._parts[0].peer.num_targets
-
-    @property
-    def settled(self) -> bool:
-        """True if no write of this room is in flight or queued."""
-        return not self._chunks and not any(part.outgoing for part in self._parts)
+        return bool(self.targets)
 
     def is_announced_by(self, peer: DecodePeer) -> bool:
-        return any(part.peer is peer for part in self._parts)
+        return any(target.peer is peer for target in self.targets)
 
-    def pair(self, peer: DecodePeer, info: TransferInfo) -> SplitserveError | None:
-        """Add a decode rank's announcement. Return the error if the room cannot continue, else None."""
-        part = RoomPart(peer, info, Outgoing(self.context.transport, self.context.staging))
-        self._parts.append(part)
-        self.untold.append(part)
-        self.attempt = info.attempt
-        first = self._parts[0]
-        if (first.info.num_tokens, first.peer.num_targets) != (info.num_tokens, peer.num_targets):
-            text = f"ranks of decode announce {first.info.num_tokens} and {info.num_tokens} tokens for room {self.key}"
-            ranks = f"{first.peer.num_targets} and {peer.num_targets} ranks"
-            return KVTransferError(self.key.room, f"{text}, of {ranks}: they are not of one worker, or not in step")
-        if self.is_paired:
-            self.paired_at = self.context.clock.now()
-            self.advance(KVEvent.PAIRED)
-        return None
+    def open(self, rid: str, *, is_fake: bool = False) -> None:
+        """Begin the room of a request. `is_fake`: there is no decode rank to write to."""
+        self.rid, self.opened_at = rid, self.context.clock.now()
+        if is_fake:
+            self._num_targets = 0
+        self.advance(KVEvent.OPENED)
+        self._pair_if_announced()
+
+    def add_target(self, peer: DecodePeer, info: TransferInfo) -> None:
+        """Add a decode rank's announcement. Fail the room if it contradicts the announcement of another rank."""
+        self.targets.append(RoomTarget(peer, info, Outgoing(self.context.transport, self.context.memory.staging)))
+        self.attempt, self._num_targets = info.attempt, peer.num_targets
+        first = self.targets[0]
+        if (first.info.num_tokens, first.peer.num_targets) == (info.num_tokens, peer.num_targets):
+            self._pair_if_announced()
+            return
+        text = f"ranks of decode announce {first.info.num_tokens} and {info.num_tokens} tokens for room {self.key}"
+        ranks = f"{first.peer.num_targets} and {peer.num_targets} ranks"
+        self.fail(KVTransferError(self.key.room, f"{text}, of {ranks}: they are not of one worker, or not in step"))
 
     def lose(self, peer: DecodePeer) -> None:
-        """Drop the target of an ended session: it cannot be notified, and its writes cannot be confirmed."""
-        self.untold = [part for part in self.untold if part.peer is not peer]
+        """Exclude the target of an ended session: it cannot be notified, and its writes cannot be confirmed."""
+        if self.state is RoomState.EARLY:
+            self.targets = [target for target in self.targets if target.peer is not peer]
+            return
+        for target in self.targets:
+            target.is_lost |= target.peer is peer
         self.lost[peer.epoch] = peer.session.session_id
+        self._settle()
 
-    def drop_unsent(self) -> None:
-        self._chunks.clear()
-        for part in self._parts:
-            part.outgoing.drop_unsent()
-        self.note_change()
+    def step(self, now: float) -> list[tuple[DecodePeer, str]]:
+        """Submit new writes, collect finished ones, check the deadline. Return the peers that lost a write, and why."""
+        if self.state in (RoomState.BOOTSTRAPPING, RoomState.WAITING_FOR_INPUT):
+            self._check_deadline(now)
+            return []
+        if self.state not in (RoomState.TRANSFERRING, RoomState.STOPPING):
+            return []
+        try:
+            self._submit()
+        except ValueError as error:
+            self.fail(KVTransferError(self.key.room, f"room {self.key}: {error}"))
+        lost = []
+        for target, state, cause in self._poll_tickets():
+            if target.is_lost:
+                # Its writes are not confirmed anyway.
+                continue
+            if state is WriteState.LOST:
+                lost.append((target.peer, f"a write of room {self.key} was lost half-way: {cause}"))
+            else:
+                self.fail(KVTransferError(self.key.room, f"writing room {self.key} failed: {cause}"))
+        if not lost:
+            self._complete_if_done()
+            self._settle()
+        if self.state is RoomState.TRANSFERRING:
+            self._check_deadline(now)
+        return lost
 
-    def submit(self) -> None:
-        """Plan the queued chunks and submit as many writes as the transport accepts. Raises ValueError."""
-        while self._chunks:
-            for part in self._parts:
-                if self._exchanges(part):
-                    self._plan_exchange(self._chunks[0], part)
-                else:
-                    self._plan_copies(self._chunks[0], part)
-            self._chunks.popleft()
-        for part in self._parts:
-            part.outgoing.submit(part.peer.session)
+    def status(self, attempt: int, checksum: int | None = None) -> TransferStatus:
+        """Return the result of this rank's end."""
+        failure = RoomFailureCause.of(self.failure()) if self._stats is None else None
+        return TransferStatus(key=self.key, attempt=attempt, stats=self._stats, failure=failure, checksum=checksum)
 
-    def poll_tickets(self) -> list[tuple[RoomPart, WriteState, str]]:
-        """Forget final tickets. Return the worst failure of each part that has one, with its cause."""
-        troubles = []
-        for part in self._parts:
-            num_final, worst = part.outgoing.poll()
-            if worst is not None:
-                troubles.append((part, *worst))
-            if num_final:
-                self.note_change()
-                if self.context.staging is not None:
-                    # Tick again: rooms that wait for staging memory may have been polled before this one.
-                    self.context.wake()
-        return troubles
+    def forget_pages(self) -> None:
+        """Free what a closed room does not need to answer late messages."""
+        self.targets, self._pages, self._window_pages = [], [], []
 
-    def complete_if_done(self) -> bool:
-        if self.poll() is not KVPoll.TRANSFERRING or not self._last_sent or not self.settled:
-            return False
+    # -- actions --------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_settled(self) -> bool:
+        """True if no write of this room is in flight or queued."""
+        return not self._chunks and not any(target.outgoing for target in self.targets)
+
+    def _pair_if_announced(self) -> None:
+        is_announced = self._num_targets is not None and len(self.targets) >= self._num_targets
+        if is_announced and self.state is RoomState.BOOTSTRAPPING:
+            self._paired_at = self.context.clock.now()
+            self.advance(KVEvent.PAIRED)
+
+    def _complete_if_done(self) -> None:
+        if self.state is not RoomState.TRANSFERRING or not self._last_sent or not self._is_settled:
+            return
         now = self.context.clock.now()
         self._stats = TransferStats(
-            num_bytes=sum(part.outgoing.num_bytes for part in self._parts),
-            num_writes=sum(part.outgoing.num_writes for part in self._parts),
-            num_pages_exchanged=len(self._pages) if self._exchanges(self._parts[0]) else 0,
+            num_bytes=sum(target.outgoing.num_bytes for target in self.targets),
+            num_writes=sum(target.outgoing.num_writes for target in self.targets),
+            num_pages_exchanged=len(self._pages) if any(self._exchanges(target) for target in self.targets) else 0,
             seconds=now - self._first_send_at,
             exposed_seconds=now - self._last_send_at,
         )
         self.advance(KVEvent.COMPLETED)
-        return True
+        self._post_status()
+
+    def _stop(self, informed: object | None) -> None:
+        self._chunks.clear()
+        for target in self.targets:
+            target.outgoing.drop_unsent()
+        if self.state is not RoomState.STOPPING:
+            self._post_status()
+        elif not self._is_settled:
+            cause = RoomFailureCause.of(self.failure())
+            for target in self.targets:
+                self._post(target, AbortRoom(key=self.key, attempt=target.info.attempt, cause=cause))
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.state is RoomState.STOPPING and self._is_settled:
+            self.advance(KVEvent.SETTLED)
+            self._post_status()
+
+    def _post_status(self) -> None:
+        """Send the final status to all targets. It proves that no write will follow."""
+        for target in self.targets:
+            self._post(target, self.status(target.info.attempt, target.checksum))
+        if self.state is RoomState.REFUSED:
+            # They need no further answer when the request arrives.
+            self.targets = []
+
+    def _post(self, target: RoomTarget, body: AbortRoom | TransferStatus) -> None:
+        if not target.is_lost:
+            self.context.mailbox.post(target.peer.control_address, target.peer.epoch, body)
+
+    def _check_deadline(self, now: float) -> None:
+        config = self.context.config
+        if self.state is RoomState.BOOTSTRAPPING:
+            if now - self.opened_at > config.bootstrap_timeout:
+                stage = "waiting for a decode worker to announce its pages"
+                if self.is_announced:
+                    stage = "waiting for all ranks of a decode worker to announce their pages"
+                self.fail(self.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
+        elif now - self._paired_at > config.transfer_timeout:
+            stage = "computing and sending its KV cache"
+            self.fail(self.deadline_error(stage, config.transfer_timeout, "transfer_timeout"))
+
+    def _submit(self) -> None:
+        """Plan the queued chunks and submit as many writes as the transport accepts. Raises ValueError."""
+        while self._chunks:
+            for target in self.targets:
+                if self._exchanges(target):
+                    self._plan_exchange(self._chunks[0], target)
+                else:
+                    self._plan_copies(self._chunks[0], target)
+            self._chunks.popleft()
+        for target in self.targets:
+            target.outgoing.submit(target.peer.session)
+
+    def _poll_tickets(self) -> list[tuple[RoomTarget, WriteState, str]]:
+        """Forget final tickets. Return the worst failure of each target that has one, with its cause."""
+        troubles = []
+        for target in self.targets:
+            num_final, worst = target.outgoing.poll()
+            if worst is not None:
+                troubles.append((target, *worst))
+            if num_final and self.context.memory.staging is not None:
+                # Tick again: rooms that wait for staging memory may have been polled before this one.
+                self.context.wake()
+        return troubles
 
     def _length_error(self, num_more: int, is_last: bool) -> str | None:
-        page_size, num_tokens = self.context.args.layout.page_size, self._parts[0].info.num_tokens
+        if not self.targets:
+            return None
+        page_size, num_tokens = self.context.args.layout.page_size, self.targets[0].info.num_tokens
         sent, expected = len(self._pages) + num_more, -(-num_tokens // page_size)
-        for part in self._parts:
-            if not 0 <= part.info.num_held_tokens <= num_tokens:
-                held = part.info.num_held_tokens
+        for target in self.targets:
+            if not 0 <= target.info.num_held_tokens <= num_tokens:
+                held = target.info.num_held_tokens
                 return f"decode says that it holds {held} of {num_tokens} tokens of room {self.key}"
         if sent > expected or (is_last and sent != expected):
             ours, theirs = f"{sent} pages of {page_size} tokens", f"{num_tokens} tokens"
             return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"
         return None
 
-    def _exchanges(self, part: RoomPart) -> bool:
+    def _exchanges(self, target: RoomTarget) -> bool:
         """Return True if both workers compute in one pool, so that pages change owner instead of being copied."""
         pool = self.context.args.shared_pool
-        return pool != "" and part.peer.args.shared_pool == pool
+        return pool != "" and target.peer.args.shared_pool == pool
 
-    def _plan_exchange(self, chunk: _Chunk, part: RoomPart) -> None:
+    def _plan_exchange(self, chunk: _Chunk, target: RoomTarget) -> None:
         """Exchange all pages and write the metadata row with the last chunk. Earlier chunks do nothing."""
         if chunk.metadata_index is None:
             return
-        ours, theirs, shared = self._pages[: chunk.stop], part.info.pages, self.context.shared
+        ours, theirs, shared = self._pages[: chunk.stop], target.info.pages, self.context.memory.shared
         assert shared is not None
 
         def exchange() -> None:
-            if not shared.exchange(ours, theirs, tag=self.key.tag, generation=part.peer.args.generation):
+            if not shared.exchange(ours, theirs, tag=self.key.tag, generation=target.peer.args.generation):
                 raise ValueError("decode has left the shared pool")
 
-        part.outgoing.add_action(exchange)
-        part.outgoing.add(self._metadata_row(chunk.metadata_index, part))
+        target.outgoing.add_action(exchange)
+        target.outgoing.add(self._metadata_row(chunk.metadata_index, target))
 
-    def _plan_copies(self, chunk: _Chunk, part: RoomPart) -> None:
+    def _plan_copies(self, chunk: _Chunk, target: RoomTarget) -> None:
         """Plan the writes of a chunk: its tokens and, between drivers, the metadata row."""
-        info, ours, theirs = part.info, self.context.args, part.peer.args
+        info, ours, theirs = target.info, self.context.args, target.peer.args
         page_size = ours.layout.page_size
         # Every chunk ends with a whole page of ours, except the last, which ends with the prompt.
         start, stop = (min(n * page_size, info.num_tokens) for n in (chunk.first, chunk.stop))
@@ -281,28 +381,28 @@ class KVSender(Room):
             RoomPages(info.pages, info.window_pages),
             range(start, stop),
             info.num_tokens,
-            part.peer.pairs,
+            target.peer.pairs,
             wire_dtype=theirs.transfer_dtype,
-            pack_below=PACK_BELOW if self.context.staging else 0,
+            pack_below=PACK_BELOW if self.context.memory.staging else 0,
         )
-        part.outgoing.add(tokens)
-        self._add_to_checksum(range(start, stop), part)
+        target.outgoing.add(tokens)
+        self._add_to_checksum(range(start, stop), target)
         if chunk.metadata_index is not None and ours.rank.is_driver and theirs.rank.is_driver:
-            part.outgoing.add(self._metadata_row(chunk.metadata_index, part))
+            target.outgoing.add(self._metadata_row(chunk.metadata_index, target))
 
-    def _add_to_checksum(self, tokens: range, part: RoomPart) -> None:
-        theirs, checksums = part.peer.args, self.context.checksums
+    def _add_to_checksum(self, tokens: range, target: RoomTarget) -> None:
+        theirs, checksums = target.peer.args, self.context.memory.checksums
         if not tokens or checksums is None or not self.context.args.checksums(theirs):
             return
-        slices = source_slices(part.peer.pairs)
+        slices = source_slices(target.peer.pairs)
         pages = RoomPages(self._pages, self._window_pages)
-        more = checksums.of(pages, tokens, part.info.num_tokens, theirs.layout.page_size, slices)
-        part.checksum = ((part.checksum or 0) + more) % (1 << 64)
+        more = checksums.of(pages, tokens, target.info.num_tokens, theirs.layout.page_size, slices)
+        target.checksum = ((target.checksum or 0) + more) % (1 << 64)
 
-    def _metadata_row(self, index: int, part: RoomPart) -> LayoutPlan:
-        ours, theirs, target = self.context.args, part.peer.args, part.info.metadata_index
-        if not 0 <= target < theirs.num_metadata_rows:
-            raise ValueError(f"decode announced metadata row {target}, which it does not have")
+    def _metadata_row(self, index: int, target: RoomTarget) -> LayoutPlan:
+        ours, theirs, row = self.context.args, target.peer.args, target.info.metadata_index
+        if not 0 <= row < theirs.num_metadata_rows:
+            raise ValueError(f"decode announced metadata row {row}, which it does not have")
         size = ours.metadata_row_bytes
         source = (len(ours.layout.components), index * size)
-        return LayoutPlan(copy_table([(*source, len(theirs.layout.components), target * size, size)]), [])
+        return LayoutPlan(copy_table([(*source, len(theirs.layout.components), row * size, size)]), [])

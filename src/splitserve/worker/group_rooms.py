@@ -1,7 +1,7 @@
 """KV transfer of a worker that is sharded over ranks: a KVManager in each rank, and one view of all for the scheduler.
 
-Each rank opens its own manager (`hand_over.py`). The driver's GroupManager orders the transitions of a room on all
-ranks. The followers' FollowerRooms execute them, in a thread beside the one that computes.
+Each rank opens its own manager (`hand_over.py`). The driver's manager orders the transitions of a room on all ranks.
+The followers' FollowerRooms execute them, in a thread beside the one that computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from splitserve.core.config import DisaggregationConfig
 from splitserve.engine.build import BuiltEngine
 from splitserve.ranks.kv_follower import FollowerRooms
-from splitserve.ranks.kv_group import GroupManager
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.metadata import ReqToMetadataIdxAllocator
@@ -33,25 +32,18 @@ def open_hand_over(
     `on_change` is called from one of these threads when a room's state changed.
     """
     slots = ReqToMetadataIdxAllocator(config.num_metadata_slots)
-    channel = place.channel
-    if channel is None:
-        alone = open_rank(config, engine, bootstrap_url, place, on_change, closing)
-        return HandOverKit(alone.manager, alone.metadata, slots)
+    links = place.channel.links if place.channel else []
+    own = open_rank(config, engine, bootstrap_url, place, on_change, closing, links)
 
     def tick() -> None:
-        if group.tick():
+        if own.manager.collect_reports():
             on_change()
 
-    def local_change() -> None:
-        on_change()
-        thread.wake()
-
-    thread = LinkThread(channel.links, tick, place.end)
-    own = open_rank(config, engine, bootstrap_url, place, local_change, closing)
-    group = GroupManager(own.manager, place.rank, channel.links)
-    closing.callback(thread.close)
-    thread.start()
-    return HandOverKit(group, own.metadata, slots)
+    if links:
+        thread = LinkThread(links, tick, place.end)
+        closing.callback(thread.close)
+        thread.start()
+    return HandOverKit(own.manager, own.metadata, slots)
 
 
 def follow_rooms(

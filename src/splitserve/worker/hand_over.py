@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -20,8 +20,10 @@ from splitserve.transfer.arrival import Arrivals
 from splitserve.transfer.checksum import Checksums
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.directory import HttpDirectory, register_rank
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.group_wire import RankLink
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers
+from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.staging import StagingArea
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
@@ -40,7 +42,7 @@ MAX_DESCRIPTORS = 1 << 16
 class RankHandOver:
     """KV transfer of one rank."""
 
-    manager: ManagerThread
+    manager: KVManager
     metadata: MetadataBuffers
 
 
@@ -51,10 +53,11 @@ def open_rank(
     place: RankPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
+    links: Sequence[RankLink] = (),
 ) -> RankHandOver:
     """Open one rank's KV transfer; `closing` ends it: first the thread, last the transport.
 
-    `on_change` is called from the manager's thread when a room's state changed.
+    `on_change` is called from the manager's thread when a room's state changed. `links`: the driver's to its followers.
     """
     check_pool_device(config.transfer_backend, engine.pool.device.type)
     raise_descriptor_limit()
@@ -80,7 +83,7 @@ def open_rank(
     checksums = Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None
     manager = KVManager(
         config.mode,
-        KVManagerPorts(SystemClock(), channel, transport, directory, waker.wake),
+        KVManagerPorts(SystemClock(), channel, transport, directory, waker.wake, links),
         KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
         KVManagerIdentity(args, _args_of_group(args, place), place.instance),
         config,
@@ -90,7 +93,7 @@ def open_rank(
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url, token)
-    return RankHandOver(thread, metadata)
+    return RankHandOver(manager, metadata)
 
 
 def raise_descriptor_limit() -> None:

@@ -79,7 +79,7 @@ def test_without_the_option_nothing_is_summed_up():
     sender.send([1], is_last=True, metadata_index=0)
     world.tick()
     assert receiver.poll() is KVPoll.SUCCESS
-    assert list(receiver.said.values()) == [None]
+    assert list(receiver._checksums.values()) == [None]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ import pytest
 
 from splitserve.core.errors import CapacityError, DuplicateRoomError
 from splitserve.core.parallel import ParallelRank
-from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
 from splitserve.ranks.kv_follower import _Followed
-from splitserve.ranks.kv_group import GroupManager, GroupReceiver, GroupSender
-from splitserve.ranks.kv_group_wire import GiveUp, RoomReport, SendPages, decode_order, decode_report, encode
-from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
-from splitserve.transfer.state import IllegalTransition, KVPoll
+from splitserve.transfer.group_wire import GiveUp, RoomReport, SendPages, decode_order, decode_report, encode
+from splitserve.transfer.room import RankGroup, Room
+from splitserve.transfer.state import IllegalTransition, KVPoll, RoomState
 from splitserve.transfer.wire import RoomFailureCause
 from support.kv_groups import GroupWorld, RankLayouts
 from support.kv_world import BOOTSTRAP, CONFIG, NUM_ROWS
@@ -75,7 +74,7 @@ def test_a_room_is_paired_when_every_rank_is():
             world.wires.deliver(pair)
         for pipe in world.busy_pipes():
             pipe.let_through()
-    assert receiver.local.poll() is KVPoll.WAITING_FOR_INPUT
+    assert receiver.state is RoomState.WAITING_FOR_INPUT
     assert receiver.poll() is KVPoll.BOOTSTRAPPING
     with pytest.raises(IllegalTransition):
         receiver.init([1], 0, num_tokens=4)
@@ -163,7 +162,7 @@ def test_a_followers_word_from_before_an_order_proves_nothing():
         world.decode.manager.tick()
         for pair in world.wires.busy():
             world.wires.deliver(pair)
-    assert receiver.local.quiescent()
+    assert receiver.state is RoomState.FAILED
     assert all(report.is_quiescent for report in receiver._reports)
     assert not receiver.quiescent()
     world.tick()
@@ -204,7 +203,7 @@ def test_what_fails_one_rank_fails_the_room_everywhere_and_the_rank_is_named():
     world = two_and_two()
     sender, receiver = paired(world)
     # Only the second half of decode has no such page.
-    (part,) = [p for s in world.prefill.workers[0].manager._prefill._rooms.values() for p in s.untold[1:]]
+    (part,) = [p for s in world.prefill.workers[0].manager._prefill._rooms.values() for p in s.targets[1:]]
     part.info = msgspec.structs.replace(part.info, pages=[5, 99])
     send(world, sender)
     world.tick()
@@ -315,7 +314,7 @@ def test_pages_are_free_only_when_every_source_is_fenced():
 def test_an_abort_that_one_source_did_not_hear_is_repeated_to_that_one_alone():
     world = two_and_two(step=True)
     _, receiver = paired(world)
-    receiver.local.abort("gave up")
+    receiver.abort("gave up")
     world.decode.driver.manager.tick()
     world.wires.deliver(("decode-0", "prefill-0"), drop=True)
     world.wires.deliver(("decode-0", "prefill-1"))
@@ -324,8 +323,8 @@ def test_an_abort_that_one_source_did_not_hear_is_repeated_to_that_one_alone():
     while ("prefill-1", "decode-0") in world.wires.busy():
         world.wires.deliver(("prefill-1", "decode-0"))
     world.decode.driver.manager.tick()
-    first, _ = receiver.local.peer.sources
-    assert receiver.local.unsettled == {first.session_id}
+    first, _ = receiver.peer.sources
+    assert receiver.loans == {first.session_id}
     world.clock.advance(CONFIG.heartbeat_interval)
     world.decode.driver.manager.tick()
     again = {to: frames for (sender, to), frames in world.wires.under_way.items() if sender == "decode-0"}
@@ -343,7 +342,7 @@ def test_announcements_that_come_before_the_request_are_kept_until_all_are_there
     receiver.init([5, 6], 1, num_tokens=8)
     world.tick()
     sender = world.sender()
-    assert sender.local.poll() is KVPoll.WAITING_FOR_INPUT
+    assert sender.state is RoomState.WAITING_FOR_INPUT
     world.tick()
     world.prefill.fill([1, 2], seed=4)
     send(world, sender)
@@ -382,7 +381,8 @@ def test_a_rank_of_decode_that_never_announces_runs_into_the_deadline():
     world.pass_time(5)
     receiver = world.receiver()
     world.tick()
-    receiver.local.init([5], 0, num_tokens=4)
+    world.decode.dead.add(1)
+    receiver.init([5], 0, num_tokens=4)
     world.pass_time(CONFIG.bootstrap_timeout + 2)
     assert "waiting for all ranks of a decode worker to announce their pages" in sender.failure().message
 
@@ -391,7 +391,9 @@ def test_ranks_that_announce_different_prompts_fail_the_room():
     world = GroupWorld(shape(), shape(tp=2))
     sender, receiver = world.sender(), world.receiver()
     world.tick()
-    receiver.local.init([5], 0, num_tokens=4)
+    receiver.init([5], 0, num_tokens=4)
+    for pipe in world.decode.pipes:
+        pipe.take()
     other = next(iter(world.decode.workers[1].manager._decode._rooms.values()))
     other.init([5], 0, num_tokens=3)
     world.tick()
@@ -455,9 +457,9 @@ def test_a_room_is_not_forgotten_before_it_is_at_rest():
 def test_the_driver_needs_a_link_to_every_follower():
     driver = ParallelRank(tp_size=2)
     with pytest.raises(ValueError, match="0 links for the 1 followers"):
-        GroupManager(None, driver, [])
+        RankGroup(driver, [])
     with pytest.raises(ValueError, match="links"):
-        GroupManager(None, ParallelRank(tp_rank=1, tp_size=2), [None])
+        RankGroup(ParallelRank(tp_rank=1, tp_size=2), [None])
 
 
 def test_orders_and_reports_survive_the_link():
@@ -488,8 +490,8 @@ def looks_of_one_life(num_others, monkeypatch):
 
         monkeypatch.setattr(cls, name, counted)
 
-    counting(GroupSender, "poll")
-    counting(GroupReceiver, "poll")
+    counting(Room, "advance")
+    counting(Room, "take_report")
     counting(_Followed, "report")
     world.tick()
     idle = len(looks)

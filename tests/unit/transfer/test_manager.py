@@ -15,13 +15,12 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.layout import Region
-from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
 from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import LookupFailure
 from splitserve.transfer.receiver import KVReceiver
-from splitserve.transfer.room import Room, RoomLimits
+from splitserve.transfer.room import KVManagerMemory, Room, RoomLimits
 from splitserve.transfer.state import IllegalTransition, KVPoll
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.wire import PROTOCOL_VERSION, Ping, encode
@@ -800,7 +799,7 @@ def test_a_room_announced_through_a_lost_session_ends_on_both_sides_at_once():
 def test_a_refused_write_fails_its_room_alone():
     world = KVWorld(step=True)
     (a, ra), (b, rb) = world.paired(1, (5,)), world.paired(2, (6,))
-    (part,) = a.untold
+    (part,) = a.targets
     part.info = msgspec.structs.replace(part.info, pages=[5])
     world.decode.transport.memory = Memory(
         [

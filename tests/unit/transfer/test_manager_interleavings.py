@@ -291,7 +291,7 @@ def check_quiet_runs(seeds, make=Chaos):
 
 def test_the_canary_would_notice_pages_that_are_released_too_early(monkeypatch):
     monkeypatch.setattr("splitserve.transfer.receiver.KVReceiver.quiescent", lambda self: self.is_final)
-    monkeypatch.setattr("splitserve.transfer.receiver.KVReceiver.clear", lambda self: self._host.remove(self))
+    monkeypatch.setattr("splitserve.transfer.receiver.KVReceiver.clear", lambda self: self._on_clear(self))
 
     def run():
         for seed in range(100):

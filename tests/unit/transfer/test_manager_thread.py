@@ -15,8 +15,9 @@ from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.directory import HttpDirectory, register_rank
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerMemory, KVManagerPorts
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
+from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports import create_transport
 from splitserve.transfer.transports.base import TransportOptions
@@ -55,8 +56,8 @@ class Worker:
             ),
             DisaggregationConfig(cluster_token=ClusterToken(token)),
         )
-        self.manager = ManagerThread(self.kv, self.channel, self.waker, self.changed.set)
-        self.manager.start()
+        self.thread = ManagerThread(self.kv, self.channel, self.waker, self.changed.set)
+        self.thread.start()
 
     def wait(self, port, *states):
         end = time.monotonic() + DEADLINE
@@ -67,8 +68,8 @@ class Worker:
         return port.poll()
 
     def close(self):
-        self.manager.close()
-        self.manager.close()
+        self.thread.close()
+        self.thread.close()
         self.transport.close()
         self.directory.close()
         self.waker.close()
@@ -99,7 +100,7 @@ def test_pages_travel_end_to_end_for_many_rooms_at_once(pair):
     rooms = []
     for room in range(32):
         info = BootstrapInfo("127.0.0.1", port, RoomKey(room))
-        rooms.append((prefill.manager.sender(f"p{room}", info), decode.manager.receiver(f"d{room}", info)))
+        rooms.append((prefill.kv.sender(f"p{room}", info), decode.kv.receiver(f"d{room}", info)))
     for room, (_, receiver) in enumerate(rooms):
         decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
         receiver.init(order[room], room, num_tokens=128)
@@ -124,7 +125,7 @@ def test_pages_travel_end_to_end_for_many_rooms_at_once(pair):
 def test_an_abort_is_known_to_the_other_side_in_under_a_second(pair, side):
     prefill, decode, port = pair
     info = BootstrapInfo("127.0.0.1", port, RoomKey(1))
-    sender, receiver = prefill.manager.sender("p", info), decode.manager.receiver("d", info)
+    sender, receiver = prefill.kv.sender("p", info), decode.kv.receiver("d", info)
     decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
     receiver.init([1, 2], 0, num_tokens=32)
     prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
@@ -139,11 +140,11 @@ def test_an_abort_is_known_to_the_other_side_in_under_a_second(pair, side):
 def test_a_worker_that_closes_fails_its_peers_rooms_at_once(pair):
     prefill, decode, port = pair
     info = BootstrapInfo("127.0.0.1", port, RoomKey(1))
-    prefill.manager.sender("p", info)
-    receiver = decode.manager.receiver("d", info)
+    prefill.kv.sender("p", info)
+    receiver = decode.kv.receiver("d", info)
     decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
     receiver.init([1, 2], 0, num_tokens=32)
-    prefill.manager.close()
+    prefill.thread.close()
     decode.wait(receiver, KVPoll.FAILED)
     end = time.monotonic() + DEADLINE
     while not receiver.quiescent() and time.monotonic() < end:
@@ -154,7 +155,7 @@ def test_a_worker_that_closes_fails_its_peers_rooms_at_once(pair):
 
 def test_a_bug_in_the_manager_fails_the_open_rooms_and_the_thread_goes_on(pair, monkeypatch, caplog):
     _, decode, port = pair
-    broken = decode.manager.receiver("a", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
+    broken = decode.kv.receiver("a", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     tick = decode.kv.tick
 
     def fail_once():
@@ -166,7 +167,7 @@ def test_a_bug_in_the_manager_fails_the_open_rooms_and_the_thread_goes_on(pair, 
     decode.wait(broken, KVPoll.FAILED)
     assert "a bug" in broken.failure().message
     assert "the KV manager failed" in caplog.text
-    after = decode.manager.receiver("b", BootstrapInfo("127.0.0.1", port, RoomKey(2)))
+    after = decode.kv.receiver("b", BootstrapInfo("127.0.0.1", port, RoomKey(2)))
     decode.wait(after, KVPoll.WAITING_FOR_INPUT)
 
 
@@ -179,7 +180,7 @@ def stranger(request):
 
 def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger):
     _, _, port = pair
-    receiver = stranger.manager.receiver("d", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
+    receiver = stranger.kv.receiver("d", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     stranger.wait(receiver, KVPoll.FAILED)
     remedy = "the cluster tokens differ, or one side has none: start all workers with the same --cluster-token-file"
     assert remedy in receiver.failure().message
@@ -188,10 +189,10 @@ def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger
 def test_a_peer_without_the_token_sends_no_message_even_if_it_knows_the_address(pair, stranger):
     prefill, decode, port = pair
     stranger.kv._decode._directory = Told([prefill.kv.prefill_info()])
-    own = stranger.manager.receiver("x", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
+    own = stranger.kv.receiver("x", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     # Peers that hold the token are served, before and after its attempts.
     for room in (2, 3):
-        receiver = decode.manager.receiver(f"d{room}", BootstrapInfo("127.0.0.1", port, RoomKey(room)))
+        receiver = decode.kv.receiver(f"d{room}", BootstrapInfo("127.0.0.1", port, RoomKey(room)))
         decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
     assert own.poll() is KVPoll.BOOTSTRAPPING
     assert prefill.kv.num_peers == 1
@@ -257,7 +258,7 @@ def test_a_restarted_prefill_pairs_at_once_among_silent_connections(pair, token,
             began = time.monotonic()
             register_rank("127.0.0.1", port, restarted.kv.prefill_info(), token, timeout=DEADLINE)
             info = BootstrapInfo("127.0.0.1", port, RoomKey(7))
-            sender, receiver = restarted.manager.sender("p", info), decode.manager.receiver("d", info)
+            sender, receiver = restarted.kv.sender("p", info), decode.kv.receiver("d", info)
             decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
             receiver.init([3], 0, num_tokens=16)
             restarted.wait(sender, KVPoll.WAITING_FOR_INPUT)

@@ -1,18 +1,24 @@
-"""The diagram in docs/transfer.md is the one that the table draws."""
+"""The diagrams in docs/transfer.md are the ones that the tables draw."""
 
 import re
 from pathlib import Path
 
-from splitserve.transfer.state import KVPoll, diagram
+import pytest
+
+from splitserve.transfer.state import RECEIVER, SENDER, diagram
 
 PAGE = Path(__file__).parents[3] / "docs" / "transfer.md"
+TABLES = pytest.mark.parametrize(("side", "table"), [("sender", SENDER), ("receiver", RECEIVER)])
 
 
-def test_the_diagram_in_the_docs_is_drawn_from_the_table():
-    found = re.search(r"<!-- state diagram: begin -->\n```mermaid\n(.*?)```\n", PAGE.read_text(), re.DOTALL)
+@TABLES
+def test_the_diagram_in_the_docs_is_drawn_from_the_table(side, table):
+    pattern = rf"<!-- {side} diagram: begin -->\n```mermaid\n(.*?)```\n"
+    found = re.search(pattern, PAGE.read_text(), re.DOTALL)
     assert found is not None
-    assert found[1] == diagram(), "run: python -m splitserve.transfer.state"
+    assert found[1] == diagram(table), "run: python -m splitserve.transfer.state"
 
 
-def test_the_diagram_shows_every_state():
-    assert all(state.name.title().replace("_", "") in diagram() for state in KVPoll)
+@TABLES
+def test_the_diagram_shows_every_state(side, table):
+    assert all(state.name.title().replace("_", "") in diagram(table) for state in table)

@@ -24,13 +24,12 @@ from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import SplitserveError
-from splitserve.core.request import DisaggregationMode, Request
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
 from splitserve.scheduler.decode_queues import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
 from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet, ScheduledBatch
-from splitserve.transfer.fake_room import FAKE_BOOTSTRAP_HOST
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.lease import LeaseTable
 

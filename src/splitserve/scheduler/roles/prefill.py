@@ -26,7 +26,7 @@ from splitserve.scheduler.roles.base import QueueState
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.lease import LeaseTable
-from splitserve.transfer.ports import AskedPrompt
+from splitserve.transfer.prefill_side import AskedPrompt
 from splitserve.transfer.state import KVPoll
 
 

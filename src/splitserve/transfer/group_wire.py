@@ -7,14 +7,40 @@ that were carried out before it. Pure data: no sockets.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from splitserve.core.messages import TransferStats
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.wire import RoomFailureCause
+
+
+class RankLink(Protocol):
+    """Link between the driver and one follower: frames in order, none lost, never blocking, until the link ends.
+
+    `send` may be called from any thread, all else from one.
+    """
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame. A frame that cannot be queued ends the link."""
+        ...
+
+    def collect(self) -> list[bytes]:
+        """Return the received frames."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the link is open. Once False it stays False: the other rank is gone."""
+        ...
+
+
+def followers_of(rank: ParallelRank) -> list[ParallelRank]:
+    """Return the followers in the group of `rank`, in the order in which the driver keeps their links."""
+    return [other for other in rank.group() if not other.is_driver]
 
 
 class FollowerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -38,7 +64,7 @@ class OpenReceiver(FollowerCommand, frozen=True):
 
 
 class SendPages(FollowerCommand, frozen=True):
-    """Order with the arguments of `SenderPort.send`."""
+    """Order with the arguments of `KVSender.send`."""
 
     pages: list[int]
     is_last: bool
@@ -47,7 +73,7 @@ class SendPages(FollowerCommand, frozen=True):
 
 
 class AnnouncePages(FollowerCommand, frozen=True):
-    """Order with the arguments of `ReceiverPort.init`, except the prompt: only the driver requests prompts."""
+    """Order with the arguments of `KVReceiver.init`, except the prompt: only the driver requests prompts."""
 
     pages: list[int]
     metadata_index: int
