@@ -105,8 +105,9 @@ def bench_serve(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a server under load: colocated, over each transport, or a running one. Exit code 1: requests failed."""
-    from splitserve.tools.bench.load_figures import Slo
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.bench.serve import MODES, ServeBenchOptions, run_serve_bench
+    from splitserve.tools.bench.serve_figures import Slo
     from splitserve.tools.bench.workload import LoadPlan
 
     recorded = make_trace(trace, num_prompts, trace_length_scale, trace_speed)
@@ -128,8 +129,7 @@ def bench_serve(
         chunks=tuple(chunked_prefill_size or (None,)),
         threads=threads,
         side_by_side=side_by_side,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_serve_bench(options))
 

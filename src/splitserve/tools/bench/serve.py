@@ -17,22 +17,20 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import DTYPES
+from splitserve.core.config import check_dtype
 from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ConfigError
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.tools.bench.backends import choose_backends
-from splitserve.tools.bench.load import Endpoint, StreamLoad, ask, run_load
-from splitserve.tools.bench.load_figures import LoadFigures, Slo
-from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
-from splitserve.tools.bench.publish import publish
-from splitserve.tools.bench.serve_report import Handover, ServeFigures, ServeReport
+from splitserve.tools.bench.load import Endpoint, ask, run_load
+from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.serve_figures import Handover, LoadFigures, ServeFigures, Slo, serve_report
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
 from splitserve.tools.bench.systems import Running, RunningServer, ServedSystem, Server
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker
@@ -74,9 +72,7 @@ class ServeBenchOptions:
     threads: int | None
     # Whether systems of one chunk size run side by side. False: each starts after the end of the one before.
     side_by_side: bool
-    # Markdown file to append a section to. None: no file.
-    append_to: Path | None
-    as_json: bool
+    output: ReportOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +84,6 @@ class _System:
     server: Server
 
 
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    """Figures of an idle system. None: not measured, or no KV transfer."""
-
-    ttft: TtftFigures | None
-    transfers: Transfers | None
-
-
 def run_serve_bench(options: ServeBenchOptions) -> int:
     """Run the benchmark and return the exit code: 1 if requests failed.
 
@@ -103,8 +91,7 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
     """
     console = Console(stderr=True)
     systems = _systems(options, console)
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     tokenizer = Tokenizer.load(resolve_model(options.model))
 
     def encode(text: str) -> list[int]:
@@ -112,9 +99,11 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
 
     groups = _groups(systems, side_by_side=options.side_by_side)
     figures = [found for group in groups for found in _measure(group, options, encode, console)]
-    report = ServeReport(options.model, options.dtype, options.command, describe_machine(), figures, options.slos)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    return 1 if report.warn(console) else 0
+    report = serve_report(options.model, options.dtype, options.command, describe_machine(), figures, options.slos)
+    options.output.publish(report, console)
+    for message in report.remarks:
+        console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return 1 if report.remarks else 0
 
 
 def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_System]]:
@@ -137,43 +126,34 @@ def _measure(
             if warm_up:
                 asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
         show("one prompt at a time")
-        idles = _measure_idle(started, options, encode)
-        results = []
+        idle = _measure_idle(started, options, encode) if options.ttft_runs else [(None, None)] * len(systems)
+        loads = []
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
-            requests = plan.requests(encode)
-            load = run_load(
-                running.endpoint, requests, concurrency=plan.concurrency, duration=plan.duration or math.inf
-            )
-            results.append(asyncio.run(load))
+            requests, duration = plan.requests(encode), plan.duration or math.inf
+            load = run_load(running.endpoint, requests, concurrency=plan.concurrency, duration=duration)
+            loads.append(asyncio.run(load))
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
     taken = None if systems[0].mode == "external" else others.cores_taken()
     return [
-        _figures(system, options, result, idle, taken)
-        for system, result, idle in zip(systems, results, idles, strict=True)
+        ServeFigures(
+            mode=system.mode,
+            backend=system.backend,
+            chunk_tokens=system.chunk,
+            threads=system.server.threads,
+            load_shape=plan.describe(),
+            concurrency=plan.concurrency,
+            request_rate=plan.request_rate,
+            input_tokens=_typical([r.num_prompt_tokens for r in load.records], plan.input_tokens, plan),
+            output_tokens=_typical([r.num_output_tokens for r in load.records], plan.output_tokens, plan),
+            load=LoadFigures.of(load.records, load.num_failed, load.elapsed, options.slos),
+            errors=load.errors,
+            idle=ttft,
+            transfer=transfers,
+            cores_taken_by_others=taken,
+        )
+        for system, load, (ttft, transfers) in zip(systems, loads, idle, strict=True)
     ]
-
-
-def _figures(
-    system: _System, options: ServeBenchOptions, result: StreamLoad, idle: _Idle, cores_taken: float | None
-) -> ServeFigures:
-    plan = options.plan
-    return ServeFigures(
-        mode=system.mode,
-        backend=system.backend,
-        chunk_tokens=system.chunk,
-        threads=system.server.threads,
-        load_shape=plan.describe(),
-        concurrency=plan.concurrency,
-        request_rate=plan.request_rate,
-        input_tokens=_typical([r.num_prompt_tokens for r in result.records], plan.input_tokens, plan),
-        output_tokens=_typical([r.num_output_tokens for r in result.records], plan.output_tokens, plan),
-        load=LoadFigures.of(result.records, result.num_failed, result.elapsed, options.slos),
-        errors=result.errors,
-        idle=idle.ttft,
-        transfer=None if idle.transfers is None else Handover.of(idle.transfers),
-        cores_taken_by_others=cores_taken,
-    )
 
 
 def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
@@ -181,10 +161,10 @@ def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
     return round(mean(lengths)) if plan.trace is not None and lengths else asked
 
 
-def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode: Encode) -> list[_Idle]:
-    """Measure the TTFT of each system, one prompt at a time. Raises RequestFailedError."""
-    if options.ttft_runs == 0:
-        return [_Idle(None, None)] * len(systems)
+def _measure_idle(
+    systems: Sequence[Running], options: ServeBenchOptions, encode: Encode
+) -> list[tuple[TtftFigures, Handover | None]]:
+    """Measure the TTFT of each system, one prompt at a time, and its KV transfers. Raises RequestFailedError."""
     # The prompts differ from those of the load, and are the same for every system.
     prompts = [PromptMaker(encode, options.plan.seed + 2) for _ in systems]
 
@@ -193,21 +173,19 @@ def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode
 
     for i in range(len(systems)):
         one(i)
-    before = [_settled(system.prefill_url) for system in systems]
+    before = [None if system.prefill_url is None else _settled(system.prefill_url) for system in systems]
     rounds = [[one(i) for i in range(len(systems))] for _ in range(options.ttft_runs)]
     found = []
-    for system, counted, records in zip(systems, before, zip(*rounds, strict=True), strict=True):
-        transfers = None
-        if system.prefill_url is not None and counted is not None:
-            transfers = _counted(system.prefill_url, counted.count + options.ttft_runs) - counted
-        found.append(_Idle(TtftFigures.of(options.ttft_tokens, records), transfers))
+    for system, earlier, records in zip(systems, before, zip(*rounds, strict=True), strict=True):
+        transfer = None
+        if system.prefill_url is not None and earlier is not None:
+            transfer = Handover.of(_counted(system.prefill_url, earlier.count + options.ttft_runs) - earlier)
+        found.append((TtftFigures.of(options.ttft_tokens, records), transfer))
     return found
 
 
-def _settled(prefill_url: str | None) -> Transfers | None:
-    """Return the figures when all KV transfers of answered requests are counted. None: there is no prefill worker."""
-    if prefill_url is None:
-        return None
+def _settled(prefill_url: str) -> Transfers:
+    """Return the figures when all KV transfers of answered requests are counted."""
     deadline = time.monotonic() + _COUNT_TIMEOUT
     found = read_transfers(prefill_url)
     while time.monotonic() < deadline:
@@ -235,8 +213,7 @@ def _systems(options: ServeBenchOptions, console: Console) -> list[_System]:
     """Return the systems, for each chunk size the colocated one first. Raises ConfigError."""
     if options.endpoint is not None:
         return [_System("external", None, None, RunningServer("external", options.endpoint))]
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {options.dtype!r}: choose one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     if unknown := set(options.modes) - set(MODES):
         raise ConfigError(f"--mode {', '.join(sorted(unknown))}: choose of {', '.join(MODES)}")
     backends: list[str | None] = [None] if "null" in options.modes else []

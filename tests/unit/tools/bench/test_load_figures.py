@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench.load_figures import LoadFigures, Slo
+from splitserve.tools.bench.serve_figures import LoadFigures, Slo
 from splitserve.tools.bench.stats import StreamRecord
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from splitserve.cli.bench_serve import with_defaults
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import backends, serve
-from splitserve.tools.bench.load_figures import LoadFigures, Slo
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.serve import ServeBenchOptions, run_serve_bench
-from splitserve.tools.bench.serve_report import Handover, ServeFigures, ServeReport
+from splitserve.tools.bench.serve_figures import Handover, LoadFigures, ServeFigures, Slo, serve_report
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures
 from splitserve.tools.bench.workload import LoadPlan
 from splitserve.tools.metrics import Transfers
@@ -58,13 +56,18 @@ def figures(mode, backend, idle, *, transfers=None, errors=None, records=None):
 
 
 def report(*systems):
-    return ServeReport("m", "float32", "splitserve bench serve m", {"CPU": "x"}, systems, [Slo("ttft", 500)])
+    return serve_report("m", "float32", "splitserve bench serve m", {"CPU": "x"}, systems, [Slo("ttft", 500)])
 
 
 @pytest.fixture
-def both():
+def systems():
     moved = Transfers(count=5, num_bytes=5e9, seconds=10.0, exposed_seconds=1.0)
-    return report(figures("null", None, 2.0), figures("disaggregated", "tcp", 2.1, transfers=moved))
+    return figures("null", None, 2.0), figures("disaggregated", "tcp", 2.1, transfers=moved)
+
+
+@pytest.fixture
+def both(systems):
+    return report(*systems)
 
 
 def options(**changed):
@@ -83,8 +86,7 @@ def options(**changed):
         "chunks": (None,),
         "threads": None,
         "side_by_side": True,
-        "append_to": None,
-        "as_json": False,
+        "output": ReportOutput(as_json=False),
     }
     return ServeBenchOptions(**{**given, **changed})
 
@@ -96,7 +98,7 @@ def test_systems_of_one_chunk_size_run_at_once_unless_they_are_to_run_apart():
 
 
 def test_the_json_form_is_a_list_with_these_keys_first(both):
-    found = json.loads(json.dumps(both.to_json()))
+    found = json.loads(json.dumps(both.figures))
     assert [list(row)[: len(KEYS)] for row in found] == [KEYS, KEYS]
     null, apart = found
     assert (null["mode"], null["transfer_backend"]) == ("null", None)
@@ -106,20 +108,20 @@ def test_the_json_form_is_a_list_with_these_keys_first(both):
 
 
 def test_a_load_in_which_everything_failed_keeps_its_keys(both):
-    (row,) = report(figures("external", None, 2.0, errors={"no room": 4}, records=[])).to_json()
+    (row,) = report(figures("external", None, 2.0, errors={"no room": 4}, records=[])).figures
     assert list(row)[: len(KEYS)] == KEYS
     assert (row["ttft_ms_p50"], row["itl_ms_mean"], row["goodput"]) == (None, None, 0.0)
     assert (row["num_failed"], row["errors"]) == (4, {"no room": 4})
 
 
 def test_idle_ttft_is_set_against_the_colocated_system_of_the_same_chunk_size(both):
-    assert [row["idle_ttft_of_null"] for row in both.to_json()] == pytest.approx([1.0, 1.05])
-    assert report(figures("external", None, 2.0)).to_json()[0]["idle_ttft_of_null"] is None
+    assert [row["idle_ttft_of_null"] for row in both.figures] == pytest.approx([1.0, 1.05])
+    assert report(figures("external", None, 2.0)).figures[0]["idle_ttft_of_null"] is None
 
 
-def test_what_compute_hid_is_what_was_not_exposed(both):
-    assert both.figures[0].transfer is None
-    handover = both.figures[1].transfer
+def test_what_compute_hid_is_what_was_not_exposed(systems):
+    assert systems[0].transfer is None
+    handover = systems[1].transfer
     assert (handover.num_bytes, handover.seconds, handover.exposed_seconds) == pytest.approx((1e9, 2.0, 0.2))
     assert (handover.hidden, handover.gb_per_s) == pytest.approx((0.9, 0.5))
 
@@ -144,23 +146,18 @@ def test_the_report_has_a_row_a_figure_and_a_column_a_system(both):
     assert "| hidden | - | 90% |" in lines
     assert "| cores taken by others | 0.2 | 0.2 |" in lines
     assert "TTFT <= 500 ms" in section
-    out = io.StringIO()
-    Console(file=out, width=200).print(both.table())
-    assert "exposed, ms" in out.getvalue()
 
 
 def test_figures_that_no_system_has_get_no_row():
     alone = report(figures("null", None, 2.0))
-    assert not any(row[0] in ("hidden", "KV moved, MB") for row in alone.rows())
+    assert not any(row[0] in ("hidden", "KV moved, MB") for row in alone.tables[0].rows)
 
 
-def test_failed_requests_are_shown_everywhere(both):
+def test_failed_requests_are_remarks(both):
     failing = report(figures("null", None, 2.0, errors={"HTTP 503: no room": 2}))
-    out = io.StringIO()
-    assert failing.warn(Console(file=out, width=200))
-    for text in (out.getvalue(), failing.markdown(datetime.date(2031, 2, 3))):
-        assert "null, chunks of 512: 2 of 3 requests failed: 2 x HTTP 503: no room" in text
-    assert not both.warn(Console(file=out))
+    assert failing.remarks == ["null, chunks of 512: 2 of 3 requests failed: 2 x HTTP 503: no room"]
+    assert failing.remarks[0] in failing.markdown(datetime.date(2031, 2, 3))
+    assert not both.remarks
 
 
 def test_wrong_options_are_refused_before_anything_starts():
