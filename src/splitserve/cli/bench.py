@@ -129,6 +129,7 @@ def bench_compare(
 ) -> None:
     """Compare our servers with other engines, which are installed first. Takes half an hour or more."""
     from splitserve.tools.bench.compare import SYSTEMS, CompareOptions, run_compare
+    from splitserve.tools.bench.report import ReportOutput
 
     check_backend(transfer_backend, "--transfer-backend")
     options = CompareOptions(
@@ -141,7 +142,6 @@ def bench_compare(
         timeout=timeout,
         peers=peers,
         quick=quick,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_compare(options))
