@@ -29,6 +29,7 @@ def bench_abuse(
     """
     from splitserve.tools.bench.abuse import AbuseOptions, run_abuse_bench
     from splitserve.tools.bench.abuse_attacks import ATTACKS
+    from splitserve.tools.bench.report import ReportOutput
 
     options = AbuseOptions(
         command=typed_again(ctx),
@@ -36,7 +37,6 @@ def bench_abuse(
         dtype=dtype,
         attacks=tuple(attack or ATTACKS),
         duration=duration,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_abuse_bench(options))

@@ -35,6 +35,7 @@ def bench_routing(
     as_json: JsonOption = False,
 ) -> None:
     """Compare prefix hit rate and TTFT of routing policies with those of one worker that has the whole cache."""
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.bench.routing import RoutingBenchOptions, run_routing_bench
 
     policies = tuple(policy or ("cache_aware", "random"))
@@ -51,7 +52,6 @@ def bench_routing(
         num_workers=prefill,
         pool_tokens=pool_tokens,
         page_size=page_size,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_routing_bench(options))

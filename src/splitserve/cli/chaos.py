@@ -31,6 +31,7 @@ def chaos(
 
     Every answer is compared with that of an undisturbed run. At the end no worker may hold any resource.
     """
+    from splitserve.tools.bench.report import ReportOutput
     from splitserve.tools.chaos.run import ChaosOptions, run_chaos
 
     check_backend(transfer_backend, "--transfer-backend")
@@ -45,7 +46,6 @@ def chaos(
         backend=transfer_backend,
         hang_timeout=hang_timeout,
         seed=secrets.randbelow(1 << 16) if seed is None else seed,
-        append_to=append_to,
-        as_json=as_json,
+        output=ReportOutput(as_json, append_to),
     )
     raise typer.Exit(run_chaos(options))

@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, pairwise
-from pathlib import Path
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -26,10 +25,9 @@ from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.deploy.local import LocalCluster, wait_ready
 from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, AttackResult
-from splitserve.tools.bench.abuse_report import AbuseReport, AttackFigures
 from splitserve.tools.bench.load import Endpoint, MeasuredStream, StreamLoad, ask, run_load, running_load
-from splitserve.tools.bench.machine import check_writable, describe_machine
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import describe_machine
+from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportOutput, ReportTable
 from splitserve.tools.bench.systems import READY_TIMEOUT, ServedSystem
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import RequestFailedError, call
@@ -50,6 +48,14 @@ _SAMPLE_SHARE = 0.05
 _ATTACK_GRACE = 60.0
 
 
+# Longest allowed time between two tokens of a running stream, seconds.
+MAX_GAP = 1.0
+# Largest allowed growth of the memory of one worker or of the router during one attack, bytes.
+MAX_GROWTH = 300_000_000
+# Statuses that only a bug in Splitserve can cause.
+_FAULTS = frozenset({"HTTP 500", "HTTP 502", "HTTP 504"})
+
+
 @dataclass(frozen=True, slots=True)
 class AbuseOptions:
     # Command line that repeats this benchmark.
@@ -60,18 +66,78 @@ class AbuseOptions:
     attacks: Sequence[str]
     # Seconds for which an attack that is not answered goes on.
     duration: float
-    append_to: Path | None
-    as_json: bool
+    output: ReportOutput
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.attacks if name not in ATTACKS]:
             raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
 
 
+@dataclass(frozen=True, slots=True)
+class AttackFigures:
+    """Figures of one attack, in seconds and bytes."""
+
+    name: str
+    # Longest time between two tokens of one running stream.
+    longest_gap: float
+    # Longest time from sending a new stream to its first token. None: no stream started during the attack.
+    longest_ttft: float | None
+    # Largest growth of the memory of one worker with all its processes, or of the router: peak over start.
+    growth: int
+    # Outcome -> number of requests or connections of the attack with that outcome.
+    outcomes: Mapping[str, int]
+    # Problems that the streaming clients and the check after the attack found.
+    errors: Sequence[str]
+
+    @property
+    def problems(self) -> list[str]:
+        """Return why the attack counts as harmful. Empty: it did no harm."""
+        found = []
+        if self.longest_gap >= MAX_GAP:
+            found.append(f"gap of {self.longest_gap:.1f} s")
+        if self.growth > MAX_GROWTH:
+            found.append(f"{self.growth / 1e6:.0f} MB of growth")
+        faults = {outcome: count for outcome, count in self.outcomes.items() if outcome in _FAULTS}
+        return [*found, *(f"{count} x {outcome}" for outcome, count in faults.items()), *self.errors]
+
+
+def abuse_report(options: AbuseOptions, machine: Mapping[str, str], attacks: Sequence[AttackFigures]) -> Report:
+    """Return the report. JSON is in seconds and bytes."""
+    return Report(
+        title=f"Streams under attack: {options.model} in {options.dtype}",
+        command=options.command,
+        machine=machine,
+        figures={
+            "model": options.model,
+            "dtype": options.dtype,
+            "command": options.command,
+            "num_streams": NUM_STREAMS,
+            "machine": machine,
+            "attacks": [asdict(attack) | {"problems": attack.problems} for attack in attacks],
+            "limits": {"longest_gap": MAX_GAP, "growth": MAX_GROWTH},
+            "passed": not any(attack.problems for attack in attacks),
+        },
+        tables=[ReportTable.by_row(_COLUMNS, attacks)],
+        legend=(
+            f"{NUM_STREAMS} clients stream from one prefill and one decode worker while each attack runs. Limits: gaps "
+            f"of {MAX_GAP:g} s, growth of {MAX_GROWTH / 1e6:.0f} MB for each worker and for the router."
+        ),
+    )
+
+
+_COLUMNS: Cells[AttackFigures] = (
+    ("attack", lambda a: a.name),
+    ("longest gap, ms", lambda a: f"{a.longest_gap * 1e3:,.0f}"),
+    ("longest TTFT, ms", lambda a: ABSENT if a.longest_ttft is None else f"{a.longest_ttft * 1e3:,.0f}"),
+    ("growth, MB", lambda a: f"{a.growth / 1e6:,.0f}"),
+    ("outcomes", lambda a: ", ".join(f"{count} x {outcome}" for outcome, count in sorted(a.outcomes.items()))),
+    ("verdict", lambda a: "; ".join(a.problems) or "ok"),
+)
+
+
 def run_abuse_bench(options: AbuseOptions) -> int:
     """Return the exit code: 1 if an attack did harm. Raises ClusterError, RequestFailedError."""
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     console = Console(stderr=True)
     system = ServedSystem(
         name="disaggregated",
@@ -92,9 +158,8 @@ def run_abuse_bench(options: AbuseOptions) -> int:
         sampling = {"max_new_tokens": 2, "regex": "[a-z]+"}
         call(f"{cluster.router_url}/generate", {"text": "a", "sampling_params": sampling}, timeout=READY_TIMEOUT)
         figures = asyncio.run(_attack_all(cluster, endpoint, options, console))
-    report = AbuseReport(options.model, options.dtype, options.command, NUM_STREAMS, describe_machine(), figures)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    return 0 if report.is_passed else 1
+    options.output.publish(abuse_report(options, describe_machine(), figures), console)
+    return 1 if any(attack.problems for attack in figures) else 0
 
 
 async def _attack_all(

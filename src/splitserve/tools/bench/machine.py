@@ -12,7 +12,6 @@ import psutil  # type: ignore[import-untyped]
 
 from splitserve import __version__
 from splitserve.core.cpus import num_cores
-from splitserve.core.errors import ConfigError
 
 # CPU time fields that are idle time, or that are included in another field.
 _NOT_BUSY = frozenset({"idle", "iowait", "guest", "guest_nice"})
@@ -28,16 +27,6 @@ def describe_machine() -> dict[str, str]:
         "transformers": importlib.metadata.version("transformers"),
         "splitserve": __version__,
     }
-
-
-def check_writable(path: Path) -> None:
-    """Raise ConfigError if the file cannot be written, before minutes of measuring."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--append-to {path}: cannot be written ({error.strerror}): name another file") from error
 
 
 class OthersWatch:

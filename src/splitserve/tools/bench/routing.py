@@ -10,15 +10,11 @@ TTFT       At the client of streamed completions, as in `splitserve bench serve`
 from __future__ import annotations
 
 import asyncio
-import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ClusterError, ConfigError
@@ -29,9 +25,8 @@ from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.load import Endpoint, run_load
-from splitserve.tools.bench.machine import OthersWatch, check_writable, describe_machine
-from splitserve.tools.bench.markdown import listed, table_of
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.bench.systems import READY_TIMEOUT
 from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace
@@ -56,8 +51,7 @@ class RoutingBenchOptions:
     # Tokens of each prefill worker's KV pool.
     pool_tokens: int
     page_size: int
-    append_to: Path | None
-    as_json: bool
+    output: ReportOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,81 +71,50 @@ class PolicyFigures:
     cores_taken_by_others: float
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingReport:
-    command: str
-    machine: dict[str, str]
-    # Figures of the single worker first.
-    figures: Sequence[PolicyFigures]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the figures as JSON values. Times are in seconds, rates and shares from 0 to 1."""
-        return [
+def routing_report(command: str, machine: Mapping[str, str], figures: Sequence[PolicyFigures]) -> Report:
+    """Return the report. JSON has times in seconds, and shares from 0 to 1. `figures`: the single worker first."""
+    single = figures[0].hit_rate
+    ratios = [f.hit_rate / single if single else float("nan") for f in figures]
+    taken = ", ".join(f"{f.cores_taken_by_others:.1f}" for f in figures)
+    return Report(
+        title="Prefix caches by policy",
+        command=command,
+        machine=machine,
+        figures=[
             {
                 "policy": f.name,
                 "requests": f.num_requests,
                 "failed": f.num_failed,
                 "hit_rate": f.hit_rate,
-                "of_one_worker": self._of_single(f),
+                "of_one_worker": ratio,
                 "worker_shares": list(f.shares),
                 "ttft_p50": f.ttft_p50,
                 "ttft_p90": f.ttft_p90,
                 "elapsed": f.elapsed,
             }
-            for f in self.figures
-        ]
+            for f, ratio in zip(figures, ratios, strict=True)
+        ],
+        tables=[ReportTable.by_row(_COLUMNS, list(zip(figures, ratios, strict=True)))],
+        setting=f"Others kept {taken} cores busy meanwhile",
+    )
 
-    def table(self) -> Table:
-        table = Table(*self._header(), title="prefix caches by policy")
-        for row in self._rows():
-            table.add_row(*row)
-        return table
 
-    def markdown(self, date: datetime.date) -> str:
-        """Return a section to append to a log."""
-        taken = ", ".join(f"{f.cores_taken_by_others:.1f}" for f in self.figures)
-        return (
-            f"\n## {date.isoformat()} · Prefix caches by policy\n\n`{self.command}`\n\n{listed(self.machine)}. "
-            f"Others kept {taken} cores busy meanwhile.\n\n" + table_of(self._header(), self._rows())
-        )
-
-    def _of_single(self, figures: PolicyFigures) -> float:
-        single = self.figures[0].hit_rate
-        return figures.hit_rate / single if single else float("nan")
-
-    def _header(self) -> list[str]:
-        return [
-            "policy",
-            "requests",
-            "failed",
-            "hit rate",
-            "of one worker's",
-            "tokens, by worker",
-            "TTFT p50, s",
-            "TTFT p90, s",
-        ]
-
-    def _rows(self) -> list[list[str]]:
-        return [
-            [
-                f.name,
-                str(f.num_requests),
-                str(f.num_failed),
-                f"{f.hit_rate:.3f}",
-                f"{self._of_single(f):.2f}",
-                " + ".join(f"{share:.0%}" for share in f.shares),
-                f"{f.ttft_p50:.2f}",
-                f"{f.ttft_p90:.2f}",
-            ]
-            for f in self.figures
-        ]
+_COLUMNS: Cells[tuple[PolicyFigures, float]] = (
+    ("policy", lambda row: row[0].name),
+    ("requests", lambda row: str(row[0].num_requests)),
+    ("failed", lambda row: str(row[0].num_failed)),
+    ("hit rate", lambda row: f"{row[0].hit_rate:.3f}"),
+    ("of one worker's", lambda row: f"{row[1]:.2f}"),
+    ("tokens, by worker", lambda row: " + ".join(f"{share:.0%}" for share in row[0].shares)),
+    ("TTFT p50, s", lambda row: f"{row[0].ttft_p50:.2f}"),
+    ("TTFT p90, s", lambda row: f"{row[0].ttft_p90:.2f}"),
+)
 
 
 def run_routing_bench(options: RoutingBenchOptions) -> int:
     """Run the benchmark and return the exit code: 1 if requests failed. Raises ConfigError, ClusterError."""
     console = Console(stderr=True)
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     if options.trace.longest > options.pool_tokens:
         raise ConfigError(
             f"--pool-tokens {options.pool_tokens}: the longest request has {options.trace.longest} tokens: "
@@ -167,8 +130,7 @@ def run_routing_bench(options: RoutingBenchOptions) -> int:
         _measure(name, num_workers, options, requests, console)
         for name, num_workers in ((SINGLE, 1), *((policy, options.num_workers) for policy in options.policies))
     ]
-    report = RoutingReport(options.command, describe_machine(), figures)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
+    options.output.publish(routing_report(options.command, describe_machine(), figures), console)
     return 1 if any(f.num_failed for f in figures) else 0
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from rich.table import Table
-
-from splitserve.tools.bench.markdown import listed, table_of
+from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.chaos.streams import StreamOutcome
 
@@ -51,9 +47,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class ChaosReport:
-    command: str
-    machine: dict[str, str]
+class ChaosResults:
     seed: int
     seconds: float
     tally: Tally
@@ -66,10 +60,28 @@ class ChaosReport:
     def is_good(self) -> bool:
         return not (self.tally.errors or self.tally.differences or self.leaks) and self.tally.num_equal > 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values. Times are in seconds."""
+    def report(self, command: str, machine: Mapping[str, str]) -> Report:
+        """Return the report. JSON has times in seconds."""
         tally = self.tally
-        return {
+        pauses = tally.longest_pauses or [0.0]
+        p50, p99 = percentile(pauses, 50), percentile(pauses, 99)
+        recovery = max(tally.recoveries, default=0.0)
+        rows = [
+            ("seconds, seed", f"{self.seconds:.0f}, {self.seed}"),
+            ("requests", str(tally.num_requests)),
+            ("equal to an undisturbed run", str(tally.num_equal)),
+            ("left by their clients", str(tally.num_left)),
+            ("faults", str(tally.faults.total())),
+            *((f"- {name}", str(count)) for name, count in sorted(tally.faults.items())),
+            ("migrations", str(self.num_migrations)),
+            ("retries before the first byte", str(self.num_retries)),
+            ("longest pause of a stream, p50 / p99 / max", f"{p50:.1f} / {p99:.1f} / {max(pauses):.1f} s"),
+            ("until a worker was back, max", f"{recovery:.1f} s"),
+            ("errors", str(len(tally.errors))),
+            ("differing outputs", str(len(tally.differences))),
+            ("leaks", str(len(self.leaks))),
+        ]
+        figures = {
             "seed": self.seed,
             "seconds": self.seconds,
             "requests": tally.num_requests,
@@ -81,44 +93,11 @@ class ChaosReport:
             "errors": tally.errors,
             "differences": tally.differences,
             "leaks": list(self.leaks),
-            "longest_pause_p50": percentile(tally.longest_pauses, 50),
-            "longest_pause_p99": percentile(tally.longest_pauses, 99),
-            "longest_pause_max": max(tally.longest_pauses, default=0.0),
-            "recovery_max": max(tally.recoveries, default=0.0),
+            "longest_pause_p50": p50,
+            "longest_pause_p99": p99,
+            "longest_pause_max": max(pauses),
+            "recovery_max": recovery,
         }
-
-    def table(self) -> Table:
-        table = Table("", "", show_header=False, title="chaos")
-        for row in self._rows():
-            table.add_row(*row)
-        return table
-
-    def markdown(self, date: datetime.date) -> str:
-        """Return a section to append to a log."""
-        return f"\n## {date.isoformat()} · Chaos\n\n`{self.command}`\n\n{listed(self.machine)}.\n\n" + table_of(
-            ["", ""], self._rows()
-        )
-
-    def _rows(self) -> list[list[str]]:
-        tally = self.tally
-        pauses = tally.longest_pauses or [0.0]
-        rows = [
-            ["seconds, seed", f"{self.seconds:.0f}, {self.seed}"],
-            ["requests", str(tally.num_requests)],
-            ["equal to an undisturbed run", str(tally.num_equal)],
-            ["left by their clients", str(tally.num_left)],
-            ["faults", str(tally.faults.total())],
-            *([f"- {name}", str(count)] for name, count in sorted(tally.faults.items())),
-            ["migrations", str(self.num_migrations)],
-            ["retries before the first byte", str(self.num_retries)],
-            [
-                "longest pause of a stream, p50 / p99 / max",
-                f"{percentile(pauses, 50):.1f} / {percentile(pauses, 99):.1f} / {max(pauses):.1f} s",
-            ],
-            ["until a worker was back, max", f"{max(tally.recoveries, default=0.0):.1f} s"],
-            ["errors", str(len(tally.errors))],
-            ["differing outputs", str(len(tally.differences))],
-            ["leaks", str(len(self.leaks))],
-        ]
         quoted = [*tally.errors[:_NUM_QUOTED], *tally.differences[:_NUM_QUOTED], *self.leaks[:_NUM_QUOTED]]
-        return rows + [["", text] for text in quoted]
+        table = ReportTable(["", ""], rows)
+        return Report(title="Chaos", command=command, machine=machine, figures=figures, tables=[table], remarks=quoted)

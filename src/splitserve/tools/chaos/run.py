@@ -12,7 +12,6 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import psutil  # type: ignore[import-untyped]
@@ -24,10 +23,10 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.leaks import held
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.tools.bench.machine import check_writable, describe_machine
-from splitserve.tools.bench.publish import publish
+from splitserve.tools.bench.machine import describe_machine
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.chaos.orders import PROGRAM
-from splitserve.tools.chaos.report import ChaosReport, Tally
+from splitserve.tools.chaos.report import ChaosResults, Tally
 from splitserve.tools.chaos.saboteur import Saboteur
 from splitserve.tools.chaos.streams import (
     StreamOutcome,
@@ -62,22 +61,20 @@ class ChaosOptions:
     backend: str
     hang_timeout: float
     seed: int
-    append_to: Path | None
-    as_json: bool
+    output: ReportOutput
 
 
 def run_chaos(options: ChaosOptions) -> int:
     """Run the test and return the exit code: 0 if no client lost anything and nothing leaked."""
     console = Console(stderr=True)
-    if options.append_to is not None:
-        check_writable(options.append_to)
+    options.output.check()
     resolve_model(options.model)
-    report = _run(options, console)
-    publish(report, as_json=options.as_json, append_to=options.append_to, console=console)
-    return 0 if report.is_good else 1
+    results = _run(options, console)
+    options.output.publish(results.report(options.command, describe_machine()), console)
+    return 0 if results.is_good else 1
 
 
-def _run(options: ChaosOptions, console: Console) -> ChaosReport:
+def _run(options: ChaosOptions, console: Console) -> ChaosResults:
     requests = make_requests(_NUM_REQUESTS, options.num_tokens)
     tally = Tally()
     with _cluster(options) as cluster:
@@ -95,9 +92,7 @@ def _run(options: ChaosOptions, console: Console) -> ChaosReport:
         if tally.errors or tally.differences or leaks:
             cluster.keep_logs()
             console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
-    return ChaosReport(
-        command=options.command,
-        machine=describe_machine(),
+    return ChaosResults(
         seed=options.seed,
         seconds=options.seconds,
         tally=tally,

@@ -9,12 +9,21 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench.abuse import NUM_STREAMS, AbuseOptions, gaps_in, have_gone_on, ttfts_in
+from splitserve.tools.bench.abuse import (
+    NUM_STREAMS,
+    AbuseOptions,
+    AttackFigures,
+    abuse_report,
+    gaps_in,
+    have_gone_on,
+    ttfts_in,
+)
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder
-from splitserve.tools.bench.abuse_report import AbuseReport, AttackFigures
 from splitserve.tools.bench.load import Endpoint, MeasuredStream
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 
+OUTPUT = ReportOutput(as_json=False)
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
 
@@ -103,15 +112,15 @@ def figures(**changed: object) -> AttackFigures:
     [{"longest_gap": 1.0}, {"growth": 300_000_001}, {"outcomes": {"HTTP 500": 1}}, {"errors": ["a stream failed: x"]}],
 )
 def test_each_kind_of_harm_fails_the_report(changed: dict[str, object]) -> None:
-    def report(*attacks: AttackFigures) -> AbuseReport:
-        return AbuseReport("m", "bfloat16", "splitserve bench abuse", 8, {"CPU": "c"}, attacks)
-
-    assert report(figures()).is_passed
-    harmful = report(figures(), figures(**changed))
-    assert not harmful.is_passed
-    assert harmful.to_json()["passed"] is False
-    assert harmful.rows()[0][-1] == "ok"
-    assert harmful.rows()[1][-1] != "ok"
+    options = AbuseOptions("splitserve bench abuse", "m", "bfloat16", ["none"], 1.0, OUTPUT)
+    assert abuse_report(options, {"CPU": "c"}, [figures()]).figures["passed"] is True
+    harmful = abuse_report(options, {"CPU": "c"}, [figures(), figures(**changed)])
+    assert harmful.figures["passed"] is False
+    assert harmful.figures.keys() == {
+        *("model", "dtype", "command", "num_streams", "machine", "attacks", "limits", "passed")
+    }
+    assert harmful.tables[0].rows[0][-1] == "ok"
+    assert harmful.tables[0].rows[1][-1] != "ok"
 
 
 def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
@@ -128,4 +137,4 @@ def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
 
 def test_an_unknown_attack_is_an_error_that_names_the_others() -> None:
     with pytest.raises(ConfigError, match="--attack nope: no such attack; choose from none, prompt-1mb"):
-        AbuseOptions("c", "m", "bfloat16", ["nope"], 1.0, None, False)
+        AbuseOptions("c", "m", "bfloat16", ["nope"], 1.0, OUTPUT)

@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -10,12 +9,13 @@ from aiohttp import web
 from splitserve.core.errors import ConfigError
 from splitserve.core.messages import SchedulerState
 from splitserve.observe.worker_metrics import WorkerMetrics
+from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.routing import (
     SINGLE,
     PolicyFigures,
     RoutingBenchOptions,
-    RoutingReport,
     _count,
+    routing_report,
     run_routing_bench,
 )
 from splitserve.tools.bench.workload import Trace, TraceRow
@@ -27,11 +27,11 @@ def figures(name: str, hit_rate: float) -> PolicyFigures:
 
 
 def test_rates_are_set_against_the_single_worker() -> None:
-    report = RoutingReport("splitserve bench routing", {"CPU": "fast"}, [figures(SINGLE, 0.5), figures("random", 0.4)])
-    assert [row["of_one_worker"] for row in report.to_json()] == [1.0, 0.8]
+    report = routing_report("splitserve bench routing", {"CPU": "fast"}, [figures(SINGLE, 0.5), figures("random", 0.4)])
+    assert [row["of_one_worker"] for row in report.figures] == [1.0, 0.8]
     text = report.markdown(datetime.date(2026, 1, 2))
     assert "| random | 10 | 0 | 0.400 | 0.80 | 25% + 75% | 0.10 | 0.20 |" in text
-    assert report.table().row_count == 2
+    assert len(report.tables[0].rows) == 2
 
 
 async def test_hits_and_queries_come_from_the_workers_metrics_over_all_ranks() -> None:
@@ -60,8 +60,7 @@ def test_a_pool_that_cannot_hold_a_request_is_refused_before_anything_starts() -
         num_workers=2,
         pool_tokens=1000,
         page_size=16,
-        append_to=Path("/dev/null"),
-        as_json=False,
+        output=ReportOutput(as_json=False),
     )
     with pytest.raises(ConfigError, match="longest request has 1010 tokens"):
         run_routing_bench(options)

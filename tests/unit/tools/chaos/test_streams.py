@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from splitserve.tools.chaos.report import ChaosReport, Tally
+from splitserve.tools.chaos.report import ChaosResults, Tally
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 from splitserve.tools.client import RequestFailedError
 from support.router_world import answers, start_worker, streams
@@ -108,19 +108,19 @@ async def test_streams_are_followed_to_their_ends_and_disturbed_once():
 
 def test_a_report_is_good_only_without_errors_differences_and_leaks():
     def report(tally, leaks=()):
-        return ChaosReport("splitserve chaos", {}, 1, 10.0, tally, 2, 3, leaks)
+        return ChaosResults(1, 10.0, tally, 2, 3, leaks)
 
     tally = Tally()
     assert not report(tally).is_good
     tally.judge("request 1", EXPECTED, EXPECTED)
     tally.faults["decode killed mid-chunk"] += 1
     assert report(tally).is_good
-    assert report(tally).to_json()["faults"] == {"decode killed mid-chunk": 1}
+    assert report(tally).report("splitserve chaos", {}).figures["faults"] == {"decode killed mid-chunk": 1}
     assert not report(tally, ["worker keeps a page"]).is_good
     tally.judge("request 2", outcome({"error": {"message": "lost"}}), EXPECTED)
     tally.judge("request 3", outcome(EVENTS[0]), EXPECTED)
     assert not report(tally).is_good
-    found = report(tally).to_json()
+    found = report(tally).report("splitserve chaos", {}).figures
     assert (found["requests"], found["equal"]) == (3, 1)
     assert found["errors"] == ["request 2: lost"]
     assert found["differences"][0].startswith("request 3: usage")
