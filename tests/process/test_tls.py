@@ -25,9 +25,10 @@ import json, sys
 from splitserve.process.process_end import install, leave
 install()
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.up import run_up
+from splitserve.deploy.up import run_cluster_up
 model, worker_args, router_args = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-leave(run_up(LocalDeployment(model=model, threads=1, worker_args=worker_args, router_args=router_args)))
+deployment = LocalDeployment(model=model, threads=1, worker_args=worker_args, router_args=router_args)
+leave(run_cluster_up(deployment.config()))
 """
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
 

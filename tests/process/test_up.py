@@ -29,11 +29,11 @@ import json, sys
 from splitserve.process.process_end import install, leave
 install()
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.up import run_up
+from splitserve.deploy.up import run_cluster_up
 model, options = sys.argv[1], json.loads(sys.argv[2])
 worker_args = ["--max-total-tokens", "4096"]
 deployment = LocalDeployment(model=model, dtype="float32", threads=1, worker_args=worker_args, router_args=options)
-leave(run_up(deployment))
+leave(run_cluster_up(deployment.config()))
 """
 CERT = Path(__file__).parents[1] / "unit" / "worker" / "tls" / "cert.pem"
 

@@ -122,7 +122,7 @@ def up(
     """
     from splitserve.core.shape import WorkerShape
     from splitserve.deploy.deployment import LocalDeployment
-    from splitserve.deploy.up import run_up
+    from splitserve.deploy.up import run_cluster_up
 
     _check_files(cluster_token_file, values)
     worker_args = ["--served-model-name", model, *_given(ctx, {option.key: option for option in _WORKER_OPTIONS})]
@@ -151,8 +151,10 @@ def up(
         supervision=SupervisionConfig(**{option.key: values[option.key] for option in _SUPERVISION_OPTIONS}),
         log_level=values["log_level"],
     )
-    check_cluster(deployment.config(), is_local=True)
-    raise typer.Exit(run_up(deployment))
+    with deployment.shared_pool() as pool:
+        config = deployment.config(pool)
+        check_cluster(config, is_local=True)
+        raise typer.Exit(run_cluster_up(config))
 
 
 def _check_files(cluster_token_file: Path | None, values: Mapping[str, Any]) -> None:

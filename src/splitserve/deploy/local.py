@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -130,22 +130,27 @@ class LocalCluster:
     def workers(self) -> list[ProcessStatus]:
         return self.status().processes[1:]
 
-    def wait_ready(self, timeout: float = 600.0, on_progress: Callable[[ClusterStatus], None] | None = None) -> None:
-        """Wait until the cluster is ready. Raises ClusterError. `on_progress` is called a few times per second."""
-        deadline = time.monotonic() + timeout
-        while not (status := self.status()).is_ready:
-            if (failure := self._supervisor.failure) is not None:
-                raise self._error(failure.message)
-            for process in status.processes:
-                if process.state == SlotState.FAILED:
-                    raise self._error(f"{process.name} has ended: {process.detail}")
-            if time.monotonic() > deadline:
-                late = next((c for c in reversed(self.children) if c.ready is None), self.children[0])
-                problem = f"the cluster was not ready after {timeout:g} s"
-                raise self._error(f"{problem}; the end of the log of {late.name}:\n{late.log_tail()}")
-            if on_progress is not None:
-                on_progress(status)
-            time.sleep(POLL_INTERVAL)
+    def wait_ready(self, timeout: float = 600.0, console: Console | None = None) -> None:
+        """Wait until the cluster is ready, with a line of progress on `console`. Raises ClusterError."""
+        began = time.monotonic()
+        with nullcontext() if console is None else progress(console, "starting") as show:
+            while not (status := self.status()).is_ready:
+                self._check_start(status)
+                if time.monotonic() > began + timeout:
+                    late = next((c for c in reversed(self.children) if c.ready is None), self.children[0])
+                    problem = f"the cluster was not ready after {timeout:g} s"
+                    raise self._error(f"{problem}; the end of the log of {late.name}:\n{late.log_tail()}")
+                if console is not None and show is not None:
+                    show(start_line(console, status, began))
+                time.sleep(POLL_INTERVAL)
+
+    def _check_start(self, status: ClusterStatus) -> None:
+        """Raise ClusterError if a process could not start, or has ended."""
+        if (failure := self._supervisor.failure) is not None:
+            raise self._error(failure.message)
+        for process in status.processes:
+            if process.state == SlotState.FAILED:
+                raise self._error(f"{process.name} has ended: {process.detail}")
 
     def _error(self, message: str) -> ClusterError:
         self.keep_logs()
@@ -201,10 +206,3 @@ class LocalCluster:
             self.close(0.0 if is_interrupt else _DRAIN_TIMEOUT)
         finally:
             self._scope.__exit__(kind, error, trace)
-
-
-def wait_ready(cluster: LocalCluster, console: Console, timeout: float) -> None:
-    """Wait for every worker, with a line of progress. Raises ClusterError."""
-    started = time.monotonic()
-    with progress(console, "starting") as show:
-        cluster.wait_ready(timeout, lambda status: show(start_line(console, status, started)))

@@ -27,11 +27,8 @@ from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.deploy.commands import Credentials, check_startable
 from splitserve.deploy.config import ClusterConfig
 from splitserve.deploy.control import ClusterStatus, control_server, describe, start_line
-from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.supervisor import Supervisor
-from splitserve.engine.fit import check_fit
-from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.settings import setup_logger
@@ -42,17 +39,12 @@ logger = logging.getLogger(__name__)
 _INTERVAL = 0.5
 
 
-def run_up(deployment: LocalDeployment) -> int:
-    """Run a cluster of this machine. Return and raise as `run_cluster_up`."""
-    folder = resolve_model(deployment.model)
-    for shape in (deployment.prefill_shape, deployment.decode_shape):
-        check_fit(folder, deployment.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
-    with deployment.shared_pool() as pool:
-        return run_cluster_up(deployment.config(pool), None)
-
-
 def run_cluster_up(
-    config: ClusterConfig, ray_address: str | None, *, ready_file: Path | None = None, exit_with_parent: bool = False
+    config: ClusterConfig,
+    ray_address: str | None = None,
+    *,
+    ready_file: Path | None = None,
+    exit_with_parent: bool = False,
 ) -> int:
     """Run a cluster until it ends. Return the exit code of the signal that ended it, 0 after `cluster down`.
 

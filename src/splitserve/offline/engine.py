@@ -25,7 +25,7 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ConfigError
 from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_worker_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
@@ -80,7 +80,7 @@ class Engine:
         with ExitStack() as closing:
             if prefill or decode:
                 cluster = _cluster(model, prefill, decode, transfer_backend, hand_over, options)
-                wait_ready(closing.enter_context(cluster), console, load_timeout)
+                closing.enter_context(cluster).wait_ready(load_timeout, console)
                 self._backend: EngineBackend = RouterBackend(cluster.router_url, tokenizer)
             else:
                 self._backend = SchedulerBackend(config, folder, tokenizer, load_timeout)

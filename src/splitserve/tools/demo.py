@@ -17,7 +17,7 @@ from rich.table import Table
 from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import standard_output
 from splitserve.tools.chat import StreamedAnswer, stream_chat
@@ -37,13 +37,13 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
     worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]
     try:
         with LocalCluster(LocalDeployment(model=model, dtype=dtype, worker_args=worker_args)) as cluster:
-            wait_ready(cluster, console, _READY_TIMEOUT)
+            cluster.wait_ready(_READY_TIMEOUT, console)
             start_seconds = time.monotonic() - started
             standard_output().print(f"> {prompt}", markup=False, highlight=False)
             split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
             transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
             cluster.add_worker(DisaggregationMode.NULL)
-            wait_ready(cluster, console, _READY_TIMEOUT)
+            cluster.wait_ready(_READY_TIMEOUT, console)
             colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
     except (ClusterError, RequestFailedError) as error:
         console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import ONE_RANK, LocalDeployment
-from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
@@ -148,7 +148,7 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         )
     )
     with cluster:
-        wait_ready(cluster, console, _READY_TIMEOUT)
+        cluster.wait_ready(_READY_TIMEOUT, console)
         colocated = cluster.urls(DisaggregationMode.NULL)[0]
         workers = [w.url for w in cluster.workers if w.url is not None]
         sides = Sides(colocated, cluster.router_url, workers)

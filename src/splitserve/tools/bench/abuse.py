@@ -22,7 +22,7 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
-from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, AttackResult
 from splitserve.tools.bench.load import Endpoint, MeasuredStream, StreamLoad, ask, run_load, running_load
@@ -149,7 +149,7 @@ def run_abuse_bench(options: AbuseOptions) -> int:
         pool_tokens=_POOL_TOKENS,
     )
     with system.cluster() as cluster:
-        wait_ready(cluster, console, READY_TIMEOUT)
+        cluster.wait_ready(READY_TIMEOUT, console)
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")
         for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):

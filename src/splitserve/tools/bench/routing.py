@@ -20,7 +20,7 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
@@ -151,7 +151,7 @@ def _measure(
             router_args=["--prefill-policy", "round_robin" if name == SINGLE else name, "--health-interval", "0.5"],
         )
     ) as cluster:
-        wait_ready(cluster, console, READY_TIMEOUT)
+        cluster.wait_ready(READY_TIMEOUT, console)
         if name == "cache_aware":
             _await_events(cluster.router_url)
         endpoint = Endpoint(cluster.router_url, options.model)

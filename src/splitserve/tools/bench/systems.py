@@ -23,7 +23,7 @@ from rich.console import Console
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
-from splitserve.deploy.local import LocalCluster, wait_ready
+from splitserve.deploy.local import LocalCluster
 from splitserve.tools.bench.load import Endpoint, ask
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Job, Prompt
@@ -130,7 +130,7 @@ class ServedSystem:
     def running(self, console: Console) -> Iterator[Running]:
         """Start the cluster and yield it when it is ready. Raises ClusterError."""
         with self.cluster() as cluster:
-            wait_ready(cluster, console, READY_TIMEOUT)
+            cluster.wait_ready(READY_TIMEOUT, console)
             prefill = cluster.urls(DisaggregationMode.PREFILL)
             yield Running(Endpoint(cluster.router_url, self.model), prefill[0] if prefill else None)
 
