@@ -4,16 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.cache.block_record import BlockRecord
-from splitserve.cache.prefix import Evicted, NoPrefixCache, PrefixCache
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.told_prefix import ToldPrefixCache
+from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.prefix import Evicted, NoPrefixCache, PrefixCache, RadixCache
 
 PAGE = 4
 MAKERS = {
     "none": NoPrefixCache,
     "radix": lambda: RadixCache(PAGE),
-    "told": lambda: ToldPrefixCache(RadixCache(PAGE), BlockRecord(PAGE)),
+    "recorded": lambda: RecordedRadixCache(BlockRecord(PAGE)),
 }
 
 

@@ -10,8 +10,7 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
-from splitserve.scheduler.ngram import NgramProposer
-from splitserve.scheduler.speculation import Speculation
+from splitserve.scheduler.speculation import NgramProposer, Speculation
 from splitserve.transfer.metadata import MetadataBuffers
 from support.pair import PairWorld
 from support.real_engine import real_engine

@@ -9,8 +9,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
-from splitserve.scheduler.ngram import NgramProposer
-from splitserve.scheduler.speculation import Speculation
+from splitserve.scheduler.speculation import NgramProposer, Speculation
 from support.pair import PairWorld
 from support.real_engine import real_engine
 from support.sim import ColocatedWorld, SimWorker

@@ -11,7 +11,7 @@ from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.sources import resolve_model
-from splitserve.scheduler.ngram import NgramProposer
+from splitserve.scheduler.speculation import NgramProposer
 from splitserve.tools.passage import PASSAGE
 from support.real_engine import real_engine
 from support.sim import ColocatedWorld

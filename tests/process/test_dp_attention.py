@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from splitserve.core.errors import USAGE_EXIT_CODE
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.observe.leaks import held
 from splitserve.process.child import ChildProcess
 from support.processes import wait_ready

@@ -9,8 +9,8 @@ import pytest
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.observe.events.discovery import find_publishers, follow, load_index
 from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.subscriber import find_publishers, follow, load_index
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.tools.metrics import read_transfers

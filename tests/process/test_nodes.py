@@ -18,8 +18,8 @@ import pytest
 import torch
 import transformers
 
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
 from splitserve.process.cluster_token import write_token_file

@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from splitserve.core.errors import USAGE_EXIT_CODE
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model

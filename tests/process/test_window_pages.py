@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from splitserve.core.layout import first_token_read
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.tools.metrics import read_transfers
 from splitserve.transfer.metadata import MetadataBuffers
 from support.processes import wait_ready

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.device import Device, DeviceStream
 from splitserve.transfer.transports.mooncake import MooncakeBackend

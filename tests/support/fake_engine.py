@@ -23,11 +23,12 @@ from splitserve.core.batch import (
     StepPlan,
     StepResult,
     TokenLogprob,
+    specs_to_draw,
+    verified,
 )
 from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import ResolvedSampling, mix64
-from splitserve.core.verify import specs_to_draw, verified
 
 Slots = npt.NDArray[np.uint64]
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, DeviceRegion
 from splitserve.transfer.transports.local_files import FileRef, file_ref, open_file

@@ -15,8 +15,8 @@ from splitserve.core.config import DisaggregationConfig
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.ports import Outbox
+from splitserve.scheduler.roles.colocated import Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet

@@ -18,8 +18,8 @@ import httpx
 import torch
 import transformers
 
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.observe.leaks import held
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_token_file

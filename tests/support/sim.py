@@ -16,16 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from splitserve.cache.block_record import BlockRecord
-from splitserve.cache.host_memory import HostCopies, HostMemory
-from splitserve.cache.host_tier import HostTier
+from splitserve.cache.host_memory import HostCopies, HostMemory, HostTier
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import NoPrefixCache, PrefixCache
-from splitserve.cache.radix import RadixCache
+from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.pages import DecodeReqToTokenPool, PageAllocator, ReqToTokenPool
+from splitserve.cache.prefix import NoPrefixCache, PrefixCache, RadixCache
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
-from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.cache.window_pages import WindowPages
 from splitserve.core.batch import ModelEngine, PipelinedEngine, TokenLogprob
 from splitserve.core.clock import ManualClock
@@ -37,20 +33,18 @@ from splitserve.core.request import FinishReason, Request
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, KVEvent
-from splitserve.scheduler.admission import PoolAdmission
+from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.limits import RequestLimits
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
-from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.pipeline import PipelinedLoop
-from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.ports import KVEventFeed, Outbox, SchedulerPorts
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
-from splitserve.scheduler.roles.base import Role
-from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.roles.colocated import ColocatedRole, Role
 from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.scheduler import RequestLimits, Scheduler, SchedulerPorts
+from splitserve.scheduler.scheduler import Scheduler
 from splitserve.scheduler.speculation import Proposer, Speculation
 from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, HeldPool, InlinePool
@@ -242,9 +236,9 @@ class SimWorker:
             else DecodeReqToTokenPool(settings.max_running, self.longest, page_size, settings.pre_alloc_size)
         )
         engine = settings.make_engine(rows.table, shared.num_pages if shared else settings.num_pages, page_size)
-        prefixes: PrefixCache = RadixCache(page_size) if settings.prefix else NoPrefixCache()
-        if self._record is not None:
-            prefixes = ToldPrefixCache(prefixes, self._record)
+        prefixes: PrefixCache = NoPrefixCache()
+        if settings.prefix:
+            prefixes = RadixCache(page_size) if self._record is None else RecordedRadixCache(self._record)
         pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(settings.num_pages)
         host = None
         if settings.prefix_host_memory:

@@ -15,10 +15,9 @@ from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.messages import GenerateRequest, RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
-from splitserve.scheduler.roles.base import Role
-from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.roles.colocated import ColocatedRole, Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet

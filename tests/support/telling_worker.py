@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import ZmqEventPublisher

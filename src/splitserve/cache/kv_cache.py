@@ -1,6 +1,6 @@
 """The account of the whole KV pool: every page is free, cached, or held by one admitted request.
 
-Prefixes that the prefix cache evicts may be kept in host memory (`host_tier.py`); `try_admit` fetches them back.
+Prefixes that the prefix cache evicts may be kept in host memory (`host_memory.py`); `try_admit` fetches them back.
 
 The life of a request here:
 1. `try_admit` takes a row, locks the longest cached prefix and promises pages for the tokens known so far. The sum of
@@ -24,12 +24,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from splitserve.cache.blocks import kv_to_page_num
-from splitserve.cache.host_tier import HostTier
-from splitserve.cache.pages import PageAllocator
+from splitserve.cache.host_memory import HostTier
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool, kv_to_page_num
 from splitserve.cache.prefix import PrefixCache, PrefixHandle, PrefixMatch
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.cache.slots import ReqToTokenPool
 from splitserve.cache.window_pages import Claim, NoWindowPages, WindowPages
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request

@@ -1,13 +1,20 @@
-"""The contract of a prefix cache, and a cache that stores nothing.
+"""The contract of a prefix cache, a cache that stores nothing, and a radix tree over whole pages.
 
 Pages passed to `insert` belong to the cache from then on; pages returned by `evict` belong to the caller. A locked path
 is never evicted. One contract suite, `tests/contract/test_prefix_cache.py`, runs against every implementation.
+
+The tree (RadixAttention, Zheng et al., arXiv:2312.07104): an edge holds the tokens of one or more whole pages and the
+pages themselves; children differ in the tokens of their first page. A path is locked by counting users on every node
+from the leaf to the root. Eviction takes unlocked leaves, least recently used first. Recency is a counter, not time:
+only the order of use matters. Evictable leaves are in a heap, each once, with their last use at that time; a leaf that
+was used since is queued again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 # The tokens of one page.
@@ -107,3 +114,150 @@ class NoPrefixCache:
 
     def check(self) -> None:
         return None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An edge of the tree and its children. `keys[i]` are the tokens of `pages[i]`."""
+
+    keys: list[PageKey]
+    pages: list[int]
+    parent: Node | None
+    children: dict[PageKey, Node] = field(default_factory=dict)
+    # Locked paths that end at or below this node.
+    users: int = 0
+    last_use: int = 0
+    # Whether it is in the cache's heap.
+    is_queued: bool = False
+
+
+class RadixCache:
+    """PrefixCache as a radix tree."""
+
+    remembers = True
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._root = Node([], [], None)
+        self._uses = 0
+        self._num_pages = 0
+        self._num_locked_pages = 0
+        # (last use, number, node): nodes that were evictable when they were queued.
+        self._evictable: list[tuple[int, int, Node]] = []
+        self._num_queued = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def num_evictable_pages(self) -> int:
+        return self._num_pages - self._num_locked_pages
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        node, pages = self._walk(split_pages(tokens, self.page_size))
+        return PrefixMatch(pages, node if pages else None)
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
+        keys = split_pages(tokens, self.page_size)
+        assert len(keys) == len(pages), f"{len(tokens)} tokens do not fill {len(pages)} pages"
+        node, held = self._walk(keys)
+        known = len(held)
+        if known < len(keys):
+            leaf = Node(keys[known:], list(pages[known:]), node, last_use=self._uses)
+            node.children[leaf.keys[0]] = leaf
+            self._num_pages += len(leaf.pages)
+            self._queue(leaf)
+            node = leaf
+        match = PrefixMatch(held + list(pages[known:]), node if keys else None)
+        return match, [given for given, own in zip(pages[:known], held, strict=True) if given != own]
+
+    def lock(self, handle: PrefixHandle | None) -> None:
+        for node in self._path(handle):
+            if node.users == 0:
+                self._num_locked_pages += len(node.pages)
+            node.users += 1
+
+    def unlock(self, handle: PrefixHandle | None) -> None:
+        for node in self._path(handle):
+            assert node.users > 0, "unlocked more often than locked"
+            node.users -= 1
+            if node.users == 0:
+                self._num_locked_pages -= len(node.pages)
+                self._queue(node)
+
+    def evict(self, num_pages: int) -> list[Evicted]:
+        evicted: list[Evicted] = []
+        while self._evictable and num_pages > 0:
+            last_use, _, node = heapq.heappop(self._evictable)
+            node.is_queued = False
+            if last_use != node.last_use:
+                self._queue(node)
+                continue
+            if node.children or node.users:
+                # The node is queued again when it loses its last child or user.
+                continue
+            path = [*self._path(node)]
+            evicted.append(Evicted([key for n in reversed(path) for key in n.keys], node.pages))
+            num_pages -= len(node.pages)
+            self._num_pages -= len(node.pages)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.keys[0]]
+            self._queue(parent)
+        return evicted
+
+    def check(self) -> None:
+        nodes = list(self._nodes())
+        pages = [p for n in nodes for p in n.pages]
+        assert len(pages) == len(set(pages)), "a page hangs in the tree twice"
+        assert len(pages) == self._num_pages
+        assert sum(len(n.pages) for n in nodes if n.users) == self._num_locked_pages
+        for node in nodes:
+            assert node.parent is not None
+            assert node.parent.children[node.keys[0]] is node
+            assert node.parent is self._root or node.parent.users >= node.users
+            assert node.is_queued or node.children or node.users, "an unused leaf will never be evicted"
+
+    def _queue(self, node: Node) -> None:
+        if node is not self._root and not (node.is_queued or node.children or node.users):
+            node.is_queued = True
+            self._num_queued += 1
+            heapq.heappush(self._evictable, (node.last_use, self._num_queued, node))
+
+    def _walk(self, keys: list[PageKey]) -> tuple[Node, list[int]]:
+        """Follow `keys` as far as the tree reaches, split an edge that matches in part, and mark the path as used."""
+        self._uses += 1
+        node, pages = self._root, list[int]()
+        while len(pages) < len(keys) and (child := node.children.get(keys[len(pages)])) is not None:
+            rest = keys[len(pages) : len(pages) + len(child.keys)]
+            common = next((i for i, (a, b) in enumerate(zip(rest, child.keys, strict=False)) if a != b), len(rest))
+            if common < len(child.keys):
+                child = self._split(child, common)
+            child.last_use = self._uses
+            pages.extend(child.pages)
+            node = child
+        return node, pages
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Split an edge in two. `node` keeps the lower part, so that handles to it still stand for the whole path."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.keys[:at], node.pages[:at], parent, users=node.users, last_use=node.last_use)
+        parent.children[upper.keys[0]] = upper
+        node.keys, node.pages, node.parent = node.keys[at:], node.pages[at:], upper
+        upper.children[node.keys[0]] = node
+        return upper
+
+    def _path(self, handle: PrefixHandle | None) -> Iterator[Node]:
+        node = handle
+        while isinstance(node, Node) and node is not self._root:
+            yield node
+            node = node.parent
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

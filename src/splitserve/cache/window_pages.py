@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from splitserve.cache.blocks import kv_to_page_num
-from splitserve.cache.pages import PageAllocator
+from splitserve.cache.pages import PageAllocator, kv_to_page_num
 from splitserve.core.layout import first_token_read
 
 # Page of the full layers' pool -> window page, or -1. int32 [num_pages]

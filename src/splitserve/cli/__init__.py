@@ -36,7 +36,7 @@ from splitserve.cli.serve import serve
 from splitserve.cli.up import UpCommand, up
 from splitserve.core.config import DTYPES
 from splitserve.core.errors import SplitserveError
-from splitserve.core.shape import WorkerShape
+from splitserve.core.parallel import WorkerShape
 from splitserve.process.process_end import exit_code_of, unwinding
 from splitserve.router.args import parse_url
 from splitserve.worker.checks import check_dtype

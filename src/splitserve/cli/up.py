@@ -120,7 +120,7 @@ def up(
     Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level and
     limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
     """
-    from splitserve.core.shape import WorkerShape
+    from splitserve.core.parallel import WorkerShape
     from splitserve.deploy.deployment import LocalDeployment
     from splitserve.deploy.up import run_cluster_up
 

@@ -25,7 +25,7 @@ def check_dtype(name: str) -> None:
 
 
 class SchedulePolicy(enum.StrEnum):
-    """Order in which waiting requests are admitted; `scheduler/policy.py`."""
+    """Order in which waiting requests are admitted; `scheduler/admission.py`."""
 
     FCFS = "fcfs"
     LPM = "lpm"
@@ -33,7 +33,7 @@ class SchedulePolicy(enum.StrEnum):
 
 
 class SpeculativeAlgorithm(enum.StrEnum):
-    """Source of draft tokens: the text itself (`scheduler/ngram.py`), or a small model (`engine/draft.py`)."""
+    """Source of draft tokens: the text itself (`scheduler/speculation.py`), or a small model (`engine/draft.py`)."""
 
     NGRAM = "ngram"
     DRAFT = "draft"
@@ -291,7 +291,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     # Layers of each stage; empty: as even as possible.
     pp_layers: tuple[int, ...] = ()
-    # Hosts that the ranks are distributed over, and the number of this one (`core/nodes.py`).
+    # Hosts that the ranks are distributed over, and the number of this one (`core/parallel.py`).
     nnodes: int = 1
     node_rank: int = 0
     # HOST:PORT at which node 0 waits for the others; empty: there are none.

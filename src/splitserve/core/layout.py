@@ -107,7 +107,7 @@ class Region:
 
     address: int
     length: int
-    # File descriptor of the memory and its offset there, if processes on the same host may map it (`core/arena.py`);
+    # File descriptor of the memory and its offset there, if processes on the same host may map it (`core/machine.py`);
     # -1: private. The arena owns the descriptor.
     fd: int = -1
     fd_offset: int = 0

@@ -1,15 +1,24 @@
-"""The part of a worker's model that one rank holds, as data: tensor parallel shards of pipeline stages.
+"""The ranks of a worker, as data: tensor parallel shards of pipeline stages, and the hosts ("nodes") that have them.
 
 A worker's ranks are numbered stage by stage. One of them, the driver, has the scheduler: tensor parallel rank 0 of the
 last stage, because tokens are sampled there. The others are followers: they run the driver's steps over their own shard
 and KV pool, and transfer the KV they hold (ADR 16).
+
+Every node computes the node of each rank by itself, from the sizes. Ranks are distributed in blocks, in the order of
+`ParallelRank.index`: whole pipeline stages to a node if there are enough, so that the ranks that exchange data in every
+layer are on one host; else an even part of one stage. Node 0, which has the front end, gets the driver's block; the
+other blocks follow in order, around the end, so that neighbours in the pipeline are on neighbouring nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import msgspec
+
+from splitserve.core.errors import ConfigError
 
 # Maximum number of data parallel ranks of a worker.
 MAX_DP_SIZE = 1024
@@ -78,3 +87,62 @@ def stage_layers(num_layers: int, pp_size: int, sizes: Sequence[int] = ()) -> li
         sizes = [least + (stage in from_the_middle[:rest]) for stage in range(pp_size)]
     stops = [sum(sizes[: stage + 1]) for stage in range(pp_size)]
     return [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+def misfit(tp_size: int, pp_size: int, num_nodes: int) -> str | None:
+    """Return why ranks of these sizes cannot be distributed to `num_nodes` nodes. None: they can."""
+    num_ranks = tp_size * pp_size
+    if _fits(tp_size, pp_size, num_nodes):
+        return None
+    fitting = [str(n) for n in range(1, num_ranks + 1) if _fits(tp_size, pp_size, n)]
+    return (
+        f"a node has whole pipeline stages, or an even part of one: {num_ranks} ranks (tp {tp_size}, pp {pp_size}) "
+        f"cannot be dealt out to {num_nodes} nodes, but to {' or '.join(fitting)}"
+    )
+
+
+def _fits(tp_size: int, pp_size: int, num_nodes: int) -> bool:
+    each, rest = divmod(tp_size * pp_size, num_nodes)
+    return each > 0 and rest == 0 and (each % tp_size == 0 or tp_size % each == 0)
+
+
+def node_of(rank: ParallelRank, num_nodes: int) -> int:
+    each = rank.group_size // num_nodes
+    drivers_block = (rank.pp_size - 1) * rank.tp_size // each
+    return (rank.index // each - drivers_block) % num_nodes
+
+
+def place_on_node(rank: ParallelRank, num_nodes: int) -> int:
+    """Return the index of this rank among the ranks of its worker on its node."""
+    each = rank.group_size // num_nodes
+    return rank.dp_rank * each + rank.index % each
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    # Ranks that share each matrix, stages that share the layers, and schedulers that have a model each.
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+
+    @classmethod
+    def of(cls, role: str, tp_size: int, pp_size: int, dp_size: int) -> Self:
+        """Return the shape given by options `--ROLE-tp-size` and so on. Raises ConfigError."""
+        for name, size in (("tp", tp_size), ("pp", pp_size), ("dp", dp_size)):
+            if size < 1:
+                raise ConfigError(f"--{role}-{name}-size {size}: it must be at least 1")
+        return cls(tp_size, pp_size, dp_size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute."""
+        return self.tp_size * self.pp_size * self.dp_size
+
+    @property
+    def args(self) -> list[str]:
+        """Options of `splitserve serve` for this shape."""
+        sizes = {"--tp-size": self.tp_size, "--pp-size": self.pp_size, "--dp-size": self.dp_size}
+        return [word for name, size in sizes.items() for word in (name, str(size))]
+
+    def __str__(self) -> str:
+        return f"tp {self.tp_size} x pp {self.pp_size} x dp {self.dp_size}"

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.errors import ConfigError
-from splitserve.core.nodes import misfit
+from splitserve.core.machine import MAX_THREADS
+from splitserve.core.parallel import misfit
 from splitserve.core.request import DisaggregationMode
 
 MAX_REPLICAS = 1024

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import MAX_THREADS
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.deploy.commands import option_value
 from splitserve.deploy.config import (
     MODES,

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from splitserve.core.cpus import num_cores
+from splitserve.core.machine import num_cores
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_secret_file
 from splitserve.process.lifecycle import ReadyInfo

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
-from splitserve.core.cpus import parse_cpus
 from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
+from splitserve.core.machine import parse_cpus
 from splitserve.engine.attention import bridge
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.kernels.layers import use_kernels

@@ -25,13 +25,13 @@ import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from splitserve.cache.blocks import kv_to_page_num
+from splitserve.cache.pages import kv_to_page_num
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.window_pages import least_window_pages, window_pages_at_most
-from splitserve.core.arena import Arena
 from splitserve.core.config import CacheConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import DRAFT_PREFIX, LATENT, KVComponent, KVLayout, Region
+from splitserve.core.machine import Arena
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape
 

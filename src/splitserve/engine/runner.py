@@ -7,7 +7,7 @@ A step has these parts:
 4. Logits are computed for the few rows that are scored or sampled, some rows at a time.
 5. Prompt tokens are scored (logprobs).
 6. The next tokens are sampled, with the bitmasks of grammars that were computed during the pass. With proposals, one
-   token is sampled after each, and those after correct proposals count (`core/verify.py`).
+   token is sampled after each, and those after correct proposals count (`core/batch.py`).
 
 Between steps the runner keeps only the last sampled token of each row of the page table. The scheduler decides which
 request owns which page, which request runs next and when a request ends.
@@ -27,9 +27,17 @@ from itertools import islice
 import numpy as np
 import torch
 
-from splitserve.core.batch import InputLogprobSpec, RequestResult, SampleSpec, StepPlan, StepResult, TokenLogprob
+from splitserve.core.batch import (
+    InputLogprobSpec,
+    RequestResult,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    specs_to_draw,
+    verified,
+)
 from splitserve.core.errors import EngineError, RanksLostError, clause
-from splitserve.core.verify import specs_to_draw, verified
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs

@@ -23,18 +23,16 @@ from typing import Any, Self, TypedDict, Unpack, overload
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ConfigError
-from splitserve.core.shape import WorkerShape
+from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_worker_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
-from splitserve.offline.bridge import Bridge
 from splitserve.offline.options import EngineOptions, worker_args, worker_config
 from splitserve.offline.outputs import Chunk, Output
-from splitserve.offline.progress import console_for, progress_bar
 from splitserve.offline.requests import Prompt, Sampling, is_single, requests_for
-from splitserve.offline.runs import End, OfflineRun
+from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
 
 SamplingArgument = Sampling | Sequence[Sampling]
 

@@ -1,6 +1,6 @@
-"""Prompts of one call in flight, and their results. Lives in the engine's event loop.
+"""Prompts of one call in flight, their results and progress, and the bridge to the thread in which they live.
 
-Life cycle of an OfflineRun:
+Life cycle of an OfflineRun, in the engine's event loop:
 1. The first `next` starts runners, which process the prompts in order. Each prompt waits for one of the engine's
    slots.
 2. Each answer of the backend contains all output so far, so only the latest is kept per prompt. A slow caller gets
@@ -8,21 +8,29 @@ Life cycle of an OfflineRun:
 3. A prompt that fails, or misses the call's deadline, ends alone; the error is raised when all have ended.
 4. `close` or `stop` aborts running prompts.
 
-This module knows neither the scheduler nor HTTP.
+The bridge runs coroutines in the engine's loop for a caller's thread or loop. A wait that is interrupted or cancelled
+cancels the coroutine. A run is registered from its first wait to its `end`, so that `close` can stop it. After `close`
+no coroutine is run: waits raise, and `end` does nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from splitserve.core.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.offline.backends import EngineBackend
 from splitserve.offline.outputs import BatchError, Chunk, Output
 from splitserve.offline.requests import PromptRequest
+from splitserve.transfer.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -169,3 +177,113 @@ class OfflineRun:
             raise self._errors[0]
         if self._errors:
             raise BatchError([self._outputs.get(r.index) for r in self._requests], self._errors)
+
+
+def console_for(*, progress: bool) -> Console:
+    console = Console(stderr=True)
+    console.quiet = not (progress and console.is_terminal)
+    return console
+
+
+@contextmanager
+def progress_bar(num_prompts: int, *, progress: bool) -> Iterator[Callable[[Output | SplitserveError], None]]:
+    """Yield the function to call at the end of each prompt, from any thread. A single prompt gets no bar."""
+    console = console_for(progress=progress)
+    if console.quiet or num_prompts < 2:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=num_prompts, tokens=0, failed=0)
+
+        def on_end(end: Output | SplitserveError) -> None:
+            fields = bar.tasks[0].fields
+            if isinstance(end, Output):
+                bar.update(task, advance=1, tokens=fields["tokens"] + len(end.token_ids))
+            else:
+                bar.update(task, advance=1, failed=fields["failed"] + 1)
+
+        yield on_end
+
+
+T = TypeVar("T")
+
+
+class Bridge:
+    def __init__(self) -> None:
+        self._loop = LoopThread("splitserve-engine")
+        # Guards the two below: a submitter always finds the loop running.
+        self._lock = threading.Lock()
+        self._closed = False
+        self._runs: set[OfflineRun] = set()
+
+    def wait(self, work: Coroutine[Any, Any, T], run: OfflineRun | None = None) -> T:
+        """Run `work` and return its result. An interrupt (Ctrl-C) cancels `work`.
+
+        Raises WorkerUnavailableError when closed.
+        """
+        future = self._submit(work, run)
+        try:
+            return future.result()
+        except CancelledError:
+            raise _closed_error() from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait_async(self, work: Coroutine[Any, Any, T], run: OfflineRun | None = None) -> T:
+        """Run `work` for a coroutine of another loop. Otherwise like `wait`."""
+        return await asyncio.wrap_future(self._submit(work, run))
+
+    def end(self, run: OfflineRun) -> None:
+        """Abort the rest of a run; return when that is done."""
+        if self._forget(run):
+            self.wait(run.close())
+
+    async def end_async(self, run: OfflineRun) -> None:
+        if self._forget(run):
+            await self.wait_async(run.close())
+
+    def close(self, backend: EngineBackend) -> None:
+        """Stop every run and the backend, then the loop. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            runs = list(self._runs)
+        try:
+            self._loop.submit(_stop(runs, _closed_error(), backend)).result()
+        finally:
+            self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T], run: OfflineRun | None) -> Future[T]:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise _closed_error()
+            if run is not None:
+                self._runs.add(run)
+            return self._loop.submit(work)
+
+    def _forget(self, run: OfflineRun) -> bool:
+        """Forget a run. Return whether it still has to be ended; `close` has ended all."""
+        with self._lock:
+            self._runs.discard(run)
+            return not self._closed
+
+
+async def _stop(runs: list[OfflineRun], error: SplitserveError, backend: EngineBackend) -> None:
+    for run in runs:
+        await run.stop(error)
+    await backend.close()
+
+
+def _closed_error() -> WorkerUnavailableError:
+    return WorkerUnavailableError("this engine is closed, and whatever it ran was aborted: open another")

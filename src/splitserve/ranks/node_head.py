@@ -19,8 +19,7 @@ from collections.abc import Callable
 from splitserve.core.clock import SystemClock
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
-from splitserve.core.nodes import node_of
-from splitserve.core.parallel import ParallelRank
+from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.ranks.node_settings import difference
 from splitserve.ranks.node_wire import (
     Message,

@@ -17,7 +17,7 @@ import logging
 import aiohttp
 import msgspec
 
-from splitserve.observe.events.discovery import PublisherInfo, find_publishers, follow
+from splitserve.observe.events.subscriber import PublisherInfo, find_publishers, follow
 from splitserve.router.failure import UpstreamError
 from splitserve.router.health import Watches
 from splitserve.router.prefixes import CachedPrefixes

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from splitserve.api.prompt_tokens import all_prompts, first_prompt
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.core.errors import InvalidRequestError, ModelLoadError
 from splitserve.engine.sources import resolve_model

@@ -3,6 +3,6 @@
 A loop (`loops.py`) owns when, a role (`roles/`) owns what. `prefill_queues.py` and `decode_queues.py` hold requests
 that wait for KV transfer, `running.py` those that compute. Engine, KV transfer and clock are known only as Protocols.
 
-In: messages of the front end (`inbox.py`). Out: tokens and one final message per request (`outbox.py`).
-`admission.py` keeps a request waiting while the pool is full, `retraction.py` takes pages from running requests.
+`ports.py` has messages of the front end, tokens, and one final message per request. `admission.py` keeps a request
+waiting while the pool is full, `retraction.py` takes pages from running requests.
 """

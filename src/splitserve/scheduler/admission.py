@@ -1,4 +1,4 @@
-"""Admission to the pool: how many pages must stay free when a new request is admitted.
+"""Admission to the pool: in which order waiting requests are admitted, and how many pages must stay free then.
 
 A request is promised pages for the tokens it has. Its future output is not reserved, because its length is unknown.
 Instead two rules must hold:
@@ -7,18 +7,29 @@ Instead two rules must hold:
    as it may still generate if these are fewer. So many steps pass before any request is retracted.
 2. The longest running request could finish if all others with retractable pages were retracted.
 
-With a reserve as large as the longest output no request is ever retracted. The order of requests is decided elsewhere.
+With a reserve as large as the longest output no request is ever retracted. If layers with sliding windows have a pool
+of their own, each request is promised window pages for the tokens of rule 1. Rule 2 needs none, because a window takes
+the same pages however long its request becomes.
 
-If layers with sliding windows have a pool of their own, each request is promised window pages for the tokens of rule 1.
-Rule 2 needs none, because a window takes the same pages however long its request becomes.
+The order of waiting requests:
+
+    fcfs   first come, first served
+    lpm    longest prefix match: most cached prompt tokens first, while they are still cached
+    spf    shortest prompt first
+
+lpm and spf age: a request that arrived a second earlier counts as `AGEING` tokens better. So under spf the order of two
+waiting requests never changes, and a prompt of L tokens is overtaken only by requests that arrive within L / AGEING
+seconds after it. A larger `priority` comes before all of that. Retracted requests are not in this queue: they are
+admitted before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.cache.pages import kv_to_page_num
+from splitserve.core.config import SchedulePolicy
 from splitserve.core.request import Request
 
 # Maximum output tokens that rule 2 assumes: an output without `max_tokens` may fill the pool, but rarely does.
@@ -97,3 +108,39 @@ def prefix_limit(request: Request) -> int:
     if (position := request.next_input_logprob) is not None:
         limit = min(limit, position - 1)
     return limit
+
+
+# Tokens per second.
+AGEING = 1000.0
+# Requests that lpm looks up in one step, oldest first: a look-up walks the whole prompt.
+LPM_WINDOW = 128
+
+
+class WaitingOrder:
+    """Order of the waiting queue. `has_priorities`: requests may differ in `priority`."""
+
+    def __init__(self, policy: SchedulePolicy, cache: PagedKVCache, *, has_priorities: bool = False) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._has_priorities = has_priorities
+
+    def __call__(self, waiting: Collection[Request]) -> Collection[Request]:
+        """Sort `waiting`, which is in order of arrival, into the order of admission."""
+        if len(waiting) < 2 or (self._policy is SchedulePolicy.FCFS and not self._has_priorities):
+            return waiting
+        places = [(-r.priority, self._place(r, i), r.number) for i, r in enumerate(waiting)]
+        return [request for _, request in sorted(zip(places, waiting, strict=True), key=lambda pair: pair[0])]
+
+    def _place(self, request: Request, i: int) -> float:
+        """Return the sort key of `request`, the i-th in order of arrival; the smallest is first."""
+        age = AGEING * request.timeline.entered["received"]
+        match self._policy:
+            case SchedulePolicy.FCFS:
+                return 0.0
+            case SchedulePolicy.SPF:
+                return age + request.num_prefill_tokens
+            case SchedulePolicy.LPM:
+                return age - (self._num_cached_tokens(request) if i < LPM_WINDOW else 0)
+
+    def _num_cached_tokens(self, request: Request) -> int:
+        return len(self._cache.prefix.match(request.prompt_ids).pages) * self._cache.page_size

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.cache.pages import kv_to_page_num
 from splitserve.core.errors import MissingBootstrapError
 from splitserve.core.request import Request, RoomKey
 from splitserve.transfer.manager import KVManager

@@ -23,9 +23,9 @@ from bisect import insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from splitserve.cache.blocks import kv_to_page_num
 from splitserve.cache.host_memory import HostCopies, HostCopy, HostMemory
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
+from splitserve.cache.pages import kv_to_page_num
 from splitserve.core.request import Request
 from splitserve.scheduler.admission import PoolAdmission, prefix_limit
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from splitserve.core.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import DisaggregationMode
-from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.roles.colocated import Role
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,7 @@ from splitserve.core.batch import (
     StepResult,
 )
 from splitserve.core.request import Request
-from splitserve.scheduler.admission import PoolAdmission, prefix_limit
-from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.admission import PoolAdmission, WaitingOrder, prefix_limit
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.speculation import Speculation
 

@@ -15,17 +15,13 @@ flight.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
 from splitserve.core.batch import StepPlan, StepResult
-from splitserve.core.clock import Clock
 from splitserve.core.errors import (
     CapacityError,
-    DeadlineExceededError,
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
@@ -49,50 +45,14 @@ from splitserve.core.messages import (
 )
 from splitserve.core.request import Request
 from splitserve.scheduler.grammar_queue import GrammarQueue
-from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.limits import Deadlines, RequestLimits, timed_out
 from splitserve.scheduler.lockstep import Member
-from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.ports import SchedulerPorts
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
-from splitserve.scheduler.roles.base import Role
+from splitserve.scheduler.roles.colocated import Role
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, still_open
 
 logger = logging.getLogger(__name__)
-
-
-class Inbox(Protocol):
-    """Source of the scheduler's messages."""
-
-    def drain(self) -> list[ToScheduler]:
-        """Return the messages that have arrived, without waiting."""
-        ...
-
-    def wait(self, timeout: float) -> None:
-        """Return when a message arrives, when the transfer layer makes progress, or after `timeout` seconds."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of requests on this worker."""
-
-    # Prompt and output together.
-    max_tokens_per_request: int
-    max_queued_requests: int
-    eos_token_ids: frozenset[int]
-    # Whether priorities of requests count.
-    has_priorities: bool = False
-    # Timeout in seconds of requests that set none; None: no limit.
-    default_timeout: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerPorts:
-    """Inputs and outputs of a scheduler."""
-
-    inbox: Inbox
-    outbox: Outbox
-    kv_events: KVEventFeed
-    clock: Clock
 
 
 class Scheduler:
@@ -346,7 +306,7 @@ class Scheduler:
             self._outbox.fail(request, error)
 
     def _expire(self, request: Request) -> None:
-        error = _timed_out(request)
+        error = timed_out(request)
         if self.grammars.remove(request.rid) is None:
             self.role.abort(request.rid, error)
         else:
@@ -369,48 +329,6 @@ class Scheduler:
                 request.params, max_new_tokens=room, min_new_tokens=min(request.params.min_new_tokens, room)
             )
             request.params = params
-
-
-def _timed_out(request: Request) -> DeadlineExceededError:
-    return DeadlineExceededError(
-        f"it was not finished within its timeout of {request.timeout:g} s, with {len(request.output_ids)} tokens of "
-        "output: ask for fewer tokens, give it a longer timeout, or retry when the worker is less busy"
-    )
-
-
-# Entries of finished requests are removed when there are this many entries, and twice as many as after the last time.
-_FIRST_SWEEP = 1024
-
-
-class Deadlines:
-    """Deadlines of requests, in all queues."""
-
-    def __init__(self) -> None:
-        # (deadline, number, request), soonest first.
-        self._heap: list[tuple[float, int, Request]] = []
-        self._sweep_at = _FIRST_SWEEP
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def watch(self, request: Request) -> None:
-        """Watch a request until it ends. A request without a deadline is ignored."""
-        if request.deadline is None:
-            return
-        heapq.heappush(self._heap, (request.deadline, request.number, request))
-        if len(self._heap) >= self._sweep_at:
-            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
-            heapq.heapify(self._heap)
-            self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._heap))
-
-    def pop_expired(self, now: float) -> list[Request]:
-        """Return unfinished requests with an expired deadline; each once."""
-        expired = []
-        while self._heap and self._heap[0][0] <= now:
-            request = heapq.heappop(self._heap)[2]
-            if not request.is_finished:
-                expired.append(request)
-        return expired
 
 
 # Shortest interval over which a rate is measured, seconds.

@@ -4,11 +4,15 @@ For a step that samples its request's next token:
 1. `add_proposals` computes how many draft tokens fit: at most `num_draft_tokens`, what is left of the output, of the
    step's budget and of the pool. No request is retracted for a draft token, and no waiting prompt is kept out.
 2. The proposer returns them. They follow the step's token as if they had been sampled already.
-3. The engine samples a token after each and accepts proposals that equal the sampled tokens (`core/verify.py`).
+3. The engine samples a token after each and accepts proposals that equal the sampled tokens (`verified` of
+   `core/batch.py`).
 4. `take_result` (running.py) appends the accepted ones and the token after them, up to the first that ends the request.
 5. `give_back`, before the next step is planned, releases pages that were allocated for draft tokens only.
 
-The proposer is not known here. Requests with grammars get no draft tokens: their next tokens are masked one by one.
+Requests with grammars get no draft tokens: their next tokens are masked one by one. Of the proposers, the draft model
+is in `engine/draft.py`. `NgramProposer` looks up the longest suffix of the text, of `MIN_MATCH` to `max_match` tokens,
+that also occurs earlier, at its latest occurrence. The tokens behind it are the proposals. If they reach the end of the
+text, they are repeated: a text that repeats itself is expected to continue so.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.core.batch import RequestStep, StepPlan, StepResult
+from splitserve.core.batch import RequestStep, SampleSpec, StepPlan, StepResult
 from splitserve.core.errors import EngineError
 from splitserve.core.request import Request
 
@@ -102,3 +108,69 @@ class Speculation:
             # Speculation is optional: the step runs without it.
             logger.warning("no proposals for this step: %s", error.message)
             return [[] for _ in steps]
+
+
+# A match of a single token is too often accidental.
+MIN_MATCH = 2
+
+
+class Text:
+    """The tokens of a request. They only grow."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = prompt_ids
+        self._tokens: npt.NDArray[np.int32] = np.array(prompt_ids, dtype=np.int32)
+        self._length = len(prompt_ids)
+
+    def follow(self, output_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Append new output tokens and return all tokens. A view, valid until the next call."""
+        length = len(self.prompt_ids) + len(output_ids)
+        if length > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * length)
+        self._tokens[self._length : length] = output_ids[self._length - len(self.prompt_ids) :]
+        self._length = length
+        return self._tokens[:length]
+
+
+class NgramProposer:
+    """A Proposer by prompt lookup."""
+
+    def __init__(self, max_match: int) -> None:
+        self._max_match = max_match
+        # rid -> text of the request.
+        self._texts: dict[str, Text] = {}
+
+    def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
+        texts: dict[str, Text] = {}
+        guesses = []
+        for step, room in zip(steps, rooms, strict=True):
+            spec = step.sample
+            assert spec is not None
+            texts[step.rid] = text = self._text(step.rid, spec)
+            guesses.append(continuation(text.follow(spec.output_ids), self._max_match, room))
+        self._texts = texts
+        return guesses
+
+    def _text(self, rid: str, spec: SampleSpec) -> Text:
+        text = self._texts.get(rid)
+        # Another request may reuse an id.
+        return text if text is not None and text.prompt_ids is spec.prompt_ids else Text(spec.prompt_ids)
+
+
+def continuation(tokens: npt.NDArray[np.int32], max_match: int, count: int) -> list[int]:
+    """Return `count` tokens that may follow, or none if the last `MIN_MATCH` tokens did not occur before."""
+    last = len(tokens) - 1
+    # Positions before the last token at which the suffix of the current length ends.
+    places = np.flatnonzero(tokens[:-1] == tokens[last])
+    found = places[:0]
+    for back in range(1, max_match):
+        places = places[places >= back]
+        places = places[tokens[places - back] == tokens[last - back]]
+        if not len(places):
+            break
+        if back + 1 >= MIN_MATCH:
+            found = places
+    if not len(found):
+        return []
+    behind = tokens[found[-1] + 1 : found[-1] + 1 + count]
+    return [int(token) for token in np.resize(behind, count)]

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve import __version__
-from splitserve.core.cpus import num_cores
 from splitserve.core.errors import SplitserveError
+from splitserve.core.machine import num_cores
 from splitserve.engine.sources import cache_dir
 from splitserve.process.console import standard_output
 from splitserve.transfer.transports import TransferBackend, create_transport

@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
+from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.core.shape import WorkerShape
 from splitserve.deploy.deployment import ONE_RANK, LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_fit

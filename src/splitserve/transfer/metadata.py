@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from splitserve.core.arena import Arena
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import CapacityError, KVTransferError
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.core.request import RoomKey
 
 # Every field starts at a multiple of this many bytes: no RDMA write or cache line is shared between two fields.

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.convert import CastPlan, memory_of, pack
 from splitserve.transfer.copies import Copies
 

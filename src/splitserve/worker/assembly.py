@@ -5,11 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
+from splitserve.cache.kv_events import BlockRecord
+from splitserve.cache.pages import DecodeReqToTokenPool, PageAllocator
 from splitserve.cache.prefix import NoPrefixCache
-from splitserve.cache.slots import DecodeReqToTokenPool
 from splitserve.cache.window_pages import WindowPages
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.config import SchedulerConfig, SpeculativeAlgorithm, WorkerConfig
@@ -20,21 +19,18 @@ from splitserve.engine.grammar_host import GrammarHost
 from splitserve.engine.runner import ModelRunner
 from splitserve.observe.events.publisher import EventPublisher
 from splitserve.ranks.rank_channel import DriverChannel
-from splitserve.scheduler.admission import PoolAdmission
+from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.scheduler.inbox import FrontEndPipe
-from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.limits import RequestLimits
 from splitserve.scheduler.lockstep import GroupEngine, LockstepEngine, Member
 from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
-from splitserve.scheduler.ngram import NgramProposer
-from splitserve.scheduler.outbox import Outbox
 from splitserve.scheduler.pipeline import PipelinedLoop
-from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.ports import FrontEndPipe, KVEventFeed, Outbox, SchedulerPorts
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.scheduler import RequestLimits, Scheduler, SchedulerPorts
-from splitserve.scheduler.speculation import Speculation
+from splitserve.scheduler.scheduler import Scheduler
+from splitserve.scheduler.speculation import NgramProposer, Speculation
 from splitserve.worker.rank_group import DriverPlace
 from splitserve.worker.roles import RoleAssembly, Shared, to_the_end
 from splitserve.worker.window_demand import window_demand

@@ -18,13 +18,12 @@ from splitserve.core.config import (
     ServerConfig,
     WorkerConfig,
 )
-from splitserve.core.cpus import MAX_THREADS
 from splitserve.core.errors import ConfigError
-from splitserve.core.nodes import misfit
-from splitserve.core.parallel import MAX_DP_SIZE
+from splitserve.core.machine import MAX_THREADS
+from splitserve.core.parallel import MAX_DP_SIZE, misfit
 from splitserve.observe.events.publisher import check_config
 from splitserve.router.args import parse_url
-from splitserve.scheduler.ngram import MIN_MATCH
+from splitserve.scheduler.speculation import MIN_MATCH
 from splitserve.transfer.transports import USER_BACKENDS, check_options, missing
 
 _BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from splitserve.core.config import WorkerConfig
-from splitserve.core.cpus import parse_cpus
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import parse_cpus
 from splitserve.engine.fit import check_worker_fit, text_config
 from splitserve.engine.sources import resolve_model
 from splitserve.transfer.transports import missing_of_cuda

@@ -6,9 +6,9 @@ import msgspec
 import torch
 
 from splitserve.core.config import CacheConfig, ModelConfig
-from splitserve.core.cpus import num_cores, parse_cpus
 from splitserve.core.errors import ConfigError
-from splitserve.core.nodes import place_on_node
+from splitserve.core.machine import num_cores, parse_cpus
+from splitserve.core.parallel import place_on_node
 from splitserve.worker.scheduler_link import SchedulerStart
 
 

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from splitserve.cache.block_record import BlockRecord
-from splitserve.cache.host_memory import HostMemory
-from splitserve.cache.host_tier import HostTier
+from splitserve.cache.host_memory import HostMemory, HostTier
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.prefix import NoPrefixCache, PrefixCache
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.told_prefix import ToldPrefixCache
+from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.prefix import NoPrefixCache, PrefixCache, RadixCache
 from splitserve.core.clock import Clock
 from splitserve.core.config import WorkerConfig
 from splitserve.core.request import DisaggregationMode, Request
@@ -25,9 +22,8 @@ from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.probe import config_has_windows
 from splitserve.engine.runner import ModelRunner
 from splitserve.process.cluster_token import settle_host
-from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.roles.base import Role
-from splitserve.scheduler.roles.colocated import ColocatedRole
+from splitserve.scheduler.ports import Outbox
+from splitserve.scheduler.roles.colocated import ColocatedRole, Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
@@ -112,9 +108,11 @@ class RoleAssembly:
         if stays:
             cache.host = host
             return
-        prefix: PrefixCache = RadixCache(cache.page_size) if has else NoPrefixCache()
-        record = self._shared.record
-        cache.replace_caches(prefix if record is None else ToldPrefixCache(prefix, record), host)
+        prefix: PrefixCache = NoPrefixCache()
+        if has:
+            record = self._shared.record
+            prefix = RadixCache(cache.page_size) if record is None else RecordedRadixCache(record)
+        cache.replace_caches(prefix, host)
 
     def _host_tier(self) -> HostTier:
         shared = self._shared

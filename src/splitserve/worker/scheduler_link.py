@@ -22,8 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from splitserve.core.config import WorkerConfig
-from splitserve.core.nodes import node_of
-from splitserve.core.parallel import ParallelRank
+from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.ranks.lockstep_channel import LockstepEndpoints

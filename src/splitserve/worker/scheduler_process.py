@@ -32,7 +32,7 @@ from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_end import GRACE, end_rank, let_others_speak
-from splitserve.scheduler.inbox import FrontEndPipe
+from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.transfer.transports import needs_shareable_pool
 from splitserve.worker.assembly import assemble_scheduler
 from splitserve.worker.rank_group import DriverPlace, meet, pipe_net

@@ -4,13 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.cache.host_memory import HostMemory
-from splitserve.cache.host_tier import HostTier
+from splitserve.cache.host_memory import HostMemory, HostTier
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import Evicted, split_pages
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.slots import ReqToTokenPool
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
+from splitserve.cache.prefix import Evicted, RadixCache, split_pages
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
 

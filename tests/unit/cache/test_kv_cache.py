@@ -5,10 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
-from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import NoPrefixCache
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.slots import ReqToTokenPool
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
+from splitserve.cache.prefix import NoPrefixCache, RadixCache
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
 

@@ -2,9 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.cache.blocks import kv_to_page_num
-from splitserve.cache.pages import PageAllocator
-from splitserve.cache.slots import DecodeReqToTokenPool, ReqToTokenPool
+from splitserve.cache.pages import DecodeReqToTokenPool, PageAllocator, ReqToTokenPool, kv_to_page_num
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 12), max_size=60), st.randoms(use_true_random=False))

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
-from splitserve.cache.prefix import NoPrefixCache
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.slots import ReqToTokenPool
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
+from splitserve.cache.prefix import NoPrefixCache, RadixCache
 from splitserve.cache.window_pages import WindowPages, least_window_pages
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from splitserve.core.nodes import misfit, node_of, place_on_node
-from splitserve.core.parallel import ParallelRank
+from splitserve.core.parallel import ParallelRank, misfit, node_of, place_on_node
 
 SIZES = st.integers(1, 8)
 

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from splitserve.core.config import ModelConfig
-from splitserve.core.cpus import parse_cpus
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import parse_cpus
 from splitserve.engine.attention import bridge
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.kernels.layers import use_kernels

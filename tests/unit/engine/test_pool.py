@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from splitserve.core.arena import Arena
 from splitserve.core.config import CacheConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import Arena
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for
 from splitserve.engine.probe import LayerShape
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, joined

@@ -5,8 +5,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from splitserve.observe.events.discovery import find_publishers, follow, load_index
 from splitserve.observe.events.schema import BlockStored, IndexSnapshot
+from splitserve.observe.events.subscriber import find_publishers, follow, load_index
 
 SNAPSHOT = {
     "next_sequence": 7,

@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.core.errors import InvalidRequestError
 from splitserve.offline.outputs import Output
-from splitserve.offline.progress import progress_bar
+from splitserve.offline.runs import progress_bar
 
 ENDS = [Output("a", (1, 2, 3), "stop", (), 1, 0), InvalidRequestError("too bad")]
 

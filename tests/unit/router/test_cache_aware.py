@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import ConfigError

@@ -3,9 +3,8 @@
 import pytest
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import NoPrefixCache
-from splitserve.cache.slots import ReqToTokenPool
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.admission import FORESEEN_TOKENS, PoolAdmission

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.batch import RequestStep, SampleSpec
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.ngram import MIN_MATCH, NgramProposer, Text, continuation
+from splitserve.scheduler.speculation import MIN_MATCH, NgramProposer, Text, continuation
 
 # Few different tokens, so that there is much to be found.
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)

@@ -5,7 +5,7 @@ import pytest
 from splitserve.core.config import SchedulePolicy
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.policy import AGEING
+from splitserve.scheduler.admission import AGEING
 from support.pair import PairWorld
 from support.sim import ColocatedWorld
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from splitserve.api.prompt_tokens import all_prompts, first_prompt
 from splitserve.api.schemas import ChatBody, CompletionBody, GenerateBody
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.cache.block_record import BlockRecord
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.told_prefix import ToldPrefixCache
+from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError
 from splitserve.observe.events.schema import BlockStored
@@ -88,7 +86,7 @@ def told(prompt: list[int]) -> list[int]:
     """The blocks that a worker tells of when it has computed this prompt."""
     record = BlockRecord(SIZE)
     whole = len(prompt) // SIZE
-    ToldPrefixCache(RadixCache(SIZE), record).insert(prompt[: whole * SIZE], list(range(whole)))
+    RecordedRadixCache(record).insert(prompt[: whole * SIZE], list(range(whole)))
     return [name for event in record.take_news() if isinstance(event, BlockStored) for name in event.block_hashes]
 
 

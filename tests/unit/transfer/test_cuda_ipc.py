@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
 from splitserve.transfer.transports.base import WriteRefused, WriteState

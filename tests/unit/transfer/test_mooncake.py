@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState

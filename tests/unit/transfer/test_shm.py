@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, shm
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused, WriteState

@@ -10,8 +10,7 @@ import pytest
 from splitserve.api.http_server import bind, port_of, reachable_host
 from splitserve.core.config import CacheConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, clause
-from splitserve.core.parallel import ParallelRank
-from splitserve.core.shape import WorkerShape
+from splitserve.core.parallel import ParallelRank, WorkerShape
 from splitserve.deploy.commands import option_value, threads_of, worker_args
 from splitserve.deploy.config import KeysConfig
 from splitserve.deploy.deployment import LocalDeployment

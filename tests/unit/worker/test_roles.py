@@ -9,20 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from splitserve.cache.block_record import BlockRecord
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
+from splitserve.cache.kv_events import BlockRecord
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import NoPrefixCache
-from splitserve.cache.slots import ReqToTokenPool
 from splitserve.core.clock import ManualClock, SystemClock
 from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.scheduler.admission import PoolAdmission
-from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
+from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.running import RunningSet
 from splitserve.worker.own_bootstrap import OwnBootstrap

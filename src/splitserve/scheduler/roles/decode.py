@@ -21,22 +21,22 @@ from __future__ import annotations
 import logging
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.core.batch import StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import SplitserveError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
 from splitserve.scheduler.decode_queues import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
-from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.roles.base import QueueState
-from splitserve.scheduler.roles.colocated import ColocatedRole
-from splitserve.scheduler.running import RunningSet, ScheduledBatch
+from splitserve.scheduler.ports import Outbox
+from splitserve.scheduler.roles.colocated import ColocatedRole, QueueState
+from splitserve.scheduler.running import RunningSet
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.lease import LeaseTable
 
 logger = logging.getLogger(__name__)
 
 
-class DecodeRole:
+class DecodeRole(ColocatedRole):
+    """A role that decodes like the null role, and takes prompts that prefill workers compute."""
+
     mode = DisaggregationMode.DECODE
 
     def __init__(
@@ -47,23 +47,18 @@ class DecodeRole:
         clock: Clock,
         kit: HandOverKit,
     ) -> None:
-        self._set = running
-        self._cache = cache
-        self._outbox = outbox
-        self._clock = clock
+        super().__init__(running, cache, outbox, clock)
         self._slots = kit.slots
         self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock, self._admit, running.order)
         self._transfer = DecodeTransferQueue(kit.metadata, cache)
         self._leases: LeaseTable[DecodeEntry] = LeaseTable()
-        # Handles requests in the running batch, wherever their prompt was computed.
-        self._local = ColocatedRole(running, cache, outbox, clock)
         self._num_local = 0
         self._num_failed = 0
 
     def accept(self, request: Request) -> None:
         if request.bootstrap is None:
             self._num_local += 1
-            self._local.accept(request)
+            super().accept(request)
             return
         request.timeline.enter("handshake", self._clock.now())
         self._prealloc.add(request)
@@ -85,14 +80,11 @@ class DecodeRole:
         for request in self._set.retraction.pop_uncopied():
             self._ask_again(request)
 
-    def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
-        self._local.finish_step(batch, result)
-
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
         leased = self._leased(rid)
         if entry is None and leased is None:
-            self._local.abort(rid, error)
+            super().abort(rid, error)
             return
         request = entry.request if entry else leased
         assert request is not None
@@ -112,16 +104,13 @@ class DecodeRole:
     def holders(self) -> list[Request]:
         entries = [*self._transfer.entries(), *self._leases.items()]
         transferring = [e.request for e in entries if self._cache.holds(e.request)]
-        return [*self._set.holders(), *transferring]
+        return [*super().holders(), *transferring]
 
     def num_waiting(self) -> int:
-        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt) + self._local.num_waiting()
+        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt) + super().num_waiting()
 
     def is_idle(self) -> bool:
-        return self._set.is_empty() and not (self._prealloc or self._transfer or self._leases)
-
-    def hold(self, is_held: bool) -> None:
-        """Do nothing: no peer sends requests to this role."""
+        return super().is_idle() and not (self._prealloc or self._transfer or self._leases)
 
     def queue_state(self) -> QueueState:
         return {

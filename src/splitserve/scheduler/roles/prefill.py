@@ -20,9 +20,9 @@ from splitserve.core.clock import Clock
 from splitserve.core.errors import GrammarError, PromptTooLongError, SplitserveError
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.outbox import Outbox
+from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.prefill_queues import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
-from splitserve.scheduler.roles.base import QueueState
+from splitserve.scheduler.roles.colocated import QueueState
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
 from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.lease import LeaseTable

@@ -20,8 +20,8 @@ from rich.status import Status
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import check_dtype
-from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.isolation import IsolationFigures, IsolationPlan, measure_isolation
 from splitserve.tools.bench.load import Endpoint, ask

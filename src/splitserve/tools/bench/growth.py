@@ -16,8 +16,8 @@ from rich.console import Console
 
 from splitserve.core.batch import StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig, check_dtype
-from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import num_cores
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.growth_scheduler import measure_scheduler

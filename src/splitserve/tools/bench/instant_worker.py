@@ -8,24 +8,22 @@ from functools import partial
 from typing import Any
 
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.slots import ReqToTokenPool
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
+from splitserve.cache.prefix import RadixCache
 from splitserve.core.batch import RequestResult, StepPlan, StepResult
 from splitserve.core.clock import ManualClock
 from splitserve.core.config import SchedulePolicy
 from splitserve.core.grammar import CompiledGrammar, GrammarSpec
 from splitserve.core.messages import FromScheduler, ToScheduler, encode
-from splitserve.scheduler.admission import PoolAdmission
+from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.scheduler.kv_events import KVEventFeed
+from splitserve.scheduler.limits import RequestLimits
 from splitserve.scheduler.loops import NormalLoop
-from splitserve.scheduler.outbox import Outbox
-from splitserve.scheduler.policy import WaitingOrder
+from splitserve.scheduler.ports import KVEventFeed, Outbox, SchedulerPorts
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.roles.colocated import ColocatedRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.scheduler import RequestLimits, Scheduler, SchedulerPorts
+from splitserve.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 16
 

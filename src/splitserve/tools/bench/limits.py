@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.core.arena import Arena
+from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies, num_bytes
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import set_receive_timeout, set_send_timeout, tune

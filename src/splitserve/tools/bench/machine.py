@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from splitserve import __version__
-from splitserve.core.cpus import num_cores
+from splitserve.core.machine import num_cores
 
 # CPU time fields that are idle time, or that are included in another field.
 _NOT_BUSY = frozenset({"idle", "iowait", "guest", "guest_nice"})

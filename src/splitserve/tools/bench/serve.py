@@ -22,8 +22,8 @@ from rich.console import Console
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import check_dtype
-from splitserve.core.cpus import num_cores
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.tools.bench.backends import choose_backends

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import check_dtype
-from splitserve.core.cpus import num_cores
+from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.report import Report, ReportOutput, ReportTable, milliseconds

@@ -28,9 +28,9 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.core.layout import KVComponent, KVLayout
+from splitserve.core.machine import Arena
 from splitserve.process.console import progress
 from splitserve.tools.bench.backends import choose_backends
 from splitserve.tools.bench.limits import LIMITS, OpenLimit

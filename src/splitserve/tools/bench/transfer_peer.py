@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from splitserve.core.arena import Arena
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.transports import create_transport, needs_shareable_memory
 from splitserve.transfer.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
 

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve._native.moves import ScatterCopy
-from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies, num_bytes, select
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused

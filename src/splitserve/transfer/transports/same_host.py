@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
-from splitserve.core.arena import Arena
 from splitserve.core.errors import clause
 from splitserve.core.layout import Region
+from splitserve.core.machine import Arena
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.local_files import FileRef, OtherFileError, boot_id, open_file

@@ -1,6 +1,6 @@
 """KV pages between processes of one host: the sender maps the receiver's memory and writes into it directly.
 
-1. Registered memory consists of anonymous files (`core/arena.py`). A session adds one: its gate (`write_gate.py`).
+1. Registered memory consists of anonymous files (`core/machine.py`). A session adds one: its gate (`write_gate.py`).
 2. The receiver's welcome names its host, its process and these files. The sender maps them through /proc.
 3. A write is a copy by the sender, in bounded parts, each inside the gate. Threads share the parts of a large write.
    When all parts are copied, the write is DONE.
@@ -22,8 +22,8 @@ from collections.abc import Callable
 import msgspec
 
 from splitserve._native.moves import ScatterCopy
-from splitserve.core.arena import Arena
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused

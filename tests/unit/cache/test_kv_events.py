@@ -5,13 +5,9 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.cache.block_record import BlockRecord
-from splitserve.cache.host_memory import HostMemory
-from splitserve.cache.host_tier import HostTier
-from splitserve.cache.page_names import block_hash, page_names
+from splitserve.cache.host_memory import HostMemory, HostTier
+from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache, block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.cache.radix import RadixCache
-from splitserve.cache.told_prefix import ToldPrefixCache
 from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.schema import CPU_PINNED, GPU, AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -36,7 +32,7 @@ class World:
 
     def __init__(self, num_host_pages=8):
         self.record = BlockRecord(PAGE)
-        self.cache = ToldPrefixCache(RadixCache(PAGE), self.record)
+        self.cache = RecordedRadixCache(self.record)
         self.tier = HostTier(HostMemory(Pool(), num_host_pages), PAGE, self.record)
         self.told = BlockIndex()
         # All tokens up to the end of each page that the cache owns.
