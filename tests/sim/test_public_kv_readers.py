@@ -168,12 +168,12 @@ class PublicSubscriber:
             if await self._sub.poll(200):
                 _, number, payload = await self._sub.recv_multipart()
                 if int.from_bytes(number, "big") > self.next_number:
-                    await self._ask_again()
+                    await self._request_again()
                 self._take(number, payload)
             else:
-                await self._ask_again()
+                await self._request_again()
 
-    async def _ask_again(self) -> None:
+    async def _request_again(self) -> None:
         """For all from the next number on. A link that is cut meanwhile ends the wait: it asks anew later."""
         await self._replay.send_multipart([b"", self.next_number.to_bytes(8, "big")])
         while await self._replay.poll(1000):

@@ -34,7 +34,7 @@ def happen_until(world, condition) -> None:
     raise AssertionError("it did not come to pass")
 
 
-def has_asked(world) -> bool:
+def has_requested(world) -> bool:
     state = world.decode.scheduler.state()
     return state.num_retracted_requests_total > 0 and state.num_decode_transfer_queue_reqs > 0
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit_the_prefill_worker_is_computed_again_on_decode():
 def test_a_session_that_breaks_on_the_way_back_costs_no_token(late_fences):
     world = pair_world(5)
     world.data.late_fences = late_fences
-    happen_until(world, lambda: has_asked(world))
+    happen_until(world, lambda: has_requested(world))
     happen_until(world, world.data.busy_sessions)
     world.data.break_session(world.data.busy_sessions()[0])
     world.run_until_idle()
@@ -87,7 +87,7 @@ def test_a_session_that_breaks_on_the_way_back_costs_no_token(late_fences):
 
 def test_an_abort_on_the_way_back_ends_it_on_both_sides():
     world = pair_world(2)
-    happen_until(world, lambda: has_asked(world))
+    happen_until(world, lambda: has_requested(world))
     world.abort("b", world.decode)
     world.run_until_idle()
     assert world.decode.finish("b").status_code == 499
@@ -100,7 +100,7 @@ def test_a_request_whose_pages_are_still_lent_out_can_be_ended(end):
     world = PairWorld(5, prefill_settings={"num_pages": 40, "page_size": PAGE}, decode_settings=TIGHT, late_fences=True)
     for room, rid in enumerate("ab"):
         world.submit(rid, prompt_of(rid), GREEDY, room=room, timeout=30.0)
-    happen_until(world, lambda: has_asked(world))
+    happen_until(world, lambda: has_requested(world))
     happen_until(world, world.data.busy_sessions)
     world.data.break_session(world.data.busy_sessions()[0])
     # The manager has cut the session off; no byte of it lands from here on until the fence.

@@ -190,12 +190,12 @@ def test_a_settled_prefill_worker_lets_decode_workers_wait_until_it_has_changed_
     (worker,) = world.workers
     asked = 0
 
-    def take_asked() -> list[object]:
+    def take_requested() -> list[object]:
         nonlocal asked
         asked += 1
         return []
 
-    monkeypatch.setattr(worker.installed.manager, "take_asked_prompts", take_asked)
+    monkeypatch.setattr(worker.installed.manager, "take_requested_prompts", take_requested)
     order(worker, RoleStep.PREPARE, mode=NULL)
     assert answer(worker) == RoleReply(call_id=1)
     order(worker, RoleStep.SETTLE, timeout=1.0)

@@ -11,16 +11,15 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.config import DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.transfer.arrival import Arrivals
-from splitserve.transfer.checksum import Checksums
+from splitserve.transfer.convert import StagingArea
 from splitserve.transfer.group_wire import RankLink
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.peers import BootstrapAddress
+from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import KVManagerMemory, RoomLimits
 from splitserve.transfer.sender import KVSender
-from splitserve.transfer.staging import StagingArea
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs

@@ -20,8 +20,7 @@ from splitserve.scheduler.roles.colocated import Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.transfer.kit import HandOverKit
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, Directory
 from splitserve.transfer.room import KVManagerMemory
@@ -67,7 +66,7 @@ class DisaggregatedWorker(SimWorker):
                 config,
             )
             role = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
-            return role(running, worker.cache, outbox, clock, HandOverKit(self.manager, metadata, slots))
+            return role(running, worker.cache, outbox, clock, TransferKit(self.manager, metadata, slots))
 
         is_prefill = mode is DisaggregationMode.PREFILL
         if not is_prefill:

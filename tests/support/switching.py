@@ -21,8 +21,7 @@ from splitserve.scheduler.roles.colocated import ColocatedRole, Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.transfer.kit import HandOverKit
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
 from splitserve.transfer.room import KVManagerMemory
@@ -80,7 +79,7 @@ class SimRole:
         if self.manager is None:
             return ColocatedRole(self._running, cache, self._outbox, clock)
         make = PrefillRole if is_prefill else DecodeRole
-        return make(self._running, cache, self._outbox, clock, HandOverKit(self.manager, self._metadata, self._slots))
+        return make(self._running, cache, self._outbox, clock, TransferKit(self.manager, self._metadata, self._slots))
 
     def close(self) -> None:
         if self.manager is None:

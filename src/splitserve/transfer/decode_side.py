@@ -20,8 +20,8 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
-from splitserve.transfer.backoff import Backoff
 from splitserve.transfer.peers import (
+    Backoff,
     BootstrapAddress,
     Directory,
     LookupFailure,
@@ -54,7 +54,7 @@ class DecodeSide:
         self._directory = directory
         self._rooms: dict[RoomKey, KVReceiver] = {}
         self._peers: dict[BootstrapAddress, PrefillPeer] = {}
-        self._backoff: Backoff[BootstrapAddress] = Backoff()
+        self._backoff = Backoff()
         # Drained sessions that may have a write in flight -> rooms that keep their pages until the session is fenced.
         self._fencing: dict[str, list[KVReceiver]] = {}
         # Starts at a random number, so that two decode workers never use the same one.
@@ -156,7 +156,7 @@ class DecodeSide:
             self._settle_if_fenced(session_id)
         for peer in list(self._peers.values()):
             if peer.state is PeerState.WAITING:
-                self._ask_if_due(peer)
+                self._look_up_if_due(peer)
             elif peer.state is PeerState.RESOLVING:
                 self._look_up(peer)
             else:
@@ -168,7 +168,7 @@ class DecodeSide:
         for peer in list(self._peers.values()):
             self._lose(peer, why)
 
-    def _ask_if_due(self, peer: PrefillPeer) -> None:
+    def _look_up_if_due(self, peer: PrefillPeer) -> None:
         if self._context.clock.now() >= peer.retry_at:
             peer.state = PeerState.RESOLVING
             self._directory.request(peer.address, self._context.config.bootstrap_timeout)
@@ -219,7 +219,7 @@ class DecodeSide:
                 raise CapacityError(f"{len(self._peers)} prefill workers are known, and there is no room for another")
             retry_at = self._backoff.retry_at(address, self._context.clock.now())
             peer = self._peers[address] = PrefillPeer(address, retry_at=retry_at)
-            self._ask_if_due(peer)
+            self._look_up_if_due(peer)
         return peer
 
     def _resolved(self, peer: PrefillPeer, infos: list[PrefillInfo]) -> None:

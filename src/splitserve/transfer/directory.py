@@ -82,7 +82,7 @@ class HttpDirectory:
         try:
             # Ignore the proxies of the environment: they are for external traffic, not for the cluster's own.
             async with httpx.AsyncClient(auth=self._auth, timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False) as client:
-                found = await self._ask_until(client, address, time.monotonic() + seconds)
+                found = await self._look_up_until(client, address, time.monotonic() + seconds)
         except Exception as error:
             found = LookupFailure(f"{error!r}", is_definitive=True)
         finally:
@@ -91,18 +91,18 @@ class HttpDirectory:
                 self._answers[address] = found
             self._on_result()
 
-    async def _ask_until(
+    async def _look_up_until(
         self, client: httpx.AsyncClient, address: BootstrapAddress, deadline: float
     ) -> list[PrefillInfo] | LookupFailure:
         pause = FIRST_PAUSE_SECONDS
         while True:
-            found = await self._ask_once(client, address)
+            found = await self._look_up_once(client, address)
             if isinstance(found, list) or found.is_definitive or time.monotonic() + pause > deadline:
                 return found
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _ask_once(
+    async def _look_up_once(
         self, client: httpx.AsyncClient, address: BootstrapAddress
     ) -> list[PrefillInfo] | LookupFailure:
         url = f"{bootstrap_url(address.host, address.port)}/route"

@@ -25,8 +25,9 @@ from splitserve.core.request import BootstrapInfo, DisaggregationMode
 from splitserve.transfer.decode_side import DecodeSide
 from splitserve.transfer.group_wire import OpenReceiver, OpenSender, RankLink
 from splitserve.transfer.mail import ControlChannel, Mailbox
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import Directory
-from splitserve.transfer.prefill_side import AskedPrompt, PrefillSide
+from splitserve.transfer.prefill_side import PrefillSide, RequestedPrompt
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import Context, KVManagerMemory, RankGroup, RoomLimits
 from splitserve.transfer.sender import KVSender
@@ -153,16 +154,16 @@ class KVManager:
         self._context.wake()
         return receiver
 
-    def take_asked_prompts(self) -> list[AskedPrompt]:
+    def take_requested_prompts(self) -> list[RequestedPrompt]:
         """Return prompts that decode workers requested since the last call. Prefill only. Open a sender for each.
 
         Only drivers get them; followers keep announcements until the room is opened.
         """
         # Called every step and almost always empty: do not wait for a tick in progress.
-        if self._prefill is None or not self._prefill.has_asked:
+        if self._prefill is None or not self._prefill.has_requested:
             return []
         with self.lock:
-            return self._prefill.take_asked()
+            return self._prefill.take_requested()
 
     # -- for the owner --------------------------------------------------------------------------------------------
 
@@ -214,3 +215,12 @@ class KVManager:
             why = "it was restarted and does not know the session"
             self._mailbox.reply(mail, Unregistered(session_id=session_id, why=why))
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class TransferKit:
+    """Parts that a prefill or decode worker has and a colocated worker does not. Used by one role."""
+
+    manager: KVManager
+    metadata: MetadataBuffers
+    slots: ReqToMetadataIdxAllocator

@@ -1,24 +1,143 @@
-"""Queue of the writes of one room, in the order in which they must land.
+"""What one decode rank gets of a room: its plans, and the queue of its writes in the order in which they must land.
 
+`RoomTarget` turns each chunk of pages into copies to that rank's pages, and the last one also into the metadata row.
+`Outgoing` executes them, independent of rooms and their states:
 1. `add` queues copies, and CastPlans in parts that fit the staging memory.
 2. `submit` packs and submits them as far as staging memory and transport allow. The rest waits for the next call.
 3. `poll` forgets final tickets and frees their staging memory.
-
-Independent of rooms and their states: the sender decides what a failure means.
+The sender decides what a failure means.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from splitserve.core.errors import CapacityError
-from splitserve.transfer.convert import CastPlan
-from splitserve.transfer.copies import Copies, num_bytes
-from splitserve.transfer.reshard import LayoutPlan
-from splitserve.transfer.staging import StagingArea
+from splitserve.core.request import RoomKey
+from splitserve.transfer.convert import CastPlan, StagingArea
+from splitserve.transfer.copies import Copies, copy_table, num_bytes
+from splitserve.transfer.pairing import HeadPair
+from splitserve.transfer.pool_bytes import source_slices
+from splitserve.transfer.reshard import LayoutPlan, RoomPages, plan
+from splitserve.transfer.room import Context
 from splitserve.transfer.transports.base import LocalTransport, PeerAddress, Ticket, Transport, WriteState
+from splitserve.transfer.wire import KVArgs, TransferInfo
+
+# Writes smaller than this on average, in bytes, are packed if that makes them few.
+PACK_BELOW = 4096
+
+
+@dataclass(slots=True, eq=False)
+class DecodePeer:
+    """A registered decode rank, which opened one session for this prefill rank."""
+
+    session: PeerAddress
+    control_address: str
+    epoch: int
+    args: KVArgs
+    # The heads of its pages that we write.
+    pairs: tuple[HeadPair, ...]
+    # Number of ranks of its worker that announce each room to us, including itself.
+    num_targets: int
+    # Clock time of its last message.
+    last_message_at: float
+
+
+@dataclass(slots=True)
+class PageChunk:
+    """Pages that the scheduler sends with one call."""
+
+    # Pages [first, stop) of the room.
+    first: int
+    stop: int
+    # Our metadata row, after the pages; None unless it is the last chunk.
+    metadata_index: int | None
+
+
+class RoomTarget:
+    """One decode rank's share of a room: plans its writes and queues them."""
+
+    def __init__(self, context: Context, key: RoomKey, peer: DecodePeer, info: TransferInfo) -> None:
+        self._context = context
+        self._key = key
+        self.peer = peer
+        self.info = info
+        self.outgoing = Outgoing(context.transport, context.memory.staging)
+        # Whether its session has ended. Its writes cannot be confirmed any more.
+        self.is_lost = False
+        # Checksum of what was sent so far. None: not requested.
+        self.checksum: int | None = None
+
+    @property
+    def exchanges(self) -> bool:
+        """Return True if both workers compute in one pool, so that pages change owner instead of being copied."""
+        pool = self._context.args.shared_pool
+        return pool != "" and self.peer.args.shared_pool == pool
+
+    def plan(self, chunk: PageChunk, pages: list[int], window_pages: list[int]) -> None:
+        """Queue the writes of a chunk. `pages`, `window_pages`: the room's, from token 0 on. Raises ValueError."""
+        room_pages = RoomPages(pages, window_pages)
+        if self.exchanges:
+            self._plan_exchange(chunk, room_pages)
+        else:
+            self._plan_copies(chunk, room_pages)
+
+    def _plan_exchange(self, chunk: PageChunk, pages: RoomPages) -> None:
+        """Exchange all pages and write the metadata row with the last chunk. Earlier chunks do nothing."""
+        if chunk.metadata_index is None:
+            return
+        ours, theirs, shared = pages.pages[: chunk.stop], self.info.pages, self._context.memory.shared
+        assert shared is not None
+
+        def exchange() -> None:
+            if not shared.exchange(ours, theirs, tag=self._key.tag, generation=self.peer.args.generation):
+                raise ValueError("decode has left the shared pool")
+
+        self.outgoing.add_action(exchange)
+        self.outgoing.add(self._metadata_row(chunk.metadata_index))
+
+    def _plan_copies(self, chunk: PageChunk, pages: RoomPages) -> None:
+        """Plan the writes of a chunk: its tokens and, between drivers, the metadata row."""
+        info, ours, theirs = self.info, self._context.args, self.peer.args
+        page_size = ours.layout.page_size
+        # Every chunk ends with a whole page of ours, except the last, which ends with the prompt.
+        start, stop = (min(n * page_size, info.num_tokens) for n in (chunk.first, chunk.stop))
+        # Decode already holds the first tokens.
+        start = min(stop, max(start, info.num_held_tokens))
+        tokens = plan(
+            ours.layout,
+            theirs.layout,
+            RoomPages(pages.pages[: chunk.stop], pages.window_pages[: chunk.stop]),
+            RoomPages(info.pages, info.window_pages),
+            range(start, stop),
+            info.num_tokens,
+            self.peer.pairs,
+            wire_dtype=theirs.transfer_dtype,
+            pack_below=PACK_BELOW if self._context.memory.staging else 0,
+        )
+        self.outgoing.add(tokens)
+        self._add_to_checksum(range(start, stop), pages)
+        if chunk.metadata_index is not None and ours.rank.is_driver and theirs.rank.is_driver:
+            self.outgoing.add(self._metadata_row(chunk.metadata_index))
+
+    def _add_to_checksum(self, tokens: range, pages: RoomPages) -> None:
+        theirs, checksums = self.peer.args, self._context.memory.checksums
+        if not tokens or checksums is None or not self._context.args.checksums(theirs):
+            return
+        slices = source_slices(self.peer.pairs)
+        more = checksums.of(pages, tokens, self.info.num_tokens, theirs.layout.page_size, slices)
+        self.checksum = ((self.checksum or 0) + more) % (1 << 64)
+
+    def _metadata_row(self, index: int) -> LayoutPlan:
+        ours, theirs, row = self._context.args, self.peer.args, self.info.metadata_index
+        if not 0 <= row < theirs.num_metadata_rows:
+            raise ValueError(f"decode announced metadata row {row}, which it does not have")
+        size = ours.metadata_row_bytes
+        source = (len(ours.layout.components), index * size)
+        return LayoutPlan(copy_table([(*source, len(theirs.layout.components), row * size, size)]), [])
 
 
 class _Write(NamedTuple):

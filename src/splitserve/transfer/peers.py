@@ -6,7 +6,7 @@
   READY        rooms may be announced; pinged at every heartbeat interval
 
 A prefill worker may consist of several ranks. The sources are those ranks that this decode rank receives from or
-announces to (`feeds.py`). Each has its own session. The loss of one is the loss of the whole worker, because every
+announces to (`feeds_of`). Each has its own session. The loss of one is the loss of the whole worker, because every
 room needs all.
 
 Each data parallel rank of a prefill worker is a separate peer. Any of them reports how many there are. Until the first
@@ -19,15 +19,14 @@ it up again.
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from splitserve.core.request import BootstrapInfo
-from splitserve.transfer.feeds import feeds_of
 from splitserve.transfer.mail import Mailbox
-from splitserve.transfer.pairing import HeadPair
+from splitserve.transfer.pairing import HeadPair, sources_of
 from splitserve.transfer.transports.base import PeerAddress
 from splitserve.transfer.wire import (
     PROTOCOL_VERSION,
@@ -37,6 +36,15 @@ from splitserve.transfer.wire import (
     PrefillInfo,
     version_difference,
 )
+
+# First and longest pause, and time in which the level halves. In seconds.
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 30.0
+HALF_LIFE = 60.0
+# Below this level a peer counts as healthy and is forgotten.
+_FORGOTTEN_LEVEL = 0.25
+# Maximum number of addresses. Beyond it, the address with the oldest loss is forgotten.
+_MAX_ADDRESSES = 4096
 
 
 class BootstrapAddress(NamedTuple):
@@ -160,3 +168,99 @@ def sources_among(infos: Sequence[PrefillInfo], ours: KVArgs, group_args: Sequen
         if difference := infos[feed.source].args.difference(ours, feed.pairs):
             raise ValueError(f"prefill and decode differ: {difference}")
     return [Source(infos[feed.source], feed.pairs, feed.num_targets) for feed in feeds]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Share of one prefill rank in the KV of one decode rank."""
+
+    # Index of the prefill rank in its worker.
+    source: int
+    # Heads that it writes. May be empty.
+    pairs: tuple[HeadPair, ...]
+    # Total number of decode ranks that this prefill rank writes to or that announce rooms to it.
+    num_targets: int
+
+
+def feeds_of(target: int, targets: Sequence[KVArgs], sources: Sequence[KVArgs]) -> list[Feed]:
+    """Return the feeds of the decode rank `targets[target]`, in order of sources. Both sequences are whole workers.
+
+    Every decode rank computes the same result by itself, from layouts and ranks of both workers:
+    - The decode driver receives from the prefill driver, which writes the metadata row, even if it takes no heads from
+      it.
+    - A prefill rank may send no heads because other ranks hold the same ones. The decode driver announces every room
+      to it: that rank has an end of the room too and must not wait forever.
+    Raises ValueError, with both shapes, if the layouts do not fit.
+    """
+    layouts = [source.layout for source in sources]
+    try:
+        parts = [sources_of(t.layout, layouts, tp_rank=t.rank.tp_rank, tp_size=t.rank.tp_size) for t in targets]
+    except ValueError as error:
+        raise ValueError(f"prefill of {_shape(sources)} cannot feed decode of {_shape(targets)}: {error}") from error
+    driver = next(part for part, t in zip(parts, targets, strict=True) if t.rank.is_driver)
+    fed = {source for part in parts for source in part}
+    for i, source in enumerate(sources):
+        if source.rank.is_driver or i not in fed:
+            driver.setdefault(i, ())
+    counts = Counter(source for part in parts for source in part)
+    return [Feed(source, pairs, counts[source]) for source, pairs in sorted(parts[target].items())]
+
+
+def _shape(ranks: Sequence[KVArgs]) -> str:
+    rank = ranks[0].rank
+    return f"tensor parallel size {rank.tp_size} x pipeline parallel size {rank.pp_size}"
+
+
+@dataclass(slots=True)
+class _Record:
+    level: float
+    lost_at: float
+    retry_at: float
+
+
+class Backoff:
+    """Pause before a lost peer is contacted again. It grows with each loss and shrinks again over time.
+
+    A first loss costs nothing: most are a single broken connection. Each further loss raises the peer's level by one,
+    and the pause about doubles. The level halves every `half_life` seconds, so no peer is excluded for good after one
+    bad minute.
+    """
+
+    def __init__(
+        self, *, first_pause: float = FIRST_PAUSE, longest_pause: float = LONGEST_PAUSE, half_life: float = HALF_LIFE
+    ) -> None:
+        self._first_pause = first_pause
+        self._longest_pause = longest_pause
+        self._half_life = half_life
+        # Records of lost peers, in order of their last loss.
+        self._records: dict[Hashable, _Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def lost(self, address: Hashable, now: float) -> None:
+        """Record a loss."""
+        level = self.level(address, now) + 1.0
+        # Level 1: no pause. Then 1, 3, 7, ... times the first pause.
+        pause = min(self._longest_pause, self._first_pause * (2.0 ** min(level - 1.0, 64.0) - 1.0))
+        self._records.pop(address, None)
+        self._records[address] = _Record(level, now, now + pause)
+        if len(self._records) > _MAX_ADDRESSES:
+            del self._records[next(iter(self._records))]
+
+    def level(self, address: Hashable, now: float) -> float:
+        """Return the decayed number of losses. 0.0 for a healthy peer."""
+        record = self._records.get(address)
+        if record is None:
+            return 0.0
+        level: float = record.level * 0.5 ** ((now - record.lost_at) / self._half_life)
+        if level < _FORGOTTEN_LEVEL and now >= record.retry_at:
+            del self._records[address]
+            return 0.0
+        return level
+
+    def retry_at(self, address: Hashable, now: float) -> float:
+        """Return the time of the next attempt: `now` for a healthy peer."""
+        self.level(address, now)
+        record = self._records.get(address)
+        return now if record is None else max(now, record.retry_at)

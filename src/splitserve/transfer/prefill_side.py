@@ -23,8 +23,9 @@ from splitserve.core.errors import (
     SplitserveError,
 )
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer.outgoing import DecodePeer
 from splitserve.transfer.room import Context, Room
-from splitserve.transfer.sender import DecodePeer, KVSender
+from splitserve.transfer.sender import KVSender
 from splitserve.transfer.wire import (
     AbortRoom,
     KVArgsRegisterInfo,
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPrompt:
+class RequestedPrompt:
     """Tokens for which a decode worker requests the KV, in a room with pages that it has announced."""
 
     rid: str
@@ -61,7 +62,7 @@ class PrefillSide:
         self._early: dict[RoomKey, KVSender] = {}
         self._closed: dict[RoomKey, KVSender] = {}
         # Prompts without a request, for the scheduler to take. Their rooms are in `_early`.
-        self._asked: list[AskedPrompt] = []
+        self._requested: list[RequestedPrompt] = []
 
     @property
     def num_rooms(self) -> int:
@@ -90,13 +91,13 @@ class PrefillSide:
         return sender
 
     @property
-    def has_asked(self) -> bool:
-        """True if `take_asked` has prompts to return. Needs no lock."""
-        return bool(self._asked)
+    def has_requested(self) -> bool:
+        """True if `take_requested` has prompts to return. Needs no lock."""
+        return bool(self._requested)
 
-    def take_asked(self) -> list[AskedPrompt]:
+    def take_requested(self) -> list[RequestedPrompt]:
         """Return the prompts to open a room for, each once. Prompts of lost decode ranks are left out."""
-        asked, self._asked = self._asked, []
+        asked, self._requested = self._requested, []
         return [prompt for prompt in asked if prompt.key in self._early and self._early[prompt.key].is_announced]
 
     def fail_all(self, error: SplitserveError) -> None:
@@ -179,7 +180,7 @@ class PrefillSide:
         else:
             sender.add_target(peer, info)
             if is_early and info.prompt_ids:
-                self._asked.append(AskedPrompt(info.rid, info.key, info.prompt_ids))
+                self._requested.append(RequestedPrompt(info.rid, info.key, info.prompt_ids))
                 self._context.changed = True
 
     def _on_abort(self, mail: Mail, abort: AbortRoom) -> None:

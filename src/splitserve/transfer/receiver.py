@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from splitserve.core.errors import KVTransferError
 from splitserve.core.request import BootstrapInfo
-from splitserve.transfer.checksum import target_slices
 from splitserve.transfer.group_wire import AnnouncePages
 from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import PrefillPeer, Source
+from splitserve.transfer.pool_bytes import target_slices
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RECEIVER, IllegalTransition, KVEvent, KVPoll, RoomState

@@ -33,8 +33,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import RoomKey
-from splitserve.transfer.arrival import Arrivals
-from splitserve.transfer.checksum import Checksums
+from splitserve.transfer.convert import StagingArea
 from splitserve.transfer.group_wire import (
     AnyOrder,
     Clear,
@@ -49,7 +48,7 @@ from splitserve.transfer.group_wire import (
 )
 from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers
-from splitserve.transfer.staging import StagingArea
+from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.state import POLL, KVEvent, KVPoll, RoomState, Table, advance
 from splitserve.transfer.transports.base import Transport
 from splitserve.transfer.wire import KVArgs, RoomFailureCause

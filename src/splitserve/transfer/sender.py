@@ -15,62 +15,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from splitserve.core.errors import KVTransferError
 from splitserve.core.messages import TransferStats
 from splitserve.core.request import RoomKey
-from splitserve.transfer.checksum import source_slices
-from splitserve.transfer.copies import copy_table
 from splitserve.transfer.group_wire import SendPages
-from splitserve.transfer.outgoing import Outgoing
-from splitserve.transfer.pairing import HeadPair
-from splitserve.transfer.reshard import LayoutPlan, RoomPages, plan
+from splitserve.transfer.outgoing import DecodePeer, PageChunk, RoomTarget
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import SENDER, KVEvent, KVPoll, RoomState
-from splitserve.transfer.transports.base import PeerAddress, WriteState
-from splitserve.transfer.wire import AbortRoom, KVArgs, RoomFailureCause, TransferInfo, TransferStatus
-
-# Writes smaller than this on average, in bytes, are packed if that makes them few.
-PACK_BELOW = 4096
-
-
-@dataclass(slots=True, eq=False)
-class DecodePeer:
-    """A registered decode rank, which opened one session for this prefill rank."""
-
-    session: PeerAddress
-    control_address: str
-    epoch: int
-    args: KVArgs
-    # The heads of its pages that we write.
-    pairs: tuple[HeadPair, ...]
-    # Number of ranks of its worker that announce each room to us, including itself.
-    num_targets: int
-    # Clock time of its last message.
-    last_message_at: float
-
-
-@dataclass(slots=True, eq=False)
-class RoomTarget:
-    """One decode rank's share of a room."""
-
-    peer: DecodePeer
-    info: TransferInfo
-    outgoing: Outgoing
-    # Whether its session has ended. Its writes cannot be confirmed any more.
-    is_lost: bool = False
-    # Checksum of what was sent so far. None: not requested.
-    checksum: int | None = None
-
-
-@dataclass(slots=True)
-class _Chunk:
-    # Pages [first, stop) of the room.
-    first: int
-    stop: int
-    # Our metadata row, after the pages; None unless it is the last chunk.
-    metadata_index: int | None
+from splitserve.transfer.transports.base import WriteState
+from splitserve.transfer.wire import AbortRoom, RoomFailureCause, TransferInfo, TransferStatus
 
 
 class KVSender(Room):
@@ -94,7 +48,7 @@ class KVSender(Room):
         self._pages: list[int] = []
         self._window_pages: list[int] = []
         self._last_sent = False
-        self._chunks: deque[_Chunk] = deque()
+        self._chunks: deque[PageChunk] = deque()
         self._first_send_at = self._last_send_at = 0.0
         # Set on success.
         self._stats: TransferStats | None = None
@@ -133,7 +87,7 @@ class KVSender(Room):
             first = len(self._pages)
             self._pages += pages
             self._window_pages += window_pages
-            self._chunks.append(_Chunk(first, len(self._pages), metadata_index))
+            self._chunks.append(PageChunk(first, len(self._pages), metadata_index))
             self._last_sent, self._last_send_at = is_last, now
             if self._reports:
                 self.order(
@@ -185,7 +139,7 @@ class KVSender(Room):
 
     def add_target(self, peer: DecodePeer, info: TransferInfo) -> None:
         """Add a decode rank's announcement. Fail the room if it contradicts the announcement of another rank."""
-        self.targets.append(RoomTarget(peer, info, Outgoing(self.context.transport, self.context.memory.staging)))
+        self.targets.append(RoomTarget(self.context, self.key, peer, info))
         self.attempt, self._num_targets = info.attempt, peer.num_targets
         first = self.targets[0]
         if (first.info.num_tokens, first.peer.num_targets) == (info.num_tokens, peer.num_targets):
@@ -261,7 +215,7 @@ class KVSender(Room):
         self._stats = TransferStats(
             num_bytes=sum(target.outgoing.num_bytes for target in self.targets),
             num_writes=sum(target.outgoing.num_writes for target in self.targets),
-            num_pages_exchanged=len(self._pages) if any(self._exchanges(target) for target in self.targets) else 0,
+            num_pages_exchanged=len(self._pages) if any(target.exchanges for target in self.targets) else 0,
             seconds=now - self._first_send_at,
             exposed_seconds=now - self._last_send_at,
         )
@@ -313,10 +267,7 @@ class KVSender(Room):
         """Plan the queued chunks and submit as many writes as the transport accepts. Raises ValueError."""
         while self._chunks:
             for target in self.targets:
-                if self._exchanges(target):
-                    self._plan_exchange(self._chunks[0], target)
-                else:
-                    self._plan_copies(self._chunks[0], target)
+                target.plan(self._chunks[0], self._pages, self._window_pages)
             self._chunks.popleft()
         for target in self.targets:
             target.outgoing.submit(target.peer.session)
@@ -346,63 +297,3 @@ class KVSender(Room):
             ours, theirs = f"{sent} pages of {page_size} tokens", f"{num_tokens} tokens"
             return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"
         return None
-
-    def _exchanges(self, target: RoomTarget) -> bool:
-        """Return True if both workers compute in one pool, so that pages change owner instead of being copied."""
-        pool = self.context.args.shared_pool
-        return pool != "" and target.peer.args.shared_pool == pool
-
-    def _plan_exchange(self, chunk: _Chunk, target: RoomTarget) -> None:
-        """Exchange all pages and write the metadata row with the last chunk. Earlier chunks do nothing."""
-        if chunk.metadata_index is None:
-            return
-        ours, theirs, shared = self._pages[: chunk.stop], target.info.pages, self.context.memory.shared
-        assert shared is not None
-
-        def exchange() -> None:
-            if not shared.exchange(ours, theirs, tag=self.key.tag, generation=target.peer.args.generation):
-                raise ValueError("decode has left the shared pool")
-
-        target.outgoing.add_action(exchange)
-        target.outgoing.add(self._metadata_row(chunk.metadata_index, target))
-
-    def _plan_copies(self, chunk: _Chunk, target: RoomTarget) -> None:
-        """Plan the writes of a chunk: its tokens and, between drivers, the metadata row."""
-        info, ours, theirs = target.info, self.context.args, target.peer.args
-        page_size = ours.layout.page_size
-        # Every chunk ends with a whole page of ours, except the last, which ends with the prompt.
-        start, stop = (min(n * page_size, info.num_tokens) for n in (chunk.first, chunk.stop))
-        # Decode already holds the first tokens.
-        start = min(stop, max(start, info.num_held_tokens))
-        tokens = plan(
-            ours.layout,
-            theirs.layout,
-            RoomPages(self._pages[: chunk.stop], self._window_pages[: chunk.stop]),
-            RoomPages(info.pages, info.window_pages),
-            range(start, stop),
-            info.num_tokens,
-            target.peer.pairs,
-            wire_dtype=theirs.transfer_dtype,
-            pack_below=PACK_BELOW if self.context.memory.staging else 0,
-        )
-        target.outgoing.add(tokens)
-        self._add_to_checksum(range(start, stop), target)
-        if chunk.metadata_index is not None and ours.rank.is_driver and theirs.rank.is_driver:
-            target.outgoing.add(self._metadata_row(chunk.metadata_index, target))
-
-    def _add_to_checksum(self, tokens: range, target: RoomTarget) -> None:
-        theirs, checksums = target.peer.args, self.context.memory.checksums
-        if not tokens or checksums is None or not self.context.args.checksums(theirs):
-            return
-        slices = source_slices(target.peer.pairs)
-        pages = RoomPages(self._pages, self._window_pages)
-        more = checksums.of(pages, tokens, target.info.num_tokens, theirs.layout.page_size, slices)
-        target.checksum = ((target.checksum or 0) + more) % (1 << 64)
-
-    def _metadata_row(self, index: int, target: RoomTarget) -> LayoutPlan:
-        ours, theirs, row = self.context.args, target.peer.args, target.info.metadata_index
-        if not 0 <= row < theirs.num_metadata_rows:
-            raise ValueError(f"decode announced metadata row {row}, which it does not have")
-        size = ours.metadata_row_bytes
-        source = (len(ours.layout.components), index * size)
-        return LayoutPlan(copy_table([(*source, len(theirs.layout.components), row * size, size)]), [])

@@ -70,7 +70,7 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     # Pool that this worker shares with others on its host, and its instance there. "": the pool is not shared.
     shared_pool: str = ""
     generation: int = 0
-    # Whether to compare every room's KV end to end (`checksum.py`), and whether the pool allows it.
+    # Whether to compare every room's KV end to end (`pool_bytes.py`), and whether the pool allows it.
     wants_checksum: bool = False
     can_checksum: bool = False
 

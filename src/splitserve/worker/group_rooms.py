@@ -13,7 +13,7 @@ from splitserve.core.config import DisaggregationConfig
 from splitserve.engine.build import BuiltEngine
 from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
-from splitserve.transfer.kit import HandOverKit
+from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import ReqToMetadataIdxAllocator
 from splitserve.worker.hand_over import open_rank
 from splitserve.worker.rank_group import DriverPlace, RankPlace
@@ -26,7 +26,7 @@ def open_hand_over(
     place: DriverPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
-) -> HandOverKit:
+) -> TransferKit:
     """Open the KV transfer of a prefill or decode worker; `closing` ends it: first the threads, last the transport.
 
     `on_change` is called from one of these threads when a room's state changed.
@@ -43,7 +43,7 @@ def open_hand_over(
         thread = LinkThread(links, tick, place.end)
         closing.callback(thread.close)
         thread.start()
-    return HandOverKit(own.manager, own.metadata, slots)
+    return TransferKit(own.manager, own.metadata, slots)
 
 
 def follow_rooms(

@@ -16,15 +16,14 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
-from splitserve.transfer.arrival import Arrivals
-from splitserve.transfer.checksum import Checksums
 from splitserve.transfer.control import ManagerThread, ZmqChannel
+from splitserve.transfer.convert import StagingArea
 from splitserve.transfer.directory import HttpDirectory, register_rank
 from splitserve.transfer.group_wire import RankLink
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
 from splitserve.transfer.metadata import MetadataBuffers
+from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.room import KVManagerMemory
-from splitserve.transfer.staging import StagingArea
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.waker import Waker

@@ -27,7 +27,7 @@ from splitserve.scheduler.roles.colocated import ColocatedRole, Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
-from splitserve.transfer.kit import HandOverKit
+from splitserve.transfer.manager import TransferKit
 from splitserve.worker.group_rooms import open_hand_over
 from splitserve.worker.rank_group import DriverPlace
 from splitserve.worker.role_rules import check_role, settings_of
@@ -63,7 +63,7 @@ class RoleAssembly:
     def prepare(self, mode: DisaggregationMode, bootstrap_url: str | None) -> AssembledRole:
         check_role(self._config, mode)
         closing = ExitStack()
-        kit: HandOverKit | None = None
+        kit: TransferKit | None = None
         if mode is not NULL:
             config = settle_host(settings_of(self._config.disaggregation, mode))
             try:
@@ -73,7 +73,7 @@ class RoleAssembly:
                 raise
         return AssembledRole(self, mode, kit, closing)
 
-    def install(self, mode: DisaggregationMode, kit: HandOverKit | None) -> Role:
+    def install(self, mode: DisaggregationMode, kit: TransferKit | None) -> Role:
         shared = self._shared
         role = _role(mode, shared, kit)
         if mode is not PREFILL:
@@ -139,7 +139,7 @@ class AssembledRole:
     """A PreparedRole. `install` makes it the role of the scheduler."""
 
     def __init__(
-        self, assembly: RoleAssembly, mode: DisaggregationMode, kit: HandOverKit | None, closing: ExitStack
+        self, assembly: RoleAssembly, mode: DisaggregationMode, kit: TransferKit | None, closing: ExitStack
     ) -> None:
         self.mode = mode
         self._assembly = assembly
@@ -153,7 +153,7 @@ class AssembledRole:
         self._closing.close()
 
 
-def _role(mode: DisaggregationMode, shared: Shared, kit: HandOverKit | None) -> Role:
+def _role(mode: DisaggregationMode, shared: Shared, kit: TransferKit | None) -> Role:
     if kit is None:
         return ColocatedRole(shared.running, shared.cache, shared.outbox, shared.clock)
     make = PrefillRole if mode is PREFILL else DecodeRole

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.transfer.backoff import Backoff
+from splitserve.transfer.peers import Backoff
 
 times = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30)
 

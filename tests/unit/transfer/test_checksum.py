@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.layout import Region
-from splitserve.transfer.checksum import Checksums
+from splitserve.transfer.pool_bytes import Checksums
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.state import KVPoll
 from support.kv_world import KVWorld, layout

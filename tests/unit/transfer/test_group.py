@@ -409,10 +409,10 @@ def test_a_prompt_that_decode_asks_for_is_taken_once_and_its_room_is_found_on_ev
     world.tick()
     receiver.init([5, 6], 1, num_tokens=8, prompt_ids=list(range(8)))
     world.tick()
-    (asked,) = world.prefill.manager.take_asked_prompts()
+    (asked,) = world.prefill.manager.take_requested_prompts()
     assert asked.token_ids == list(range(8))
-    assert world.prefill.manager.take_asked_prompts() == []
-    assert world.prefill.workers[0].manager.take_asked_prompts() == []
+    assert world.prefill.manager.take_requested_prompts() == []
+    assert world.prefill.workers[0].manager.take_requested_prompts() == []
     sender = world.prefill.manager.sender(asked.rid, BootstrapInfo(*BOOTSTRAP[:2], asked.key))
     world.tick()
     send(world, sender)

@@ -151,9 +151,9 @@ def test_a_prompt_that_decode_asks_for_reaches_the_scheduler_once():
     world.tick()
     receiver.init([3], 2, num_tokens=3, prompt_ids=[5, 6, 7])
     world.tick()
-    (asked,) = world.prefill.manager.take_asked_prompts()
+    (asked,) = world.prefill.manager.take_requested_prompts()
     assert (asked.rid, asked.key, asked.token_ids) == ("d7", RoomKey(7), [5, 6, 7])
-    assert world.prefill.manager.take_asked_prompts() == []
+    assert world.prefill.manager.take_requested_prompts() == []
     sender = world.sender(7)
     world.set_row(7)
     sender.send([0], is_last=True, metadata_index=0)
@@ -169,7 +169,7 @@ def test_a_prompt_of_a_decode_that_is_gone_is_not_computed():
     world.tick(1)
     world.decode.manager.close()
     world.tick()
-    assert world.prefill.manager.take_asked_prompts() == []
+    assert world.prefill.manager.take_requested_prompts() == []
 
 
 def test_samples_of_one_room_are_apart():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import IncompatiblePeerError
 from splitserve.core.parallel import ParallelRank
-from splitserve.transfer.feeds import feeds_of
+from splitserve.transfer.peers import feeds_of
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.wire import KVArgs
 from support.kv_groups import GroupWorld, RankLayouts

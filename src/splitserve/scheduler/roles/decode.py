@@ -28,8 +28,8 @@ from splitserve.scheduler.decode_queues import DecodeEntry, DecodePreallocQueue,
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.colocated import ColocatedRole, QueueState
 from splitserve.scheduler.running import RunningSet
-from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.lease import LeaseTable
+from splitserve.transfer.manager import TransferKit
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class DecodeRole(ColocatedRole):
         cache: PagedKVCache,
         outbox: Outbox,
         clock: Clock,
-        kit: HandOverKit,
+        kit: TransferKit,
     ) -> None:
         super().__init__(running, cache, outbox, clock)
         self._slots = kit.slots
@@ -78,7 +78,7 @@ class DecodeRole(ColocatedRole):
         for entry in failed + failed_in_transfer:
             self._fail(entry)
         for request in self._set.retraction.pop_uncopied():
-            self._ask_again(request)
+            self._request_again(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
@@ -141,7 +141,7 @@ class DecodeRole(ColocatedRole):
         """Admit a request if its prompt fits beside what running requests need. Return whether it was admitted."""
         return self._set.admission.try_admit(entry.request, max_prefix=entry.num_tokens, running=self._set.holders())
 
-    def _ask_again(self, request: Request) -> None:
+    def _request_again(self, request: Request) -> None:
         """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot."""
         if request.bootstrap is not None and request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
             try:

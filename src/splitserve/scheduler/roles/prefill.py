@@ -7,7 +7,7 @@
 4. `advance` finishes it when every byte is proven in place: its pages enter the prefix cache, and the front end gets
    the result.
 
-Decode workers may request the KV of tokens by themselves, after they had to release it (`_accept_asked`).
+Decode workers may request the KV of tokens by themselves, after they had to release it (`_accept_requested`).
 
 A request that fails or is aborted before its end keeps its pages, in the lease table, until its sender is quiescent.
 """
@@ -24,9 +24,9 @@ from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.prefill_queues import PrefillBootstrapQueue, PrefillEntry, PrefillInflightQueue
 from splitserve.scheduler.roles.colocated import QueueState
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
-from splitserve.transfer.kit import HandOverKit
 from splitserve.transfer.lease import LeaseTable
-from splitserve.transfer.prefill_side import AskedPrompt
+from splitserve.transfer.manager import TransferKit
+from splitserve.transfer.prefill_side import RequestedPrompt
 from splitserve.transfer.state import KVPoll
 
 
@@ -39,7 +39,7 @@ class PrefillRole:
         cache: PagedKVCache,
         outbox: Outbox,
         clock: Clock,
-        kit: HandOverKit,
+        kit: TransferKit,
     ) -> None:
         self._set = running
         self._cache = cache
@@ -54,7 +54,7 @@ class PrefillRole:
         self._inflight = PrefillInflightQueue()
         self._leases: LeaseTable[PrefillEntry] = LeaseTable()
         self._num_failed = 0
-        self._takes_asked = True
+        self._takes_requested = True
 
     def accept(self, request: Request) -> None:
         request.timeline.enter("bootstrap", self._clock.now())
@@ -63,8 +63,8 @@ class PrefillRole:
     def advance(self) -> None:
         for entry in self._leases.reclaim():
             self._free(entry)
-        for asked in self._manager.take_asked_prompts() if self._takes_asked else ():
-            self._accept_asked(asked)
+        for asked in self._manager.take_requested_prompts() if self._takes_requested else ():
+            self._accept_requested(asked)
         ready, failed = self._bootstrap.pop_bootstrapped()
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
@@ -123,7 +123,7 @@ class PrefillRole:
         return not (self._bootstrap or self._computing or self._inflight or self._leases)
 
     def hold(self, is_held: bool) -> None:
-        self._takes_asked = not is_held
+        self._takes_requested = not is_held
 
     def queue_state(self) -> QueueState:
         return {
@@ -135,7 +135,7 @@ class PrefillRole:
             "num_transfer_failed_reqs_total": self._num_failed,
         }
 
-    def _accept_asked(self, asked: AskedPrompt) -> None:
+    def _accept_requested(self, asked: RequestedPrompt) -> None:
         """Accept a prompt that decode requests: like any other request, except that the front end does not know it."""
         rid = f"{asked.rid}@{asked.key}"
         params = ResolvedSampling(max_new_tokens=1, temperature=0.0)

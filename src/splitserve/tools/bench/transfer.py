@@ -54,8 +54,8 @@ from splitserve.tools.bench.transfer_plan import (
     size_text,
     transfer_report,
 )
-from splitserve.transfer.checksum import Checksums
 from splitserve.transfer.copies import Copies, joined, num_bytes
+from splitserve.transfer.pool_bytes import Checksums
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.transports import missing
 from splitserve.transfer.transports.base import PeerAddress, WriteState

@@ -1,9 +1,12 @@
-"""End-to-end checksum of the part of a room that one rank writes: KV as prefill reads it against KV in decode's pages.
+"""Work of the CPU on a room's bytes in our own pool: checksums, and widening of KV that travelled in a narrower dtype.
 
-The sum does not depend on order, chunks or coalescing. It adds one hash per piece of the room, seeded with the piece's
-position. Pieces end at page boundaries of both workers, so both compute the same pieces. Inside a piece, bytes are
-ordered by token, then head, for every axis order of the pool. Only for pools that the CPU can read, and for bytes sent
-without conversion.
+The checksum compares, end to end, the part of a room that one rank writes: KV as prefill reads it against KV in
+decode's pages. It does not depend on order, chunks or coalescing. It adds one hash per piece of the room, seeded with
+the piece's position. Pieces end at page boundaries of both workers, so both compute the same pieces. Inside a piece,
+bytes are ordered by token, then head, for every axis order of the pool. Only for bytes sent without conversion.
+
+Widening happens inside the pages that the KV arrived in. It runs only after the final status from prefill, because
+nothing else may access the pages meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from splitserve.core.layout import DTYPE_BYTES, KVComponent, KVLayout, Region, first_token_read
-from splitserve.transfer.convert import memory_of
+from splitserve.transfer.convert import memory_of, unpack
 from splitserve.transfer.pairing import HeadPair
-from splitserve.transfer.reshard import RoomPages
+from splitserve.transfer.reshard import RoomPages, plan_unpack
 
 _MASK64 = (1 << 64) - 1
 
@@ -101,3 +104,15 @@ def _pieces(tokens: range, *page_sizes: int) -> Iterator[tuple[int, int]]:
         stop = min(tokens.stop, *(start - start % size + size for size in page_sizes))
         yield start, stop
         start = stop
+
+
+class Arrivals:
+    def __init__(self, layout: KVLayout, pool: Sequence[Region], wire_dtype: str) -> None:
+        self._layout = layout
+        self._pool = [memory_of(region) for region in pool]
+        self._wire_dtype = wire_dtype
+
+    def widen(self, pages: RoomPages, tokens: range, num_tokens: int) -> None:
+        """Widen `tokens` of a room of `num_tokens` tokens."""
+        for cast in plan_unpack(self._layout, pages, tokens, num_tokens, self._wire_dtype):
+            unpack(cast, self._pool)
