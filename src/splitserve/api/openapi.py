@@ -8,7 +8,7 @@ FastAPI does not know: the schemas of bodies that the routes parse themselves, t
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -129,13 +129,12 @@ def operation(
     }
 
 
-def describe(app: FastAPI, also: Mapping[str, Operation] | None = None) -> None:
-    """Complete `app.openapi`. `also`: operations of POST routes that FastAPI has no description of, by path."""
+def describe(app: FastAPI) -> None:
+    """Complete `app.openapi`."""
 
     def openapi() -> Schema:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schema["paths"] |= {path: {"post": _raw_operation(path, details)} for path, details in (also or {}).items()}
             app.openapi_schema = _complete(schema)
         return app.openapi_schema
 
@@ -145,18 +144,6 @@ def describe(app: FastAPI, also: Mapping[str, Operation] | None = None) -> None:
 def _error(status: int) -> Schema:
     schema = {"$ref": _REFERENCE.format(model="Error")}
     return {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
-
-
-def _raw_operation(path: str, details: Operation) -> Schema:
-    """Return the operation in FastAPI's form."""
-    responses = {str(status): response for status, response in details["responses"].items()}
-    name = path.strip("/").replace("/", "_") + "_post"
-    return {
-        "summary": details["summary"],
-        "operationId": name,
-        "responses": responses,
-        **details["openapi_extra"],
-    }
 
 
 def _complete(schema: Schema) -> Schema:

@@ -41,31 +41,17 @@ def chat_tokens(
     return token_ids, use
 
 
-def first_prompt(
-    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, max_tokens: int | None = None
-) -> list[int] | None:
-    """Return the tokens of a body's first prompt for this route. Raises InvalidRequestError.
-
-    None: a tokenizer is needed.
-    """
-    prompts = _read(path, body, tokenizer, max_tokens, at_most=1)
-    return None if prompts is None else prompts[0]
-
-
-def all_prompts(
-    path: str, body: Mapping[str, Any], tokenizer: Tokenizer | None, max_tokens: int | None = None
-) -> list[list[int]] | None:
-    """Return the tokens of all prompts. Other details as in `first_prompt`."""
-    return _read(path, body, tokenizer, max_tokens)
-
-
-def _read(
+def prompts_of(
     path: str,
     body: Mapping[str, Any],
     tokenizer: Tokenizer | None,
-    max_tokens: int | None,
+    max_tokens: int | None = None,
     at_most: int | None = None,
 ) -> list[list[int]] | None:
+    """Return the tokens of the first `at_most` prompts of a body for this route. Raises InvalidRequestError.
+
+    None: a tokenizer is needed. `at_most` None: all prompts.
+    """
     if path == "/v1/chat/completions":
         chat = validation.parse(ChatBody, body)
         return None if tokenizer is None else [chat_tokens(tokenizer, chat, max_tokens)[0]]

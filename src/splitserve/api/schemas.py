@@ -19,6 +19,9 @@ from splitserve.core.request import FinishReason
 ROLE_HEADER = "x-splitserve-role"
 # Response header of a stream that has a journal.
 JOURNAL_HEADER = "x-splitserve-journal"
+# Output tokens if the client sets no limit.
+_DEFAULT_NATIVE_TOKENS = 128
+_DEFAULT_COMPLETION_TOKENS = 16
 
 
 class RequestModel(BaseModel):
@@ -65,6 +68,10 @@ class SamplingFields(RequestModel):
     seed: int | None = None
     sampling_seed: int | None = None
 
+    def output_bounds(self) -> tuple[int | None, int | None]:
+        """Return the greatest and the least number of output tokens. None: up to the context length, and 0."""
+        raise NotImplementedError
+
     def own_names(self) -> dict[str, str]:
         """Return this body's names of parameters that SamplingParams names differently, for errors about them."""
         return {}
@@ -75,6 +82,9 @@ class NativeSampling(SamplingFields):
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+
+    def output_bounds(self) -> tuple[int | None, int | None]:
+        return _DEFAULT_NATIVE_TOKENS if self.max_new_tokens is None else self.max_new_tokens, self.min_new_tokens
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -159,6 +169,9 @@ class OpenAIBody(SamplingFields, GenerationFields):
     # Add `token_ids` to the choices and `prompt_token_ids` to the answer.
     return_token_ids: bool | None = None
 
+    def output_bounds(self) -> tuple[int | None, int | None]:
+        return self.max_tokens, self.min_tokens
+
     def own_names(self) -> dict[str, str]:
         return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -170,6 +183,9 @@ class CompletionBody(OpenAIBody):
     echo: bool | None = None
     # Alternatives per token; 0: only the tokens' own logprobs.
     logprobs: int | None = None
+
+    def output_bounds(self) -> tuple[int | None, int | None]:
+        return _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.min_tokens
 
 
 class ChatBody(OpenAIBody):
@@ -187,6 +203,9 @@ class ChatBody(OpenAIBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    def output_bounds(self) -> tuple[int | None, int | None]:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens, self.min_tokens
 
     def own_names(self) -> dict[str, str]:
         has_new_name = self.max_completion_tokens is not None

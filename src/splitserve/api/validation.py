@@ -121,16 +121,11 @@ def logprob_start(start: int, num_prompt_tokens: int) -> int | None:
 
 
 def sampling_params(
-    fields: SamplingFields,
-    *,
-    max_new: int | None,
-    min_new: int | None,
-    seed: int,
-    grammar: GrammarSpec | None,
-    room: int,
-    vocab_size: int,
+    fields: SamplingFields, *, default_seed: int, grammar: GrammarSpec | None, room: int, vocab_size: int
 ) -> ResolvedSampling:
-    """Return resolved and checked parameters. `room`: output tokens that fit. `max_new` None: `room`."""
+    """Return resolved and checked parameters. `room`: output tokens that fit."""
+    max_new, min_new = fields.output_bounds()
+    seeds = (fields.seed, fields.sampling_seed, default_seed)
     given: dict[str, Any] = {
         "max_new_tokens": room if max_new is None else max_new,
         "min_new_tokens": min_new,
@@ -138,7 +133,7 @@ def sampling_params(
         "stop": _stop_strings(fields.stop),
         "stop_token_ids": None if fields.stop_token_ids is None else tuple(fields.stop_token_ids),
         "include_stop": bool(fields.no_stop_trim or fields.include_stop_str_in_output),
-        "seed": seed,
+        "seed": next(seed for seed in seeds if seed is not None),
         "grammar": grammar,
     }
     for name in _SAME_NAME:

@@ -13,7 +13,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
@@ -93,9 +92,8 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     app = new_app("Splitserve router", __version__, lifespan=lifespan)
     install_error_handlers(app)
     app.add_exception_handler(UpstreamError, _answer_upstream_error)
-    generate = GenerateApp(balancer)
     for path in GENERATE_ROUTES:
-        app.router.routes.append(Route(path, generate, methods=["POST"]))
+        app.add_api_route(path, _served_before, methods=["POST"], **_OPERATIONS[path])
     for path, method, target in ANY_WORKER_ROUTES:
         app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method], **_OPERATIONS[target])
 
@@ -106,11 +104,11 @@ def build_router_app(args: LBArgs) -> ASGIApp:
 
     add_worker_routes(app, balancer)
     _add_operator_routes(app, balancer)
-    describe(app, {path: _OPERATIONS[path] for path in GENERATE_ROUTES})
+    describe(app)
     memory = RequestMemory(args.limits.max_request_memory)
     memory.export(balancer.metrics.registry, "splitserve_router:")
     limited = Intake(
-        _shortcut(app, generate),
+        GenerateApp(app, balancer),
         max_body_bytes=lambda: args.limits.request_bytes(balancer.registry.context_length),
         timeout=args.limits.body_timeout,
         memory=memory,
@@ -118,14 +116,8 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     return _with_access_control(limited, args)
 
 
-def _shortcut(app: ASGIApp, generate: GenerateApp) -> ASGIApp:
-    """Route requests that generate past FastAPI: its routing takes as long as all other work of the router."""
-
-    async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        is_generate = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in GENERATE_ROUTES
-        await (generate if is_generate else app)(scope, receive, send)
-
-    return route
+async def _served_before() -> Response:
+    raise AssertionError("GenerateApp serves this route")
 
 
 def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
@@ -258,15 +250,22 @@ async def _answer_upstream_error(_: Request, error: Exception) -> Response:
 
 
 class GenerateApp:
-    """Routes that generate, directly on ASGI: they pass requests to the balancer and report disconnected clients."""
+    """ASGI middleware that serves the routes that generate.
 
-    def __init__(self, balancer: MiniLoadBalancer) -> None:
+    They precede FastAPI in `app`, because its routing takes as long as all other work of the router per request.
+    """
+
+    def __init__(self, app: ASGIApp, balancer: MiniLoadBalancer) -> None:
+        self._app = app
         self._balancer = balancer
         # A key that was checked here is not sent to the workers.
         names = [name for name in REQUEST_HEADERS if name != "authorization" or not balancer.args.has_keys]
         self._passed = {name.encode(): name for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in GENERATE_ROUTES:
+            await self._app(scope, receive, send)
+            return
         # Intake has read the body, so it arrives in one piece.
         raw = (await receive())["body"]
         path, caller, headers = scope["path"], caller_of(scope), self._headers_for_workers(scope)

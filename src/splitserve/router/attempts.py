@@ -35,7 +35,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.exchange import ForwardedRequest, PairExchange, forward_single
+from splitserve.router.exchange import ForwardedRequest, forward
 from splitserve.router.failure import FailureCause, UpstreamError, in_log, misfit_in
 from splitserve.router.journal import Journal
 from splitserve.router.log_words import one_word, shape_of
@@ -103,8 +103,8 @@ class RequestAttempts:
         self._num_known_lines = 0
         # Workers that hung or died while they processed the prompt.
         self._num_prefill_losses = 0
-        # Current attempt: whether its prompt has been processed, and its isolation turn if the request is a suspect.
-        self._is_prefilled = False
+        # Current attempt, and its isolation turn if the request is a suspect.
+        self._call: ForwardedRequest | None = None
         self._turn: IsolationTurn | None = None
 
     @property
@@ -177,27 +177,22 @@ class RequestAttempts:
             self._turn.end()
             self._turn = None
 
-    def _on_prefilled(self) -> None:
-        self._is_prefilled = True
-        self._end_turn()
-
     async def _read_prompt(self) -> None:
-        sizes = self._registry.block_sizes
-        if self._registry.disaggregate_above is None:
-            hashes = await self._prompts.read(self._path, self._body, sizes)
-            if hashes:
-                self._query = dataclasses.replace(self._query, hashes=hashes)
+        """Add the blocks of the prompts to the routing query, as far as the policies use them."""
+        sizes, is_local = self._registry.block_sizes, self._registry.disaggregate_above is not None
+        if not sizes and not is_local:
             return
-        prompts = await self._prompts.read_all(self._path, self._body, sizes)
-        hashes = prompts[0].hashes if prompts else {}
-        self._query = dataclasses.replace(self._query, hashes=hashes, prompts=prompts)
+        prompts = await self._prompts.read(self._path, self._body, sizes, at_most=None if is_local else 1)
+        if prompts:
+            used = prompts if is_local else ()
+            self._query = dataclasses.replace(self._query, hashes=prompts[0].hashes, prompts=used)
 
     async def _serve(self, target: WorkerPair | Worker) -> None:
         body = self._body | {"dispatch": self._dispatch()}
         if self._timeout is not None and (self.num_attempts or self.queued):
             body["timeout"] = self._timeout - self._elapsed()
         self.num_attempts += 1
-        self._is_prefilled = False
+        self._call = None
         self.workers = _workers(target)
         if self._query.prompts and self.workers[-1].mode is DisaggregationMode.DECODE:
             self.num_uncached = (
@@ -206,22 +201,18 @@ class RequestAttempts:
         if self.dispatched_at is None:
             self.dispatched_at = time.monotonic()
         seconds = self._args.timeout - self._elapsed()
-        if isinstance(target, Worker):
-            if target.mode is DisaggregationMode.DECODE:
-                body = without_rooms(body)
-                self._metrics.local_prefills.inc()
-            call = ForwardedRequest(
-                self._path, msgspec.json.encode(body), self._headers, seconds, self.journal, self._on_prefilled
-            )
-            await forward_single(self._upstream, target, call, self._client)
-            return
-        prefill, rank = target.prefill, target.prefill_rank
-        paired = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=rank)
-        merges = wants_merge(self._path, body)
-        raw = msgspec.json.encode(paired)
-        call = ForwardedRequest(self._path, raw, self._headers, seconds, self.journal, self._on_prefilled, merges)
-        with prefill.serving_on(rank):
-            await PairExchange(self._upstream, target, call, self._client).run()
+        merges = False
+        if isinstance(target, WorkerPair):
+            prefill = target.prefill
+            merges = wants_merge(self._path, body)
+            body = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=target.prefill_rank)
+        elif target.mode is DisaggregationMode.DECODE:
+            body = without_rooms(body)
+            self._metrics.local_prefills.inc()
+        self._call = ForwardedRequest(
+            self._path, msgspec.json.encode(body), self._headers, seconds, self.journal, self._turn, merges
+        )
+        await forward(self._upstream, target, self._call, self._client)
 
     def _dispatch(self) -> dict[str, Any]:
         """Return the fields that describe this attempt to the workers; `api/samples.py` reads them."""
@@ -272,7 +263,8 @@ class RequestAttempts:
 
     def _count_prefill_loss(self, error: UpstreamError) -> None:
         """Count a worker lost in prefill. Raises PoisonRequestError if it is one too many."""
-        if not error.is_worker_loss or self._is_prefilled or self.journal.lines:
+        is_prefilled = self._call is not None and self._call.is_prefilled
+        if not error.is_worker_loss or is_prefilled or self.journal.lines:
             return
         self._num_prefill_losses += 1
         if self._num_prefill_losses <= self._args.max_prefill_retries:

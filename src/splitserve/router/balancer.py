@@ -106,10 +106,15 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw)
             await self._dispatch(record, body, headers, client)
         except UpstreamError as error:
-            await self._fail_upstream(record, client, error)
+            self._log_failure(record, error.side, error.status, error.body, error.url)
+            answer = error.body
+            if error.cause is not FailureCause.REQUEST:
+                answer = redacted(answer, (worker.host for worker in self.registry.all()))
+            await self._fail(record, client, error.side, error.status, answer, error.headers)
         except SplitserveError as error:
-            self._log_failure(record, "router", error.http_status, error_body(error))
-            await self._fail(record, client, "router", error.http_status, error_body(error), error_headers(error))
+            answer = error_body(error)
+            self._log_failure(record, "router", error.http_status, answer)
+            await self._fail(record, client, "router", error.http_status, answer, error_headers(error))
         except asyncio.CancelledError:
             record.fail("client", 499)
             raise
@@ -143,13 +148,6 @@ class MiniLoadBalancer:
                 await attempts.run()
             finally:
                 self.metrics.running.dec()
-
-    async def _fail_upstream(self, record: LoggedRequest, client: ClientStream, error: UpstreamError) -> None:
-        self._log_failure(record, error.side, error.status, error.body, error.url)
-        body = error.body
-        if error.cause is not FailureCause.REQUEST:
-            body = redacted(body, (worker.host for worker in self.registry.all()))
-        await self._fail(record, client, error.side, error.status, body, error.headers)
 
     def _log_failure(self, record: LoggedRequest, side: str, status: int, body: bytes, url: str = "-") -> None:
         rid = one_word(None if record.attempts is None else record.attempts.rid)

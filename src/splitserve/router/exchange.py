@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from splitserve.api.error_response import Headers
 from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.api.sse import EventSplitter, encode_event, event_data
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import UpstreamError, error_in_event
 from splitserve.router.journal import DeltaReader, Journal
@@ -35,9 +36,9 @@ GRACE_SECONDS = 0.25
 LINGER_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardedRequest:
-    """One client request as it is sent to the workers."""
+    """One attempt of a client request, as it is sent to the workers."""
 
     path: str
     body: bytes
@@ -45,19 +46,35 @@ class ForwardedRequest:
     # Timeout of the request, seconds.
     seconds: float
     journal: Journal
-    # Called when the prompt has been processed, if this is known before the answer ends.
-    on_prefilled: Callable[[], None]
+    # Turn of a suspect request. None: it is not suspect.
+    turn: IsolationTurn | None = None
     # Whether the prompt's logprobs are taken from the prefill's answer.
     merge_logprobs: bool = False
+    # Whether the prompt is known to have been processed.
+    is_prefilled: bool = False
+
+    def mark_prefilled(self) -> None:
+        self.is_prefilled = True
+        if self.turn is not None:
+            self.turn.end()
 
 
-async def forward_single(upstream: Upstream, worker: Worker, call: ForwardedRequest, client: ClientStream) -> None:
-    """Serve a request with one worker. Raises UpstreamError."""
-    side = "colocated" if worker.mode is DisaggregationMode.NULL else worker.mode.value
-    await _Answer(upstream, worker, side, call, client).forward(None)
+async def forward(
+    upstream: Upstream, target: WorkerPair | Worker, call: ForwardedRequest, client: ClientStream
+) -> None:
+    """Serve a request with a pair or one worker.
+
+    If it fails, raise the UpstreamError that is the cause, after all requests to workers have ended.
+    """
+    if isinstance(target, Worker):
+        side = "colocated" if target.mode is DisaggregationMode.NULL else target.mode.value
+        await _Answer(upstream, target, side, call, client).forward(None)
+        return
+    with target.prefill.serving_on(target.prefill_rank):
+        await _PairExchange(upstream, target, call, client).run()
 
 
-class PairExchange:
+class _PairExchange:
     def __init__(self, upstream: Upstream, pair: WorkerPair, call: ForwardedRequest, client: ClientStream) -> None:
         self._upstream = upstream
         self._pair = pair
@@ -65,7 +82,6 @@ class PairExchange:
         self._client = client
 
     async def run(self) -> None:
-        """Serve the request. If it fails, raise the UpstreamError that is the cause, after both requests have ended."""
         prefill = asyncio.create_task(self._read_prefill())
         try:
             errors = await self._forward(prefill)
@@ -115,7 +131,7 @@ class PairExchange:
             parsed = _events(body, worker)
         elif call.merge_logprobs:
             parsed = _decode_json(body, worker)
-        call.on_prefilled()
+        call.mark_prefilled()
         return parsed if isinstance(parsed, list) else [parsed]
 
 
@@ -166,7 +182,7 @@ class _Answer:
             self._client.accept(b"".join(events))
             journal.lines += deltas.lines
             if deltas.lines:
-                self._call.on_prefilled()
+                self._call.mark_prefilled()
             journal.is_done = deltas.is_done
             if deltas.error is not None:
                 raise UpstreamError.answered(self._side, self._worker.url, *deltas.error)
@@ -181,7 +197,7 @@ class _Answer:
         async for chunk in _chunks(sent) if prefill is None else _merged(_chunks(sent), prefill):
             if not self._client.started:
                 self._raise_if_error(chunk)
-                self._call.on_prefilled()
+                self._call.mark_prefilled()
                 await self._client.start(sent.status, answer_headers(sent))
             await self._client.write(chunk)
         if not self._client.started:

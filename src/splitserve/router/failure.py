@@ -35,6 +35,16 @@ def in_log(body: bytes) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
+def error_object(body: bytes) -> dict[str, Any]:
+    """Return the object `error` in the body of an answer. Empty: there is none."""
+    try:
+        parsed = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    return error if isinstance(error, dict) else {}
+
+
 class FailureCause(enum.IntEnum):
     """Kind of a failure, the most specific cause first."""
 
@@ -63,21 +73,15 @@ class UpstreamError(Exception):
     @property
     def code(self) -> str:
         """Return the reason code in the body, or an empty string."""
-        try:
-            body = msgspec.json.decode(self.body)
-        except msgspec.DecodeError:
-            return ""
-        error = body.get("error") if isinstance(body, dict) else None
-        return str(error.get("code") or "") if isinstance(error, dict) else ""
+        return str(error_object(self.body).get("code") or "")
 
     def explained(self, context: str, outcome: str, code: str | None = None) -> UpstreamError:
         """Return the same failure with request, stage and outcome in its message. `code`: replaces the code."""
-        try:
-            body = msgspec.json.decode(self.body)
-            body["error"]["message"] = f"{context}: {clause(body['error']['message'])}; {outcome}"
-            body["error"]["code"] = code or body["error"]["code"]
-        except (msgspec.DecodeError, KeyError, TypeError):
+        error = error_object(self.body)
+        if not {"message", "code"} <= error.keys():
             return self
+        message = f"{context}: {clause(error['message'])}; {outcome}"
+        body = {"error": error | {"message": message, "code": code or error["code"]}}
         return UpstreamError(self.side, self.url, self.status, msgspec.json.encode(body), self.cause, self.headers)
 
     @property
@@ -156,14 +160,10 @@ class Misfit(str):
 
 def misfit_in(body: bytes) -> Misfit | None:
     """Return the difference that an error reports. None: the error is another one."""
-    try:
-        error = msgspec.json.decode(body)["error"]
-        if error["code"] != IncompatiblePeerError.reason:
-            return None
-        message = str(error["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    error = error_object(body)
+    if error.get("code") != IncompatiblePeerError.reason:
         return None
-    found = _REASON.search(message)
+    found = _REASON.search(str(error.get("message")))
     return Misfit(found["reason"][:_MAX_CHARACTERS] if found else "versions, layouts or models differ")
 
 
@@ -182,10 +182,7 @@ def without_addresses(text: str, hosts: Iterable[str]) -> str:
 
 def redacted(body: bytes, hosts: Iterable[str]) -> bytes:
     """Return an error's body with a message for clients. A body in another format is not changed."""
-    try:
-        answer = msgspec.json.decode(body)
-        error = answer["error"]
-        error["message"] = without_addresses(error["message"], hosts)
-    except (msgspec.DecodeError, KeyError, TypeError):
+    error = error_object(body)
+    if not isinstance(error.get("message"), str):
         return body
-    return msgspec.json.encode(answer)
+    return msgspec.json.encode({"error": error | {"message": without_addresses(error["message"], hosts)}})

@@ -20,7 +20,7 @@ import msgspec
 
 from splitserve.core.errors import clause
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.failure import Misfit, UpstreamError, misfit_in
+from splitserve.router.failure import Misfit, UpstreamError, error_object, misfit_in
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import pair_body
 from splitserve.router.registry import WorkerRegistry
@@ -200,8 +200,4 @@ def _refusal(upstream: Upstream, status: int) -> str | None:
 
 def _message(body: bytes) -> str:
     """Return the message of an error body, at most 300 characters."""
-    try:
-        message = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        message = body.decode(errors="replace")
-    return str(message)[:300]
+    return str(error_object(body).get("message", body.decode(errors="replace")))[:300]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from splitserve.api.prompt_tokens import all_prompts, first_prompt
+from splitserve.api.prompt_tokens import prompts_of
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 _NUM_THREADS = 2
 # Seconds a request waits for its blocks. After that it is routed without them.
 READ_TIMEOUT = 5.0
-
-# Hashes of a prompt's whole blocks, by block size.
-BlockHashes = Mapping[int, Sequence[int]]
 
 
 class PromptReader:
@@ -61,37 +58,28 @@ class PromptReader:
         """Load the tokenizer of a worker's model folder, if that exists on this machine."""
         await self._load(folder, lambda: _existing(folder))
 
-    async def read(self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]) -> BlockHashes:
-        """Return the blocks of the body's prompt, or of a batch's first prompt. Empty: unknown."""
-        if not block_sizes:
-            return {}
-        max_tokens = self._max_tokens()
-        return await self._read(lambda: hash_prompt(path, body, self._tokenizer, block_sizes, max_tokens)) or {}
-
-    async def read_all(
-        self, path: str, body: Mapping[str, Any], block_sizes: Collection[int]
+    async def read(
+        self, path: str, body: Mapping[str, Any], block_sizes: Collection[int], at_most: int | None = None
     ) -> Sequence[PromptBlocks]:
-        """Return all prompts of the body. Empty: unknown."""
+        """Return the first `at_most` prompts of the body. Empty: unknown. `at_most` None: all prompts."""
         max_tokens = self._max_tokens()
-        return await self._read(lambda: hash_prompts(path, body, self._tokenizer, block_sizes, max_tokens)) or ()
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                found = await self._run(
+                    lambda: hash_prompts(path, body, self._tokenizer, block_sizes, max_tokens, at_most)
+                )
+        except InvalidRequestError:
+            return ()
+        except Exception as error:  # Templates and tokenizers raise any type, and a worker will report the error.
+            logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
+            return ()
+        if found is None:
+            self._warn()
+        return found or ()
 
     def close(self) -> None:
         """Stop the threads without waiting for running reads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _read(self, work: Callable[[], T | None]) -> T | None:
-        """Return the result of `work`, or None if it fails."""
-        try:
-            async with asyncio.timeout(READ_TIMEOUT):
-                found = await self._run(work)
-        except InvalidRequestError:
-            return None
-        except Exception as error:  # Templates and tokenizers raise any type, and a worker will report the error.
-            logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
-            return None
-        if found is None:
-            self._warn()
-        return found
 
     async def _load(self, model: str, find: Callable[[], Path]) -> None:
         try:
@@ -118,33 +106,18 @@ def _existing(folder: str) -> Path:
     return Path(folder)
 
 
-def hash_prompt(
-    path: str,
-    body: Mapping[str, Any],
-    tokenizer: Tokenizer | None,
-    block_sizes: Collection[int],
-    max_tokens: int | None = None,
-) -> BlockHashes | None:
-    """Return the blocks of the first prompt. None: a tokenizer is needed. Raises InvalidRequestError."""
-    tokens = first_prompt(path, body, tokenizer, max_tokens)
-    if tokens is None:
-        return None
-    return _hashes(tokens, block_sizes)
-
-
 def hash_prompts(
     path: str,
     body: Mapping[str, Any],
     tokenizer: Tokenizer | None,
     block_sizes: Collection[int],
     max_tokens: int | None = None,
+    at_most: int | None = None,
 ) -> list[PromptBlocks] | None:
-    """Return the blocks of all prompts. Other details as in `hash_prompt`."""
-    prompts = all_prompts(path, body, tokenizer, max_tokens)
-    if prompts is None:
-        return None
-    return [PromptBlocks(len(tokens), _hashes(tokens, block_sizes)) for tokens in prompts]
+    """Return the blocks of the first `at_most` prompts. None: a tokenizer is needed. Raises InvalidRequestError."""
+    prompts = prompts_of(path, body, tokenizer, max_tokens, at_most)
+    return None if prompts is None else [PromptBlocks(len(tokens), _hashes(tokens, block_sizes)) for tokens in prompts]
 
 
-def _hashes(tokens: list[int], block_sizes: Collection[int]) -> BlockHashes:
+def _hashes(tokens: list[int], block_sizes: Collection[int]) -> dict[int, list[int]]:
     return {size: [block_hash(name) for name in page_names(split_pages(tokens, size))] for size in set(block_sizes)}

@@ -18,7 +18,6 @@ from splitserve.api.grammars import grammar_of
 from splitserve.api.json_body import check_fields
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import tokenize
-from splitserve.api.samples import PromptSpec
 from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from splitserve.api.sse import event
 from splitserve.core.batch import TokenLogprob
@@ -31,8 +30,6 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.generate_route import Prompts, serve
 from splitserve.server.prompts import prompt_spec
 from splitserve.server.read_body import read_object
-
-DEFAULT_MAX_NEW_TOKENS = 128
 
 
 def native_routes(front: FrontEnd) -> APIRouter:
@@ -94,39 +91,24 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
         raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")
     n = counts.pop()
     validation.check_sample_counts(len(prompts), n, front.config.server.limits)
-    logprobs = zip(
+    wanted = zip(
         per_prompt("return_logprob"), per_prompt("logprob_start_len"), per_prompt("top_logprobs_num"), strict=True
     )
     specs = [
-        _spec(front, tokenize(front.tokenizer, prompt, front.context_length), name, params, *wanted)
-        for prompt, params, wanted in zip(prompts, sampling, logprobs, strict=True)
+        prompt_spec(
+            front,
+            tokenize(front.tokenizer, prompt, front.context_length),
+            params,
+            grammar_of(params),
+            name=name,
+            num_logprobs=(num_top or 0) if has_logprobs else None,
+            top_name="top_logprobs_num",
+            logprob_start=-1 if start is None or not has_logprobs else start,
+        )
+        for prompt, params, (has_logprobs, start, num_top) in zip(prompts, sampling, wanted, strict=True)
     ]
     reply = NativeFormat(front, is_list=is_batch or n > 1, with_text=bool(body.return_text_in_logprobs))
     return Prompts(specs, n, reply)
-
-
-def _spec(
-    front: FrontEnd,
-    token_ids: list[int],
-    name: str,
-    sampling: NativeSampling,
-    return_logprob: bool | None,
-    logprob_start: int | None,
-    num_top: int | None,
-) -> PromptSpec:
-    return prompt_spec(
-        front,
-        token_ids,
-        sampling,
-        name=name,
-        max_new=DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens,
-        min_new=sampling.min_new_tokens,
-        return_logprob=bool(return_logprob),
-        num_top_logprobs=(num_top or 0) if return_logprob else 0,
-        logprob_start_len=-1 if logprob_start is None or not return_logprob else logprob_start,
-        top_name="top_logprobs_num",
-        grammar=grammar_of(sampling),
-    )
 
 
 def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dict[str, Any]:

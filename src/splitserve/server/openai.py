@@ -13,16 +13,12 @@ from splitserve.api.error_response import json_response
 from splitserve.api.grammars import openai_grammar
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import chat_tokens, tokenize
-from splitserve.api.samples import PromptSpec
-from splitserve.api.schemas import ChatBody, CompletionBody, OpenAIBody
+from splitserve.api.schemas import ChatBody, CompletionBody
 from splitserve.core.errors import InvalidRequestError
-from splitserve.core.grammar import GrammarSpec
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generate_route import Prompts, serve
 from splitserve.server.openai_formats import ChatFormat, CompletionFormat
 from splitserve.server.prompts import prompt_spec
-
-DEFAULT_COMPLETION_TOKENS = 16
 
 
 def openai_routes(front: FrontEnd) -> APIRouter:
@@ -55,15 +51,15 @@ def read_completion(front: FrontEnd, body: CompletionBody, rid: str | list[str])
     prompts, _ = validation.prompt_list(body.prompt, "prompt")
     grammar = openai_grammar(body)
     specs = [
-        _spec(
+        prompt_spec(
             front,
-            body,
             tokenize(front.tokenizer, prompt, front.context_length),
+            body,
+            grammar,
             name="prompt",
-            max_new=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             num_logprobs=body.logprobs,
-            grammar=grammar,
-            scores_prompt=bool(body.echo) and body.logprobs is not None,
+            top_name="logprobs",
+            logprob_start=0 if body.echo and body.logprobs is not None else -1,
         )
         for prompt in prompts
     ]
@@ -80,43 +76,16 @@ def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
     grammar = openai_grammar(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    spec = _spec(
+    spec = prompt_spec(
         front,
-        body,
         token_ids,
+        body,
+        use.grammar(grammar, front.config.server.limits.max_grammar_chars) if use else grammar,
         name="messages",
-        max_new=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=use.grammar(grammar, front.config.server.limits.max_grammar_chars) if use else grammar,
+        top_name="top_logprobs",
     )
     return Prompts([spec], 1 if body.n is None else body.n, ChatFormat(front, body, rid, use.form if use else None))
-
-
-def _spec(
-    front: FrontEnd,
-    body: OpenAIBody,
-    token_ids: list[int],
-    *,
-    name: str,
-    max_new: int | None,
-    num_logprobs: int | None,
-    grammar: GrammarSpec | None,
-    scores_prompt: bool = False,
-) -> PromptSpec:
-    """Return the spec of a prompt. `num_logprobs`: alternatives per token. None: no logprobs."""
-    return prompt_spec(
-        front,
-        token_ids,
-        body,
-        name=name,
-        max_new=max_new,
-        min_new=body.min_tokens,
-        return_logprob=num_logprobs is not None,
-        num_top_logprobs=num_logprobs or 0,
-        logprob_start_len=0 if scores_prompt else -1,
-        top_name="logprobs" if isinstance(body, CompletionBody) else "top_logprobs",
-        grammar=grammar,
-    )
 
 
 def _model(front: FrontEnd, started: int) -> dict[str, Any]:

@@ -26,40 +26,31 @@ def prompt_spec(
     front: FrontEnd,
     token_ids: list[int],
     fields: SamplingFields,
+    grammar: GrammarSpec | None,
     *,
     name: str,
-    max_new: int | None,
-    min_new: int | None,
-    return_logprob: bool,
-    num_top_logprobs: int,
-    logprob_start_len: int,
+    num_logprobs: int | None,
     top_name: str,
-    grammar: GrammarSpec | None,
+    logprob_start: int = -1,
 ) -> PromptSpec:
     """Return the spec of a prompt.
 
-    `name`, `top_name`: names of fields for errors. `max_new` None: up to the context length.
+    `num_logprobs`: alternatives per token. None: no logprobs. `logprob_start`: first prompt position to score. -1:
+    none. `name`, `top_name`: names of the prompt and of the number of alternatives in errors.
     """
     info = front.info
     limit = info.max_total_tokens_per_request
     validation.check_prompt(token_ids, name=name, vocab_size=info.vocab_size, limit=limit)
-    validation.check_top_logprobs(num_top_logprobs, top_name)
-    start = validation.logprob_start(logprob_start_len, len(token_ids))
-    seed = fields.seed if fields.seed is not None else fields.sampling_seed
-    params = validation.sampling_params(
-        fields,
-        max_new=max_new,
-        min_new=min_new,
-        seed=random_seed() if seed is None else seed,
-        grammar=grammar,
-        room=limit - len(token_ids),
-        vocab_size=info.vocab_size,
-    )
+    validation.check_top_logprobs(num_logprobs or 0, top_name)
+    start = validation.logprob_start(logprob_start, len(token_ids))
+    room = limit - len(token_ids)
     return PromptSpec(
         token_ids,
-        params,
-        return_logprob=return_logprob,
-        num_top_logprobs=num_top_logprobs,
+        validation.sampling_params(
+            fields, default_seed=random_seed(), grammar=grammar, room=room, vocab_size=info.vocab_size
+        ),
+        return_logprob=num_logprobs is not None,
+        num_top_logprobs=num_logprobs or 0,
         # Only the worker that computes the prompt can score it.
         logprob_start=None if front.mode is DisaggregationMode.DECODE else start,
     )

@@ -186,7 +186,7 @@ async def test_the_routers_own_model_reads_prompts_where_workers_name_none(folde
 
 
 async def test_nothing_is_followed_and_no_prompt_is_read_for_other_policies(folder, monkeypatch) -> None:
-    monkeypatch.setattr("splitserve.router.prompts.hash_prompt", None)
+    monkeypatch.setattr("splitserve.router.prompts.hash_prompts", None)
     worker = PublishingWorker(folder)
     async with routed(worker, policy="least_load") as client:
         await client.generate(text=TEXT)
@@ -198,16 +198,16 @@ async def test_nothing_is_followed_and_no_prompt_is_read_for_other_policies(fold
 async def test_what_cannot_be_read_has_no_blocks_and_a_worker_says_what_is_wrong_with_it(body) -> None:
     reader = PromptReader()
     try:
-        assert await reader.read("/generate", body, {SIZE}) == {}
+        assert await reader.read("/generate", body, {SIZE}) == ()
     finally:
         reader.close()
 
 
 async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
-    monkeypatch.setattr("splitserve.router.prompts.hash_prompt", lambda *_: {SIZE: [threading.get_ident()]})
+    monkeypatch.setattr("splitserve.router.prompts.hash_prompts", lambda *_: [threading.get_ident()])
     reader = PromptReader()
     try:
-        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) != {SIZE: [threading.get_ident()]}
+        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) != [threading.get_ident()]
     finally:
         reader.close()
 
@@ -218,7 +218,7 @@ async def test_a_prompt_that_takes_too_long_to_read_is_served_without(monkeypatc
     stands_still = asyncio.Event()
     monkeypatch.setattr(reader, "_run", lambda work: stands_still.wait())
     try:
-        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == {}
+        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == ()
     finally:
         reader.close()
     assert "prompt not read, its request goes by load: TimeoutError" in caplog.text

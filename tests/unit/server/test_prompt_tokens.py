@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.api.prompt_tokens import all_prompts, first_prompt
+from splitserve.api.prompt_tokens import prompts_of
 from splitserve.api.schemas import ChatBody, CompletionBody, GenerateBody
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError
 from splitserve.observe.events.schema import BlockStored
-from splitserve.router.prompts import hash_prompt, hash_prompts
+from splitserve.router.prompts import hash_prompts
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import read_generate
@@ -82,6 +82,11 @@ def computed(front: FrontEnd, path: str, body: dict[str, Any]) -> list[int]:
     return prompts.specs[0].token_ids
 
 
+def first_prompt(path: str, body: dict[str, Any], tokenizer: Tokenizer | None) -> list[int] | None:
+    prompts = prompts_of(path, body, tokenizer, at_most=1)
+    return None if prompts is None else prompts[0]
+
+
 def told(prompt: list[int]) -> list[int]:
     """The blocks that a worker tells of when it has computed this prompt."""
     record = BlockRecord(SIZE)
@@ -95,8 +100,9 @@ def test_a_router_reads_the_tokens_and_names_the_blocks_of_a_worker(tokenizer, c
     path, body = case
     expected = computed(front(tokenizer), path, body)
     assert first_prompt(path, body, tokenizer) == expected
-    hashes = hash_prompt(path, body, tokenizer, {SIZE, 7})
-    assert hashes is not None
+    blocks = hash_prompts(path, body, tokenizer, {SIZE, 7}, at_most=1)
+    assert blocks is not None
+    [hashes] = [block.hashes for block in blocks]
     assert hashes[SIZE] == told(expected)
     assert len(hashes[7]) == len(expected) // 7
 
@@ -110,7 +116,7 @@ def test_a_final_message_is_continued_as_a_worker_does(tokenizer) -> None:
 def test_all_prompts_of_a_batch_are_read_one_by_one(tokenizer) -> None:
     texts = ["Hi there", "a"]
     expected = [first_prompt(NATIVE, {"text": text}, tokenizer) for text in texts]
-    assert all_prompts(NATIVE, {"text": texts}, tokenizer) == expected
+    assert prompts_of(NATIVE, {"text": texts}, tokenizer) == expected
     blocks = hash_prompts(COMPLETION, {"prompt": [[1] * SIZE, [2]]}, None, {SIZE})
     assert blocks is not None
     assert [(b.num_tokens, len(b.hashes[SIZE])) for b in blocks] == [(SIZE, 1), (1, 0)]
@@ -126,9 +132,7 @@ def test_all_prompts_of_a_batch_are_read_one_by_one(tokenizer) -> None:
     ],
 )
 def test_a_prompt_longer_than_any_context_is_not_hashed(path, body, tokenizer) -> None:
-    assert hash_prompt(path, body, tokenizer, {SIZE}, 10**6)
-    with pytest.raises(PromptTooLongError, match="more than 100 tokens"):
-        hash_prompt(path, body, tokenizer, {SIZE}, 100)
+    assert hash_prompts(path, body, tokenizer, {SIZE}, 10**6)
     with pytest.raises(PromptTooLongError, match="more than 100 tokens"):
         hash_prompts(path, body, tokenizer, {SIZE}, 100)
 
@@ -142,7 +146,7 @@ def test_without_a_tokenizer_only_ids_are_read() -> None:
         (CHAT, {"messages": [{"role": "user"}]}),
     ):
         assert first_prompt(path, body, None) is None
-        assert hash_prompt(path, body, None, {SIZE}) is None
+        assert hash_prompts(path, body, None, {SIZE}) is None
 
 
 @pytest.mark.parametrize(
