@@ -25,6 +25,10 @@ _NAMED_SCHEMAS = frozenset(
 )
 # References that the grammar library ignores.
 _UNSUPPORTED = ("$dynamicRef", "$recursiveRef")
+# The time of a compiler grows with the square of the depth.
+MAX_GRAMMAR_DEPTH = 64
+_JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
+_ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"object"}', strict=False)
 
 
 def check_references(schema: object, param: str) -> None:
@@ -87,13 +91,6 @@ def _leads_somewhere(schema: Any, target: str) -> bool:
         else:
             return False
     return True
-
-
-# The time of a compiler grows with the square of the depth.
-MAX_GRAMMAR_DEPTH = 64
-
-_JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
-_ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"object"}', strict=False)
 
 
 def grammar_of(fields: SamplingFields) -> GrammarSpec | None:

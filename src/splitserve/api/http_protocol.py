@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import OrderedDict, defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
@@ -21,11 +21,9 @@ from uvicorn.server import ServerState
 from splitserve.api.error_response import status_error
 from splitserve.core.config import LimitsConfig
 
-
-class Closable(Protocol):
-    def close_pending(self) -> None:
-        """Close the connection, which waits for a request or reads one."""
-        ...
+# Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
+# would reset the connection, and the client might lose the response.
+_LINGER_SECONDS = 5.0
 
 
 class PendingConnections:
@@ -33,9 +31,9 @@ class PendingConnections:
 
     def __init__(self, max_per_address: int) -> None:
         self._max_per_address = max_per_address
-        self._by_address: defaultdict[str, OrderedDict[Closable, None]] = defaultdict(OrderedDict)
+        self._by_address: defaultdict[str, OrderedDict[EdgeProtocol, None]] = defaultdict(OrderedDict)
 
-    def add(self, address: str, connection: Closable) -> None:
+    def add(self, address: str, connection: EdgeProtocol) -> None:
         """Add a connection that waits for its next request. If its address has too many, close the oldest one."""
         pending = self._by_address[address]
         pending[connection] = None
@@ -43,7 +41,7 @@ class PendingConnections:
             oldest, _ = pending.popitem(last=False)
             oldest.close_pending()
 
-    def remove(self, address: str, connection: Closable) -> None:
+    def remove(self, address: str, connection: EdgeProtocol) -> None:
         """Remove a connection: its request is complete, or it is closed. Idempotent."""
         pending = self._by_address.get(address)
         if pending is not None:
@@ -53,11 +51,6 @@ class PendingConnections:
 
     def __len__(self) -> int:
         return sum(map(len, self._by_address.values()))
-
-
-# Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
-# would reset the connection, and the client might lose the response.
-_LINGER_SECONDS = 5.0
 
 
 class _Reading(enum.Enum):

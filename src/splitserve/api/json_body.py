@@ -25,6 +25,12 @@ _JSON_TYPES: dict[type, str] = {
     float: "number",
     type(None): "null",
 }
+# Context length in tokens that the limit of a body assumes until the length of a model is known.
+DEFAULT_CONTEXT_LENGTH = 32_768
+_SCHEDULER_LIMITS = (
+    *("max_running_requests", "max_queued_requests", "max_queued_grammars", "grammar_timeout"),
+    *("grammar_compile_budget", "grammar_step_budget", "grammar_request_budget", "grammar_memory"),
+)
 
 
 def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
@@ -109,14 +115,6 @@ def check_chars(name: str, value: object, limit: int) -> None:
 
 def _as_list(value: object) -> Iterator[Any]:
     yield from value if isinstance(value, list) else (value,)
-
-
-# Context length in tokens that the limit of a body assumes until the length of a model is known.
-DEFAULT_CONTEXT_LENGTH = 32_768
-_SCHEDULER_LIMITS = (
-    *("max_running_requests", "max_queued_requests", "max_queued_grammars", "grammar_timeout"),
-    *("grammar_compile_budget", "grammar_step_budget", "grammar_request_budget", "grammar_memory"),
-)
 
 
 def worker_limits(config: WorkerConfig, context_length: int) -> dict[str, Any]:

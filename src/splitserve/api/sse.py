@@ -21,6 +21,11 @@ from splitserve.api.error_response import error_body
 from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.core.errors import RequestAbortedError, SplitserveError
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# Each item is sent at once: one or several whole events.
+Frames = AsyncGenerator[bytes, None]
+
 
 class EventSplitter:
     """Splitter of a byte stream into whole events, each with its closing blank line."""
@@ -50,13 +55,6 @@ def event_data(event: bytes) -> Any:
 
 def encode_event(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-# Each item is sent at once: one or several whole events.
-Frames = AsyncGenerator[bytes, None]
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -30,6 +30,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 # Marks the end of the final message's text, so that the prompt can be cut there. No model generates it.
 _END_OF_FINAL_MESSAGE = "\ue000end-of-final-message\ue000"
+# Tokenizer classes that use tokenizer.json unchanged.
+_PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast", "TokenizersBackendFast"})
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Maximum characters per token of usual text. A text that is short by this measure is tokenized without a check.
+_USUAL_CHARS_PER_TOKEN = 8
+# Characters that the check tokenizes at once, and the most tokens that a cut between two pieces adds.
+_PIECE_CHARS = 32_768
+_TOKENS_PER_CUT = 64
 
 
 class ChatTemplate:
@@ -117,17 +125,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-# Tokenizer classes that use tokenizer.json unchanged.
-_PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast", "TokenizersBackendFast"})
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-# Maximum characters per token of usual text. A text that is short by this measure is tokenized without a check.
-_USUAL_CHARS_PER_TOKEN = 8
-# Characters that the check tokenizes at once, and the most tokens that a cut between two pieces adds.
-_PIECE_CHARS = 32_768
-_TOKENS_PER_CUT = 64
 
 
 class Tokenizer:

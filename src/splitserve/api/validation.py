@@ -24,6 +24,21 @@ from splitserve.core.sampling import ResolvedSampling
 MAX_TOP_LOGPROBS = 20
 
 B = TypeVar("B", bound=RequestModel)
+_SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("ignore_eos", "skip_special_tokens"),
+)
+_CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Maximum number of characters of an invalid value that an error repeats.
+_MAX_ECHO = 32
+WARNING_HEADER = "x-splitserve-warning"
+# Fields of the OpenAI API that change nothing in the output of any server.
+_WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body"}
+)
+# Unknown fields named in one warning, and characters of a name.
+MAX_NAMED = 8
+_MAX_NAME_CHARS = 64
 
 
 @contextmanager
@@ -156,12 +171,6 @@ def _in_own_words(error: InvalidRequestError, own_names: Mapping[str, str]) -> I
     return InvalidRequestError(message, param=own_names.get(error.param or "", error.param))
 
 
-_SAME_NAME = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("ignore_eos", "skip_special_tokens"),
-)
-
-
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in strings:
@@ -174,11 +183,6 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
         raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
-
-
-_CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Maximum number of characters of an invalid value that an error repeats.
-_MAX_ECHO = 32
 
 
 def chat_messages(
@@ -221,16 +225,6 @@ def _content_text(content: object, i: int) -> str:
             )
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-WARNING_HEADER = "x-splitserve-warning"
-# Fields of the OpenAI API that change nothing in the output of any server.
-_WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body"}
-)
-# Unknown fields named in one warning, and characters of a name.
-MAX_NAMED = 8
-_MAX_NAME_CHARS = 64
 
 
 def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = "") -> list[str]:

@@ -84,7 +84,7 @@ class RequestAdmission:
     async def _wait(self, places: asyncio.Semaphore, rid: object, seconds: float) -> float:
         if self.num_queued >= self._max_queued:
             raise CapacityError(
-                f"request {rid} (stage: waiting at the router): {self._max_running} requests are under way and "
+                f"request {rid} (stage: waiting at the router): {self._max_running} requests run and "
                 f"{self.num_queued} wait, as many as may (--max-running-requests, --max-queued-requests): try again in "
                 "a moment",
                 stage="waiting",

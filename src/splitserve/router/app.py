@@ -17,11 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.api import validation
-from splitserve.api.api_keys import ApiKeys, read_keys
+from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
 from splitserve.api.error_response import Headers, install_error_handlers, json_response, raw_json
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.json_body import effective_limits, parse_object
-from splitserve.api.key_guard import KeyGuard, caller_of
 from splitserve.api.openapi import (
     BOOLEAN,
     DOCS_PATHS,

@@ -92,7 +92,7 @@ class LBArgs:
     log_level: str = "info"
     # One log line per request.
     access_log: bool = True
-    # Files with the keys of clients, and of operators and workers. None: see `key_guard.py`.
+    # Files with the keys of clients, and of operators and workers. None: see `api_keys.py`.
     api_key_file: Path | None = None
     operator_key_file: Path | None = None
     # File with keys. The first authenticates the router's requests to workers. None: workers require no key.

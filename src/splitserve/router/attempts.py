@@ -301,11 +301,11 @@ class RequestAttempts:
         else:
             at_fault = target.prefill if (error.side == "prefill") is not is_partners else target.decode
         if is_lost or is_partners:
-            self._avoid.failed[at_fault] = self._registry.now()
+            self._avoid.failed[at_fault] = at_fault.clock.now()
         else:
             self._avoid.suspects.update(_workers(target))
         if is_lost or is_partners or error.code in _OWN_FAULTS:
-            self._registry.add_fault(at_fault)
+            at_fault.add_fault()
 
     def _explained(self, error: UpstreamError, outcome: str, code: str | None = None) -> UpstreamError:
         # A scheduler's report names request and stage.

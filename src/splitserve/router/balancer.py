@@ -68,7 +68,7 @@ class MiniLoadBalancer:
         self._upstream: Upstream | None = None
 
     async def open(self) -> None:
-        self._upstream = Upstream(self.args, self.registry, self._key_header, self._worker_tls)
+        self._upstream = Upstream(self.args, self._key_header, self._worker_tls)
         monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval, self.args.hang_timeout)
         follower = CacheFollower(
             self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,12 +102,24 @@ class _PairExchange:
         time; decode may also finish successfully in that time.
         """
         answer = _Answer(self._upstream, self._pair.decode, "decode", self._call, self._client)
-        interruption = _Interruption(prefill)
+        scope = asyncio.timeout(None)
+
+        def interrupt(task: asyncio.Task[list[Any]]) -> None:
+            """End the scope if prefill failed: at once, or if that explains nothing after decode could report more."""
+            error = None if task.cancelled() else task.exception()
+            if error is None:
+                return
+            is_vague = isinstance(error, UpstreamError) and not error.is_conclusive
+            # It raises if the scope has ended.
+            with suppress(RuntimeError):
+                scope.reschedule(asyncio.get_running_loop().time() + (GRACE_SECONDS if is_vague else 0.0))
+
         try:
-            with interruption:
+            async with scope:
+                prefill.add_done_callback(interrupt)
                 await answer.forward(prefill if self._call.merge_logprobs else None)
-            if not interruption.has_happened:
-                return []
+            return []
+        except TimeoutError:
             errors = [_error_of(prefill)]
         except UpstreamError as error:
             if _error_of(prefill) is not None:
@@ -115,6 +128,8 @@ class _PairExchange:
                 if not error.is_conclusive:
                     await asyncio.wait({prefill}, timeout=GRACE_SECONDS)
                 errors = [error, _error_of(prefill)]
+        finally:
+            prefill.remove_done_callback(interrupt)
         return [error for error in errors if error is not None]
 
     async def _read_prefill(self) -> list[Any]:
@@ -234,45 +249,6 @@ def _merge_into(prefill: list[Any], event: bytes) -> bytes:
         return event
     merge_event(prefill, data)
     return encode_event(data)
-
-
-class _Interruption:
-    """Context that interrupts its block if `prefill` fails.
-
-    A conclusive failure interrupts at once, any other after decode had time to report its own failure.
-
-    `has_happened`: whether it interrupted the block.
-    """
-
-    def __init__(self, prefill: asyncio.Task[list[Any]]) -> None:
-        self._prefill = prefill
-        self._work: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.has_happened = False
-
-    def __enter__(self) -> None:
-        self._work = asyncio.current_task()
-        self._prefill.add_done_callback(self._on_end)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        work, self._work = self._work, None
-        self._prefill.remove_done_callback(self._on_end)
-        if self._timer is not None:
-            self._timer.cancel()
-        # This task may also have been cancelled by other code.
-        return self.has_happened and work is not None and work.uncancel() == 0 and kind is asyncio.CancelledError
-
-    def _on_end(self, prefill: asyncio.Task[list[Any]]) -> None:
-        error = None if prefill.cancelled() else prefill.exception()
-        if isinstance(error, UpstreamError) and not error.is_conclusive:
-            self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._interrupt)
-        elif error is not None:
-            self._interrupt()
-
-    def _interrupt(self) -> None:
-        if self._work is not None:
-            self.has_happened = True
-            self._work.cancel()
 
 
 def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:

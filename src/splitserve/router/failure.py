@@ -27,6 +27,13 @@ from splitserve.core.errors import (
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
 # Bytes of an answer in a log line.
 _LOGGED_BYTES = 500
+# The worker's message begins with the address of its peer, which is for operators only.
+_REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)
+_MAX_CHARACTERS = 500
+# Errors of workers may name their peers, and clients must not learn addresses inside the cluster.
+_ADDRESS_PLACEHOLDER = "(address: see the router's log)"
+_URL = r"\b(?:https?|tcp|ipc)://[^\s,;'\")]*[^\s,;:.'\")]"
+_IP_AND_PORT = r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}:\d{1,5}\b|\[[0-9a-fA-F:.]+\]:\d{1,5}\b"
 
 
 def in_log(body: bytes) -> str:
@@ -147,11 +154,6 @@ def error_in_event(event: Any) -> tuple[int, bytes] | None:
     return status, msgspec.json.encode({"error": error})
 
 
-# The worker's message begins with the address of its peer, which is for operators only.
-_REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)
-_MAX_CHARACTERS = 500
-
-
 class Misfit(str):
     """Difference between two workers, with both values."""
 
@@ -165,12 +167,6 @@ def misfit_in(body: bytes) -> Misfit | None:
         return None
     found = _REASON.search(str(error.get("message")))
     return Misfit(found["reason"][:_MAX_CHARACTERS] if found else "versions, layouts or models differ")
-
-
-# Errors of workers may name their peers, and clients must not learn addresses inside the cluster.
-_ADDRESS_PLACEHOLDER = "(address: see the router's log)"
-_URL = r"\b(?:https?|tcp|ipc)://[^\s,;'\")]*[^\s,;:.'\")]"
-_IP_AND_PORT = r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}:\d{1,5}\b|\[[0-9a-fA-F:.]+\]:\d{1,5}\b"
 
 
 def without_addresses(text: str, hosts: Iterable[str]) -> str:

@@ -23,6 +23,9 @@ from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Worker
 
 Watch = Callable[[Worker], Coroutine[Any, Any, None]]
+logger = logging.getLogger(__name__)
+# Timeout of one check, seconds.
+CHECK_TIMEOUT = 5.0
 
 
 class Watches:
@@ -48,12 +51,6 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-logger = logging.getLogger(__name__)
-
-# Timeout of one check, seconds.
-CHECK_TIMEOUT = 5.0
 
 
 class HealthMonitor:
@@ -108,9 +105,9 @@ class HealthMonitor:
         elif worker.calls and time.monotonic() - (worker.silent_since or asked_at) >= self._hang_timeout:
             self._break_off(worker)
         if status == 200 and worker.broken_off is None:
-            self._registry.mark_healthy(worker)
+            worker.mark_healthy()
         else:
-            self._registry.mark_unhealthy(worker)
+            worker.mark_unhealthy()
         if worker.healthy != was_healthy:
             level = logging.INFO if worker.healthy else logging.WARNING
             logger.log(level, "worker url=%s mode=%s healthy=%s", worker.url, worker.mode, worker.healthy)

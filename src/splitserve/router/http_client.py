@@ -26,6 +26,12 @@ _HIGH_WATER = 1 << 18
 
 
 R = TypeVar("R", bound="UpstreamResponse")
+# A body with one of these headers has a known end; any other body ends with its connection.
+_LENGTHS = ("content-length", "transfer-encoding")
+# Seconds for which an idle connection is kept. Many servers close theirs after 75.
+_KEEP_ALIVE = 60.0
+# Seconds for connections to close.
+_CLOSE_TIMEOUT = 1.0
 
 
 class BrokenConnectionError(Exception):
@@ -168,10 +174,6 @@ class UpstreamResponse:
             self._timer = self._loop.call_at(ends_at, self._check_time)
 
 
-# A body with one of these headers has a known end; any other body ends with its connection.
-_LENGTHS = ("content-length", "transfer-encoding")
-
-
 class HttpConnection(asyncio.Protocol):
     """Connection that is in `everyone` while it is open, and in `idle` while it has no request."""
 
@@ -277,12 +279,6 @@ class HttpConnection(asyncio.Protocol):
             self._stays_open = self._parser.should_keep_alive()
             self._answer.finish()
             self._answer = None
-
-
-# Seconds for which an idle connection is kept. Many servers close theirs after 75.
-_KEEP_ALIVE = 60.0
-# Seconds for connections to close.
-_CLOSE_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from splitserve.router.failure import error_in_event
 _DONE = b"data: [DONE]\n\n"
 
 
-class _Told(msgspec.Struct):
+class _LineTokens(msgspec.Struct):
     token_ids: list[int] = []
 
 
-_TOLD = msgspec.json.Decoder(_Told)
+_LINE = msgspec.json.Decoder(_LineTokens)
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Journal:
     def count_tokens(self) -> int | None:
         """Return the output tokens over all samples. None: a line has an unknown format."""
         try:
-            return sum(len(_TOLD.decode(line).token_ids) for line in self.lines)
+            return sum(len(_LINE.decode(line).token_ids) for line in self.lines)
         except msgspec.MsgspecError:
             return None
 

@@ -13,6 +13,8 @@ from splitserve.core.grammar import GrammarKind
 from splitserve.router.pairing import Body
 
 _WORD = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
+_MAX_TOKENS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+_RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def one_word(value: object) -> str:
@@ -21,10 +23,6 @@ def one_word(value: object) -> str:
         return "-"
     text = str(value)
     return text if _WORD.fullmatch(text) else msgspec.json.encode(text[:128]).decode().replace(" ", "\\u0020")
-
-
-_MAX_TOKENS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
-_RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def shape_of(path: str, body: Body) -> str:

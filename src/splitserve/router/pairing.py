@@ -23,16 +23,16 @@ from splitserve.core.errors import InvalidRequestError
 Body = dict[str, Any]
 
 
-def draw_room() -> int:
+def random_room() -> int:
     """Return a random room in [0, 2^63). Two requests share one with a probability of 2^-63."""
     return secrets.randbits(63)
 
 
-def draw_seed() -> int:
+def random_seed() -> int:
     return secrets.randbits(31)
 
 
-def pair_body(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = draw_room) -> Body:
+def pair_body(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = random_room) -> Body:
     """Return the body for both workers. The client's own dictionary is not changed."""
     return with_rooms(path, with_identity(path, body), host, port, room)
 
@@ -53,7 +53,7 @@ def with_rooms(
     body: Body,
     host: str,
     port: int | None,
-    room: Callable[[], int] = draw_room,
+    room: Callable[[], int] = random_room,
     *,
     prefill_rank: int | None = None,
 ) -> Body:
@@ -114,11 +114,11 @@ def _with_seeds(params: object) -> object:
     if isinstance(params, list):
         return [_with_seeds(p) for p in params]
     if params is None:
-        return {"seed": draw_seed()}
+        return {"seed": random_seed()}
     return _with_seed(params) if isinstance(params, dict) else params
 
 
 def _with_seed(fields: Body) -> Body:
     if fields.get("seed") is not None or fields.get("sampling_seed") is not None:
         return fields
-    return {**fields, "seed": draw_seed()}
+    return {**fields, "seed": random_seed()}

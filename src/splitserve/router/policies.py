@@ -99,8 +99,8 @@ class LeastLoad:
         self._random = random.Random(seed)
 
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
-        drawn = self._random.sample(workers, min(2, len(workers)))
-        return min(drawn, key=lambda worker: worker.num_running)
+        sampled = self._random.sample(workers, min(2, len(workers)))
+        return min(sampled, key=lambda worker: worker.num_running)
 
 
 class SessionAffinity:

@@ -29,6 +29,7 @@ _LOOK_UP_SECONDS = 5.0
 
 # Returns the addresses of a URL's name. None instead of an address: connect as the URL says. Raises OSError.
 LookUp = Callable[[str], Awaitable[list[str | None]]]
+_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 async def look_up(url: str) -> list[str | None]:
@@ -78,9 +79,6 @@ class _FixedResolver(AbstractResolver):
 
     async def close(self) -> None:
         """Do nothing: the resolver holds no resources."""
-
-
-_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class PDRegistryRequest(BaseModel):

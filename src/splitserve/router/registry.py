@@ -82,9 +82,9 @@ class WorkerRegistry:
         if known is not None and known.mode is mode and not known.is_leaving:
             known.bootstrap_port = bootstrap_port
             known.is_static = known.is_static or is_static
-            known.mark_healthy(self._clock.now())
+            known.mark_healthy()
             return False
-        worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static))
+        worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)
         if self._probe:
             worker.proof = WorkerProof.wanted(is_held=self._pool_unready_reason(mode) is None)
         self._workers[url] = worker
@@ -173,15 +173,6 @@ class WorkerRegistry:
     def block_sizes(self) -> frozenset[int]:
         """Return the block sizes of all workers with known caches, tokens."""
         return frozenset(w.prefixes.block_size for w in self._workers.values() if w.prefixes is not None)
-
-    def mark_healthy(self, worker: Worker) -> None:
-        worker.mark_healthy(self._clock.now())
-
-    def mark_unhealthy(self, worker: Worker) -> None:
-        worker.mark_unhealthy(self._clock.now())
-
-    def add_fault(self, worker: Worker) -> None:
-        worker.add_fault(self._clock.now())
 
     def forget_lost(self) -> list[Worker]:
         """Drop and return registered workers that have been away for too long."""
@@ -282,11 +273,10 @@ class WorkerRegistry:
         return self._choose_of(mode, takers, query, avoid)
 
     def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], query: RoutingQuery, avoid: Avoid) -> Worker:
-        now = self._clock.now()
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
         # If all are held back, send requests anyway: they serve as the proof, and a rejection would help no client.
         free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
-        trusted = [w for w in free if w.is_trusted(now)] or free
+        trusted = [w for w in free if w.is_trusted()] or free
         return self._policies[mode].choose(trusted, query)
 
     def _fitting_prefills(self, avoid: Avoid, decodes: list[Worker] | None = None) -> list[Worker]:

@@ -14,7 +14,6 @@ from splitserve.router.args import LBArgs
 from splitserve.router.failure import UpstreamError
 from splitserve.router.http_client import BrokenConnectionError, ConnectError, HttpClient, UpstreamResponse
 from splitserve.router.policies import SESSION_HEADER
-from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
 
 # Headers of a worker's answer that are forwarded to the client; headers of a client's request forwarded to workers.
@@ -39,11 +38,8 @@ class Upstream:
     system trusts.
     """
 
-    def __init__(
-        self, args: LBArgs, registry: WorkerRegistry, key_header: Headers, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, args: LBArgs, key_header: Headers, tls: ssl.SSLContext | None = None) -> None:
         self._args = args
-        self._registry = registry
         # No limit on connections: the workers limit their queues, and a second limit here would hide that.
         self._client = HttpClient(args.connect_timeout, tls)
         self.key_header = key_header
@@ -82,7 +78,7 @@ class Upstream:
         # The name is for clients, so it has no address. The log takes the address from the error's `url`.
         name = f"the {side} worker"
         if isinstance(error, ConnectError):
-            self._registry.mark_unhealthy(worker)
+            worker.mark_unhealthy()
             message = f"{name} cannot be reached: try again in a moment, or check that it runs"
             return UpstreamError.lost(side, worker.url, 503, message, is_worker_loss=False)
         if isinstance(error, TimeoutError) and worker.broken_off is not None:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 
@@ -27,6 +28,10 @@ _PAUSES = (1.0, 30.0)
 
 JOINED = "it has joined and is still to be probed"
 LOST = "it was lost and is still to be probed again"
+# Half-life of a worker's faults, seconds.
+FORGIVENESS = 5.0
+# Fault limits. Above the first, a worker gets no requests while there are others; above the second, one at a time.
+_BROKEN, _ON_TRIAL = 1.0, 0.1
 
 
 @dataclass(slots=True)
@@ -70,12 +75,6 @@ class WorkerProof:
         self.doubt, self.is_held, self.generates, self.num_failures = None, False, True, 0
 
 
-# Half-life of a worker's faults, seconds.
-FORGIVENESS = 5.0
-# Fault limits. Above the first, a worker gets no requests while there are others; above the second, one at a time.
-_BROKEN, _ON_TRIAL = 1.0, 0.1
-
-
 class UpstreamCall(Protocol):
     def break_off(self) -> None:
         """Fail the call now, with the worker's `broken_off` as the reason. Does not wait."""
@@ -90,6 +89,7 @@ class Worker:
     bootstrap_port: int | None = None
     # Given on the command line, so never forgotten. Registered workers are forgotten if they stay away.
     is_static: bool = False
+    clock: Clock = field(default_factory=SystemClock, repr=False)
     # Tokens that a request may have on this worker. None: not known yet, or not reported.
     context_length: int | None = None
     # False from a failed connection or health check until the next check that succeeds.
@@ -184,18 +184,18 @@ class Worker:
         finally:
             self.num_running_of_rank[rank] -= 1
 
-    def mark_healthy(self, now: float) -> None:
+    def mark_healthy(self) -> None:
         if not self.healthy:
-            self.returned_at = now
+            self.returned_at = self.clock.now()
             # The worker may have been restarted with other options.
             self.forget_misfits()
         self.healthy = True
         self.unhealthy_since = None
 
-    def mark_unhealthy(self, now: float) -> None:
+    def mark_unhealthy(self) -> None:
         self.healthy = False
         if self.unhealthy_since is None:
-            self.unhealthy_since = now
+            self.unhealthy_since = self.clock.now()
             self.proof.begin_anew()
 
     def add_misfit(self, partner: Worker, reason: str, until: float) -> None:
@@ -221,24 +221,23 @@ class Worker:
         for call in self.calls:
             call.break_off()
 
-    def add_fault(self, now: float) -> None:
+    def add_fault(self) -> None:
         """Count a request that failed by its fault."""
-        self._faults = self.faults(now) + 1.0
-        self._faults_at = now
+        self._faults, self._faults_at = self.faults() + 1.0, self.clock.now()
 
     def forgive(self) -> None:
         """Reset the faults, because a request succeeded."""
         self._faults = 0.0
         self.proof.succeed()
 
-    def faults(self, now: float) -> float:
-        return self._faults * math.pow(0.5, (now - self._faults_at) / FORGIVENESS)
+    def faults(self) -> float:
+        return self._faults * math.pow(0.5, (self.clock.now() - self._faults_at) / FORGIVENESS)
 
-    def is_trusted(self, now: float) -> bool:
+    def is_trusted(self) -> bool:
         """Return whether it gets requests like any other. On trial it gets one at a time, until one succeeds."""
         if not self._faults:
             return True
-        faults = self.faults(now)
+        faults = self.faults()
         return faults < _ON_TRIAL or (faults < _BROKEN and not self.calls)
 
 

@@ -38,9 +38,8 @@ from splitserve.core.messages import SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.worker_metrics import kv_cache_usage
-from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
+from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport, read_body
 from splitserve.server.generation import Generation
-from splitserve.server.read_body import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,11 @@ _FLUSH = operation("Drop cached prefixes that are not in use", answer=fields(suc
 _ABORT = operation(
     "Abort a request", body=AbortBody, answer=fields(success=BOOLEAN, num_aborted=INTEGER), errors=(400,)
 )
+
+# Longest timeout of a switch, seconds.
+MAX_SWITCH_SECONDS = 86400.0
+_ROLE = fields(role=TEXT, switching_to=or_null(TEXT), bootstrap_port=or_null(INTEGER))
+_SWITCH = operation("Change the role", body=RoleBody, answer=_ROLE, errors=(400, 409, 500, 504))
 
 
 def admin_routes(front: FrontEnd) -> APIRouter:
@@ -291,13 +295,6 @@ def _abort(front: FrontEnd, body: AbortBody) -> int:
         front.requests.order_to_end(rid)
         front.scheduler.abort(rid, "aborted through /abort_request")
     return len(rids)
-
-
-# Longest timeout of a switch, seconds.
-MAX_SWITCH_SECONDS = 86400.0
-
-_ROLE = fields(role=TEXT, switching_to=or_null(TEXT), bootstrap_port=or_null(INTEGER))
-_SWITCH = operation("Change the role", body=RoleBody, answer=_ROLE, errors=(400, 409, 500, 504))
 
 
 def role_routes(front: FrontEnd) -> APIRouter:

@@ -234,5 +234,5 @@ class AbortedAnswerError(SplitserveError):
 
 def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
     """Return a comment event that reports `delta` to the router, which resumes the stream from it elsewhere."""
-    told = JournalEntry(answer.sample.index, delta.token_ids, delta.logprobs, answer.num_cached_tokens, answer.finish)
-    return b": " + msgspec.json.encode(told) + b"\n\n"
+    line = JournalEntry(answer.sample.index, delta.token_ids, delta.logprobs, answer.num_cached_tokens, answer.finish)
+    return b": " + msgspec.json.encode(line) + b"\n\n"

@@ -1,26 +1,33 @@
-"""Front end: the parts that every route uses. Settings, tokenizer, scheduler, request table, metrics, readiness.
+"""Front end: the parts that every route uses. Settings, tokenizer, scheduler, request table, metrics, bodies.
 
-Owned by the app as `app.state.front`. It builds no part itself.
+The FrontEnd is owned by the app as `app.state.front`. It builds no part itself. Bodies are converted to the values that
+a route needs off the event loop, if they are large.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+from fastapi import Request, Response
 
+from splitserve.api import validation
 from splitserve.api.intake import RequestMemory
-from splitserve.api.json_body import DEFAULT_CONTEXT_LENGTH
+from splitserve.api.json_body import DEFAULT_CONTEXT_LENGTH, parse_object
+from splitserve.api.schemas import GenerateBody, NativeSampling, RequestModel
 from splitserve.api.tokenizer import Tokenizer
+from splitserve.api.validation import MAX_NAMED, WARNING_HEADER, unknown_fields, warning
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.errors import (
     CapacityError,
     DeadlineExceededError,
+    InvalidRequestError,
     SplitserveError,
     UnknownModelError,
     WorkerUnavailableError,
@@ -31,7 +38,13 @@ from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerGroup
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+B = TypeVar("B", bound=RequestModel)
+# Warnings that were logged: each text once, up to this many texts.
+_MAX_LOGGED = 256
+_logged: set[str] = set()
 
 # Largest body that is processed in the event loop, bytes: some milliseconds of tokenization.
 INLINE_BYTES = 8 << 10
@@ -40,6 +53,10 @@ MEDIUM_BYTES = 256 << 10
 _MAX_WAITING = 256
 # Seconds that a request may take in its lane, with its wait.
 _LANE_SECONDS = 60.0
+# Seconds between two requests for a heartbeat.
+_HEARTBEAT_SECONDS = 5.0
+# Age of the last heartbeat after which schedulers count as dead, seconds: several times the longest step.
+MAX_HEARTBEAT_AGE = 60.0
 
 
 class PromptPool:
@@ -89,12 +106,6 @@ class _Lane:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-# Seconds between two requests for a heartbeat.
-_HEARTBEAT_SECONDS = 5.0
-# Age of the last heartbeat after which schedulers count as dead, seconds: several times the longest step.
-MAX_HEARTBEAT_AGE = 60.0
 
 
 class Heartbeat:
@@ -243,3 +254,53 @@ class FrontEnd:
         known = (self.served_model_name, self.model_path, self.config.model.model)
         if name is not None and name not in known:
             raise UnknownModelError(f"there is no model {name!r} here: this worker serves {known[0]!r}", param="model")
+
+
+async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict[str, Any]], T]) -> T:
+    """Return the result of `prepare` for the body's JSON object. It may run in another thread.
+
+    Raises InvalidRequestError, the errors of `prepare`, and WorkerUnavailableError if the role of the worker changed.
+    """
+    raw = await request.body()
+    mode, limits = front.mode, front.config.server.limits
+    prepared = await front.prompt_pool.run(len(raw), lambda: prepare(parse_object(raw, limits)))
+    front.check_role(mode)
+    return prepared
+
+
+async def read_body(front: FrontEnd, request: Request, model: type[B]) -> B:
+    """Return the body as `model`, for routes that do not warn about unknown fields. Raises like `read_object`."""
+    return await read_object(front, request, lambda body: validation.parse(model, body))
+
+
+def check_unknown(front: FrontEnd, found: dict[str, Any], model: type[RequestModel]) -> str:
+    """Return a warning about unknown fields of a body, empty if there are none.
+
+    Raises InvalidRequestError if the worker is configured to reject such fields.
+    """
+    unknown = unknown_fields(found, model.model_fields)
+    parts = found.get("sampling_params") if model is GenerateBody else None
+    for part in parts if isinstance(parts, list) else [parts]:
+        if isinstance(part, dict):
+            unknown += unknown_fields(part, NativeSampling.model_fields, "sampling_params.")
+    unknown = list(dict.fromkeys(unknown))[:MAX_NAMED]
+    if not unknown:
+        return ""
+    text = warning(unknown)
+    if front.config.server.strict_fields:
+        raise InvalidRequestError(f"{text} (--strict-fields): correct or remove", param=unknown[0].split(" ")[0])
+    _log_once(text)
+    return f"{text} ignored"
+
+
+def with_warning(response: Response, text: str) -> Response:
+    """Return the response, with a header for this warning if it is not empty."""
+    if text:
+        response.headers[WARNING_HEADER] = text
+    return response
+
+
+def _log_once(text: str) -> None:
+    if text not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(text)
+        logger.warning("request has %s (logged once)", text)

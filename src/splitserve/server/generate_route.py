@@ -24,10 +24,9 @@ from splitserve.api.samples import TIMEOUT_HEADER, FanOut, PromptSpec, Urgency, 
 from splitserve.api.schemas import ROLE_HEADER, GenerationFields
 from splitserve.api.sse import Frames, stream_response, unless_disconnected
 from splitserve.server.answer import Delta, SampleAnswer, journal_line
-from splitserve.server.front_end import FrontEnd
+from splitserve.server.front_end import FrontEnd, check_unknown, read_object, with_warning
 from splitserve.server.generation import Generation
 from splitserve.server.prompts import bootstrap_infos
-from splitserve.server.read_body import check_unknown, read_object, with_warning
 
 B = TypeVar("B", bound=GenerationFields)
 

@@ -26,10 +26,9 @@ from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.observe.worker_metrics import gb_per_s
 from splitserve.server.answer import Delta, SampleAnswer
-from splitserve.server.front_end import FrontEnd
+from splitserve.server.front_end import FrontEnd, read_object
 from splitserve.server.generate_route import Prompts, serve
 from splitserve.server.prompts import prompt_spec
-from splitserve.server.read_body import read_object
 
 
 def native_routes(front: FrontEnd) -> APIRouter:

@@ -54,6 +54,14 @@ from splitserve.core.messages import (
 )
 from splitserve.core.request import DisaggregationMode
 
+logger = logging.getLogger(__name__)
+_Call = FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
+_Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
+# Unread messages to a scheduler. With more it counts as hung.
+SEND_HIGH_WATER_MARK = 16384
+# Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
+FORESEEN_TOKENS = 4096
+
 
 class OutputStream:
     """Async iterator of TokenOutput; ends after every sample's final one. Raises the error given to `fail`.
@@ -137,17 +145,6 @@ def merge(first: TokenOutput, second: TokenOutput) -> TokenOutput:
         input_logprobs=first.input_logprobs if second.input_logprobs is None else second.input_logprobs,
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
     )
-
-
-logger = logging.getLogger(__name__)
-
-_Call = FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
-_Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
-
-# Unread messages to a scheduler. With more it counts as hung.
-SEND_HIGH_WATER_MARK = 16384
-# Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
-FORESEEN_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ async def test_nobody_overtakes_those_who_wait() -> None:
 async def test_a_full_line_sends_away_at_once() -> None:
     admission = RequestAdmission(1, 0)
     async with admission.place("a", 10):
-        with pytest.raises(CapacityError, match=r"request b .*1 requests are under way and 0 wait"):
+        with pytest.raises(CapacityError, match=r"request b .*1 requests run and 0 wait"):
             await admission.place("b", 10).__aenter__()
     async with admission.place("b", 10) as waited:
         assert waited == 0.0

@@ -99,8 +99,8 @@ def test_a_misfit_is_forgotten_with_time_and_when_a_worker_comes_back(
     if event == "time":
         clock.advance(MISFIT_SECONDS)
     elif event == "restart":
-        registry.mark_unhealthy(d1)
-        registry.mark_healthy(d1)
+        d1.mark_unhealthy()
+        d1.mark_healthy()
     else:
         registry.remove("d1")
         if event == "replacement":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
-from splitserve.router.pairing import check_num_samples, draw_room, pair_body
+from splitserve.router.pairing import check_num_samples, pair_body, random_room
 
 
 def paired(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_the_option_alone_limits_the_samples(path: str, body: dict[str, Any]) ->
 
 
 def test_rooms_are_63_bit() -> None:
-    assert all(0 <= draw_room() < 1 << 63 for _ in range(1000))
+    assert all(0 <= random_room() < 1 << 63 for _ in range(1000))
 
 
 SCALAR = st.sampled_from([None, True, -1, 0, 3, "", "text", 1.5])

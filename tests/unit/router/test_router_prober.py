@@ -48,8 +48,8 @@ def test_nobody_is_in_doubt_where_nobody_probes() -> None:
     registry = WorkerRegistry(LBArgs(probe=False))
     registry.add("d", DECODE)
     worker = registry.get("d")
-    registry.mark_unhealthy(worker)
-    worker.mark_healthy(0.0)
+    worker.mark_unhealthy()
+    worker.mark_healthy()
     assert worker.unready_reason is None
 
 
@@ -95,9 +95,9 @@ def test_who_was_lost_is_in_doubt_when_it_comes_back(registry: WorkerRegistry) -
     for worker in registry.all():
         worker.proof.succeed()
     d1 = registry.get("d1")
-    registry.mark_unhealthy(d1)
-    registry.mark_unhealthy(d1)
-    d1.mark_healthy(0.0)
+    d1.mark_unhealthy()
+    d1.mark_unhealthy()
+    d1.mark_healthy()
     assert d1.unready_reason == LOST
     assert decodes(registry) == {"d2"}
 
@@ -136,7 +136,7 @@ def test_ready_means_one_whole_path(
 def test_the_reason_counts_who_is_away_and_who_drains(registry: WorkerRegistry) -> None:
     for worker in registry.all():
         worker.proof.succeed()
-    registry.mark_unhealthy(registry.get("d1"))
+    registry.get("d1").mark_unhealthy()
     registry.get("d2").is_draining = True
     assert registry.unready_reason() == "no decode worker is ready (1 unhealthy, 1 draining)"
 

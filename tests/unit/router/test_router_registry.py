@@ -56,7 +56,7 @@ def test_colocated_workers_serve_where_there_is_no_pair() -> None:
 def test_an_unhealthy_worker_is_passed_over_until_it_registers_again() -> None:
     r = registry(("p", PREFILL), ("d1", DECODE), ("d2", DECODE))
     for worker in r.pool(DECODE):
-        r.mark_unhealthy(worker)
+        worker.mark_unhealthy()
     with pytest.raises(WorkerUnavailableError, match="none of the 2 decode worker"):
         r.select()
     assert r.add("d2", DECODE) is False
@@ -104,7 +104,7 @@ def test_a_registered_worker_that_stays_away_is_forgotten_and_a_given_one_is_not
     r = registry(("d1", DECODE), clock=clock)
     r.add("d2", DECODE, is_static=True)
     for worker in r.all():
-        r.mark_unhealthy(worker)
+        worker.mark_unhealthy()
     clock.advance(FORGET_AFTER - 1)
     assert r.forget_lost() == []
     clock.advance(1)

@@ -244,7 +244,7 @@ def test_one_that_is_away_to_change_its_role_is_not_forgotten() -> None:
     registry.add("http://a", DECODE)
     (worker_a,) = registry.all()
     worker_a.switching_to = PREFILL
-    registry.mark_unhealthy(worker_a)
+    worker_a.mark_unhealthy()
     clock.advance(FORGET_AFTER + 1)
     assert registry.forget_lost() == []
     worker_a.switching_to = None

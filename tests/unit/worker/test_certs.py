@@ -22,7 +22,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.certs import init_certs
 from splitserve.router.args import LBArgs
 from splitserve.router.health import HealthMonitor
-from splitserve.router.http_client import BrokenConnectionError, HttpClient
+from splitserve.router.http_client import BrokenConnectionError, HttpClient, UpstreamResponse
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
 
@@ -114,7 +114,7 @@ async def worker(folder: Path, *, has_authority: bool = True) -> AsyncIterator[i
 async def answer(url: str, tls: ssl.SSLContext | None) -> bytes:
     """Send a request as the router does. Raises BrokenConnectionError."""
     client = HttpClient(5.0, tls)
-    sent = client.send("GET", url, "/health", None, {}, seconds=10.0, idle_timeout=10.0)
+    sent = client.send("GET", url, "/health", None, {}, UpstreamResponse(10.0, 10.0))
     try:
         await sent.head()
         return await sent.read()
@@ -183,7 +183,7 @@ async def test_the_router_logs_once_why_a_worker_is_not_reached(
     async with worker(other_certs) as port:
         registry = WorkerRegistry(LBArgs())
         registry.add(f"https://127.0.0.1:{port}", DisaggregationMode.NULL)
-        upstream = Upstream(LBArgs(), registry, {}, router_of(certs, certs))
+        upstream = Upstream(LBArgs(), {}, router_of(certs, certs))
         try:
             asked = registry.all()[0]
             for _ in range(2):
