@@ -9,7 +9,7 @@ import pytest
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.schema import BlockIndex
 from splitserve.observe.events.subscriber import find_publishers, follow, load_index
 from support.tiny_models import make_tiny_model
 

@@ -14,9 +14,8 @@ import msgspec
 
 from splitserve.core.messages import FlushCacheRequest, GenerateRequest, KVIndexReply, KVIndexRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import ZmqEventPublisher
-from splitserve.observe.events.schema import IndexSnapshot
+from splitserve.observe.events.schema import BlockIndex, IndexSnapshot
 from support.sim import ColocatedWorld
 
 PAGE = 4

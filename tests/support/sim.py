@@ -30,9 +30,8 @@ from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.core.request import FinishReason, Request
-from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
-from splitserve.observe.events.schema import CPU_PINNED, GPU, KVEvent
+from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.limits import RequestLimits

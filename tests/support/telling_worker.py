@@ -10,9 +10,8 @@ from aiohttp import web
 
 from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import ZmqEventPublisher
-from splitserve.observe.events.schema import BlockStored, IndexSnapshot
+from splitserve.observe.events.schema import BlockIndex, BlockStored, IndexSnapshot
 from support.router_world import FakeWorker
 
 # Tokens per block.

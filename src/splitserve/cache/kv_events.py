@@ -15,8 +15,15 @@ from hashlib import blake2b
 from struct import pack
 
 from splitserve.cache.prefix import Evicted, PageKey, PrefixMatch, RadixCache, split_pages
-from splitserve.observe.events.index import BlockIndex
-from splitserve.observe.events.schema import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, joined
+from splitserve.observe.events.schema import (
+    GPU,
+    AllBlocksCleared,
+    BlockIndex,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    joined,
+)
 
 PageName = bytes
 

@@ -17,7 +17,7 @@ LATENT = "latent"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
-def check_dtype(dtype: str) -> None:
+def check_kv_dtype(dtype: str) -> None:
     """Raise ValueError if `dtype` is not one that a KV pool or a KV transfer can have."""
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"KV dtype {dtype!r} is unknown: use one of {', '.join(DTYPE_BYTES)}")
@@ -43,7 +43,7 @@ class KVComponent:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        check_dtype(self.dtype)
+        check_kv_dtype(self.dtype)
 
     @property
     def heads(self) -> range:

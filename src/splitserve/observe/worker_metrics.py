@@ -8,6 +8,7 @@ nor how a snapshot is fetched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -189,3 +190,17 @@ def kv_cache_usage(state: SchedulerState) -> float:
 def gb_per_s(transfer: TransferStats) -> float:
     """Return a rate in 10^9 bytes per second."""
     return transfer.num_bytes / transfer.seconds / 1e9 if transfer.seconds > 0 else 0.0
+
+
+def held(state: Mapping[str, Any]) -> str:
+    """Return the `/server_info` state of a scheduler as text if it holds more than its prefix cache, else ""."""
+    balanced = (
+        state["num_running_reqs"] == state["num_waiting_reqs"] == state["pages_leased"] == 0
+        and state["pages_free"] + state["pages_cached"] == state["pages_total"]
+        and state.get("window_pages_free") == state.get("window_pages_total")
+        and state["rows_free"] == state["rows_total"]
+        and state["num_retracted_reqs"] == state["retraction_host_bytes"] == 0
+        and state["metadata_slots_free"] == state["metadata_slots_total"]
+        and state["num_invariant_violations_total"] == 0
+    )
+    return "" if balanced else str(dict(state))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from splitserve.core.clock import Clock, SystemClock
-from splitserve.observe.events.index import BlockIndex
+from splitserve.observe.events.schema import BlockIndex
 
 # Seconds for which a block is expected: the time a prompt waits and is computed. It is short because a request may
 # fail, and a block may be evicted before it is seen.

@@ -1,7 +1,7 @@
 """When to run what: queues, admission, retraction, loops and roles of one scheduler.
 
-A loop (`loops.py`) owns when, a role (`roles/`) owns what. `prefill_queues.py` and `decode_queues.py` hold requests
-that wait for KV transfer, `running.py` those that compute. Engine, KV transfer and clock are known only as Protocols.
+A loop (`loops.py`) owns when, a role (`roles/`) owns what. A role has the queues of requests that wait for KV transfer,
+`running.py` has those that compute. Engine, KV transfer and clock are known only as Protocols.
 
 `ports.py` has messages of the front end, tokens, and one final message per request. `admission.py` keeps a request
 waiting while the pool is full, `retraction.py` takes pages from running requests.

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from splitserve.core.errors import KVTransferError, SplitserveError
-from splitserve.core.layout import KVLayout, check_dtype
+from splitserve.core.layout import KVLayout, check_kv_dtype
 from splitserve.core.messages import TransferStats
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import RoomKey
@@ -76,7 +76,7 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.transfer_dtype is not None:
-            check_dtype(self.transfer_dtype)
+            check_kv_dtype(self.transfer_dtype)
 
     def difference(self, target: KVArgs, pairs: Sequence[HeadPair]) -> str | None:
         """Return why this prefill rank cannot send its part, `pairs`, to the decode rank `target`. None: it can.

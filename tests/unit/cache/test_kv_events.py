@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from splitserve.cache.host_memory import HostMemory, HostTier
 from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache, block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.observe.events.index import BlockIndex
-from splitserve.observe.events.schema import CPU_PINNED, GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from splitserve.observe.events.schema import CPU_PINNED, GPU, AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored
 
 PAGE = 2
 

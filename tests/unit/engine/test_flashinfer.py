@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import choose
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
-from splitserve.engine.attention.flashinfer import FlashInferBackend, problem_with
-from splitserve.engine.attention.flashinfer_pages import page_lists
+from splitserve.engine.attention.flashinfer import FlashInferBackend, page_lists, problem_with
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for

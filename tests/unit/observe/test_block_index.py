@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.observe.events.index import BlockIndex
-from splitserve.observe.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, joined
+from splitserve.observe.events.schema import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored, joined
 
 SIZE = 2
 

@@ -13,7 +13,6 @@ import zmq
 
 from splitserve.core.config import KVEventsConfig
 from splitserve.core.errors import ConfigError
-from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import (
     EventPublisherFactory,
     NullEventPublisher,
@@ -24,6 +23,7 @@ from splitserve.observe.events.publisher import (
 )
 from splitserve.observe.events.schema import (
     AllBlocksCleared,
+    BlockIndex,
     BlockRemoved,
     BlockStored,
     EventBatch,

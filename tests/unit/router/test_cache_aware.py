@@ -13,8 +13,7 @@ from splitserve.cache.prefix import split_pages
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.observe.events.index import BlockIndex
-from splitserve.observe.events.schema import AllBlocksCleared, BlockRemoved, BlockStored
+from splitserve.observe.events.schema import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored
 from splitserve.router import prefixes
 from splitserve.router.args import LBArgs
 from splitserve.router.pairing import with_rooms

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.observe.events.index import BlockIndex
-from splitserve.observe.events.schema import BlockStored
+from splitserve.observe.events.schema import BlockIndex, BlockStored
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 from splitserve.router.worker import Worker

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from splitserve.core.errors import EngineError
 from splitserve.core.layout import KVComponent
 from splitserve.engine.attention.base import AttentionParams, PagedKV
-from splitserve.engine.attention.flashinfer_pages import PageLists
+
+if TYPE_CHECKING:
+    from splitserve.engine.attention.flashinfer import PageLists
 
 # Elements of a row of DeepSeek-V2 and V3: a latent of 512, and 64 with positions. The library has kernels for these.
 _ROW_SIZE = 576

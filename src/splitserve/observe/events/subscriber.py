@@ -32,9 +32,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from splitserve.observe.events.index import BlockIndex
 from splitserve.observe.events.publisher import END_OF_REPLAY
-from splitserve.observe.events.schema import EventBatch, EventFormatError, IndexSnapshot, decode
+from splitserve.observe.events.schema import BlockIndex, EventBatch, EventFormatError, IndexSnapshot, decode
 
 T = TypeVar("T")
 

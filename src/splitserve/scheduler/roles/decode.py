@@ -1,10 +1,15 @@
 """The decode role: receive the KV of prompts, generate the tokens.
 
-1. `accept` opens the receiving end. The request waits in the pre-allocation queue for its handshake, then for memory. A
-   request without a room has no prefill worker to compute its prompt: it is handled as in a colocated worker.
-2. `advance` announces its pages to the prefill worker and moves it to the transfer queue.
-3. `advance` takes requests with KV that has arrived: the prompt counts as computed and the first token is there (a
-   prebuilt batch: no forward pass). The plan moves them into the free places of the running batch.
+1. `accept` opens the receiving end, which finds the prefill worker and does the handshake. The request waits in the
+   `DecodePreallocQueue` for that, then for memory. A request without a room has no prefill worker to compute its
+   prompt: it is handled as in a colocated worker.
+2. `advance` takes requests in the policy's order while pages, a row and a metadata slot are free. It allocates them and
+   announces them to the prefill worker, with the number of tokens that a prefix cache has here: prefill writes only the
+   rest. The requests move to the `DecodeTransferQueue`.
+3. `advance` takes requests with KV that has arrived and commits them: it reads the metadata row, checks that the row
+   belongs to the room, and appends its token as the first output. The prompt counts as computed: no forward pass runs
+   (a prebuilt batch). Its whole pages are published to the prefix cache. The plan moves the requests into the free
+   places of the running batch.
 4. It decodes like any other request until it finishes. If the pool is full it may be retracted (retraction.py). With a
    copy it resumes by itself. Without one it goes through 2 and 3 again, in a new room, and prefill computes all its
    tokens. If prefill cannot, this worker does.
@@ -18,18 +23,195 @@ its receiver is quiescent.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.clock import Clock
-from splitserve.core.errors import SplitserveError
-from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
-from splitserve.scheduler.decode_queues import DecodeEntry, DecodePreallocQueue, DecodeTransferQueue
+from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request, RoomKey
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.colocated import ColocatedRole, QueueState
 from splitserve.scheduler.running import RunningSet
 from splitserve.transfer.lease import LeaseTable
-from splitserve.transfer.manager import TransferKit
+from splitserve.transfer.manager import KVManager, TransferKit
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.transfer.receiver import KVReceiver
+from splitserve.transfer.state import KVPoll
+
+
+@dataclass(slots=True, eq=False)
+class DecodeEntry:
+    """A request on a decode worker and its receiving end."""
+
+    request: Request
+    key: RoomKey
+    receiver: KVReceiver
+    # True: this worker decoded it before and released its KV. Prefill computes the KV of all tokens but the last again.
+    is_retracted: bool = False
+    # The row that the prefill worker writes, from pre-allocation until the entry ends.
+    metadata_index: int | None = None
+    # Set if the transfer succeeded but its data cannot be used.
+    error: SplitserveError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens with KV to receive."""
+        request = self.request
+        return request.num_tokens - 1 if self.is_retracted else request.num_prefill_tokens
+
+    def failure(self) -> SplitserveError:
+        return self.error or self.receiver.failure()
+
+
+class DecodePreallocQueue:
+    """Requests in their handshake or waiting for memory.
+
+    `admit` gives an entry's request its row, its cached prefix and a promise of pages, or returns False; `order` sorts
+    requests for admission.
+    """
+
+    def __init__(
+        self,
+        manager: KVManager,
+        cache: PagedKVCache,
+        slots: ReqToMetadataIdxAllocator,
+        clock: Clock,
+        admit: Callable[[DecodeEntry], bool],
+        order: Callable[[Collection[Request]], Collection[Request]],
+    ) -> None:
+        self._manager = manager
+        self._cache = cache
+        self._slots = slots
+        self._clock = clock
+        self._admit = admit
+        self._order = order
+        self._entries: dict[str, DecodeEntry] = {}
+        # Rank of the request that found no room in the last call; None: no such request.
+        self.first_without_room: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request, is_retracted: bool = False) -> None:
+        """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError.
+
+        A retracted request gets a new room on the same prefill worker, and is admitted before all new requests here.
+        """
+        bootstrap = request.bootstrap
+        if bootstrap is None:
+            raise MissingBootstrapError("a decode worker needs bootstrap_room: send requests through the router")
+        if is_retracted:
+            bootstrap = dataclasses.replace(bootstrap, key=bootstrap.key.successor())
+        receiver = self._manager.receiver(request.rid, bootstrap)
+        request.bootstrap = bootstrap
+        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver, is_retracted)
+
+    def pop_preallocated(
+        self, *, may_admit: bool = True, before: tuple[int, int] | None = None
+    ) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+        """Return (requests with pages that are announced now, failed requests).
+
+        `before`: rank of the first request that waits for room in another queue; new requests behind it are not
+        admitted.
+        """
+        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        announced: list[DecodeEntry] = []
+        ready = [self._entries[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
+        back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
+        new = self._order(
+            [e.request for e in ready if not e.is_retracted and (before is None or e.request.rank < before)]
+        )
+        self.first_without_room = None
+        for request in (*back, *new) if may_admit else ():
+            # The first that does not fit stops those behind it, so that large requests do not starve.
+            if not self._preallocate(self._entries[request.rid]):
+                self.first_without_room = request.rank
+                break
+            announced.append(self._entries.pop(request.rid))
+        return announced, failed
+
+    def remove(self, rid: str) -> DecodeEntry | None:
+        return self._entries.pop(rid, None)
+
+    def _preallocate(self, entry: DecodeEntry) -> bool:
+        request = entry.request
+        if self._slots.available_size() == 0:
+            return False
+        if not self._admit(entry):
+            return False
+        self._cache.extend(request, entry.num_tokens, is_arriving=True)
+        entry.metadata_index = self._slots.alloc()
+        request.timeline.enter("transfer", self._clock.now())
+        asked = request.tokens(0, entry.num_tokens) if entry.is_retracted else ()
+        entry.receiver.init(
+            request.pages,
+            entry.metadata_index,
+            num_tokens=entry.num_tokens,
+            num_held_tokens=request.num_computed_tokens,
+            prompt_ids=asked,
+            window_pages=self._cache.windows.of(request.pages),
+        )
+        return True
+
+
+class DecodeTransferQueue:
+    """Requests with KV in transfer into pages they hold."""
+
+    def __init__(self, metadata: MetadataBuffers, cache: PagedKVCache) -> None:
+        self._metadata = metadata
+        self._cache = cache
+        self._entries: dict[str, DecodeEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_tokens_pre_allocated(self) -> int:
+        """Return the tokens that the requests hold pages for."""
+        return sum(entry.num_tokens for entry in self._entries.values())
+
+    def extend(self, entries: list[DecodeEntry]) -> None:
+        for entry in entries:
+            self._entries[entry.request.rid] = entry
+
+    def pop_transferred(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
+        """Return (requests ready to decode, with their first token; failed requests)."""
+        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
+        arrived = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        for entry in arrived:
+            self._commit(entry)
+        return [e for e in arrived if e.error is None], failed + [e for e in arrived if e.error is not None]
+
+    def remove(self, rid: str) -> DecodeEntry | None:
+        return self._entries.pop(rid, None)
+
+    def entries(self) -> list[DecodeEntry]:
+        return list(self._entries.values())
+
+    def _commit(self, entry: DecodeEntry) -> None:
+        """Bring the request into the state it would have if its prompt had been computed here."""
+        assert entry.metadata_index is not None
+        request = entry.request
+        self._cache.settle(request)
+        try:
+            row = self._metadata.get_buf(entry.metadata_index, entry.key)
+        except KVTransferError as error:
+            entry.error = error
+            return
+        request.num_computed_tokens = entry.num_tokens
+        self._cache.share(request)
+        if entry.is_retracted:
+            # Its tokens were sent before. The row's token is ignored: prefill computed a substitute request for one
+            # greedy token.
+            return
+        request.num_cached_tokens = row.num_cached_tokens
+        request.append(row.output_id, row.logprob if request.return_logprob else None)
+
 
 logger = logging.getLogger(__name__)
 

@@ -36,10 +36,8 @@ class FaultStage(enum.StrEnum):
 
 def install(visit: Visit) -> None:
     """Call `visit` at every stage of this process, whatever its role is and will be."""
-    from splitserve.scheduler.decode_queues import DecodePreallocQueue
-    from splitserve.scheduler.prefill_queues import PrefillBootstrapQueue, PrefillEntry
-    from splitserve.scheduler.roles.decode import DecodeRole
-    from splitserve.scheduler.roles.prefill import PrefillRole
+    from splitserve.scheduler.roles.decode import DecodePreallocQueue, DecodeRole
+    from splitserve.scheduler.roles.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillRole
     from splitserve.scheduler.running import RunningSet
     from splitserve.transfer.receiver import KVReceiver
     from splitserve.transfer.transports import iovec

@@ -21,7 +21,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
-from splitserve.observe.leaks import held
+from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.machine import describe_machine
 from splitserve.tools.bench.report import ReportOutput
