@@ -31,16 +31,12 @@ class EventSplitter:
     """Splitter of a byte stream into whole events, each with its closing blank line."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        # Bytes after the last whole event.
+        self.rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        *events, self._rest = (self._rest + chunk).split(b"\n\n")
+        *events, self.rest = (self.rest + chunk).split(b"\n\n")
         return [event + b"\n\n" for event in events]
-
-    @property
-    def rest(self) -> bytes:
-        """Return the bytes after the last whole event."""
-        return self._rest
 
 
 def event_data(event: bytes) -> Any:
@@ -53,8 +49,9 @@ def event_data(event: bytes) -> Any:
         return None
 
 
-def encode_event(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def event_of(data: bytes) -> bytes:
+    """Return the event that carries this text."""
+    return b"data: " + data + b"\n\n"
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -103,15 +100,11 @@ async def _events(first: bytes, frames: Frames) -> AsyncIterator[bytes]:
         async for frame in frames:
             yield frame
     except SplitserveError as error:
-        yield event(error_body(error))
+        yield event_of(error_body(error))
     except Exception as error:
         logger.exception("a stream failed")
-        yield event(error_body(error))
-    yield event(b"[DONE]")
-
-
-def event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+        yield event_of(error_body(error))
+    yield event_of(b"[DONE]")
 
 
 async def _next(frames: Frames) -> bytes:

@@ -1,7 +1,7 @@
 """Access log: one line per request with its timeline, written when the request has ended.
 
     request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 uncached_tokens=- output_tokens=64
-    queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 attempts=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
+    queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
 
 `-` is a value that does not exist or is unknown. Token counts are those that workers reported in a usage or a journal.
 """

@@ -59,29 +59,28 @@ class RequestAdmission:
         self._max_running = max_running
         self._max_queued = max_queued
         # Grants slots in the order in which they were requested.
-        self._places = None if max_running is None else asyncio.Semaphore(max_running)
+        self._slots = None if max_running is None else asyncio.Semaphore(max_running)
         self.num_queued = 0
 
-    def place(self, rid: object, seconds: float) -> _Place:
-        """Return a context that holds a slot. It yields the seconds that the request waited, exactly 0 without a wait.
+    async def enter(self, rid: object, seconds: float) -> float:
+        """Take a slot, and return the seconds that the request waited for it, exactly 0 without a wait.
 
-        Entering it raises CapacityError if the queue is full, and DeadlineExceededError after `seconds` of waiting.
+        Raises CapacityError if the queue is full, and DeadlineExceededError after `seconds` of waiting. Call `leave` if
+        it does not raise.
         """
-        return _Place(self, rid, seconds)
-
-    async def _enter(self, rid: object, seconds: float) -> float:
-        if self._places is None:
+        if self._slots is None:
             return 0.0
-        if self._places.locked():
-            return await self._wait(self._places, rid, seconds)
-        await self._places.acquire()
+        if self._slots.locked():
+            return await self._wait(self._slots, rid, seconds)
+        await self._slots.acquire()
         return 0.0
 
-    def _leave(self) -> None:
-        if self._places is not None:
-            self._places.release()
+    def leave(self) -> None:
+        """Return the slot."""
+        if self._slots is not None:
+            self._slots.release()
 
-    async def _wait(self, places: asyncio.Semaphore, rid: object, seconds: float) -> float:
+    async def _wait(self, slots: asyncio.Semaphore, rid: object, seconds: float) -> float:
         if self.num_queued >= self._max_queued:
             raise CapacityError(
                 f"request {rid} (stage: waiting at the router): {self._max_running} requests run and "
@@ -93,7 +92,7 @@ class RequestAdmission:
         self.num_queued += 1
         try:
             async with asyncio.timeout(seconds):
-                await places.acquire()
+                await slots.acquire()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"request {rid} (stage: waiting at the router): {max(0.0, seconds):.3g} s passed and all "
@@ -103,23 +102,6 @@ class RequestAdmission:
         finally:
             self.num_queued -= 1
         return time.monotonic() - began
-
-
-class _Place:
-    """Context of one slot. A class, because every request uses one and a generator would cost several times as much."""
-
-    __slots__ = ("_admission", "_rid", "_seconds")
-
-    def __init__(self, admission: RequestAdmission, rid: object, seconds: float) -> None:
-        self._admission = admission
-        self._rid = rid
-        self._seconds = seconds
-
-    async def __aenter__(self) -> float:
-        return await self._admission._enter(self._rid, self._seconds)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._admission._leave()
 
 
 class RateLimit:

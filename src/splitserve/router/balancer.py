@@ -142,12 +142,13 @@ class MiniLoadBalancer:
             prompts=self._prompts,
             args=self.args,
         )
-        async with self._admission.place(attempts.rid, attempts.seconds_left) as attempts.queued:
-            self.metrics.running.inc()
-            try:
-                await attempts.run()
-            finally:
-                self.metrics.running.dec()
+        attempts.queued = await self._admission.enter(attempts.rid, attempts.seconds_left)
+        self.metrics.running.inc()
+        try:
+            await attempts.run()
+        finally:
+            self.metrics.running.dec()
+            self._admission.leave()
 
     def _log_failure(self, record: LoggedRequest, side: str, status: int, body: bytes, url: str = "-") -> None:
         rid = one_word(None if record.attempts is None else record.attempts.rid)

@@ -21,7 +21,7 @@ import msgspec
 
 from splitserve.api.error_response import Headers
 from splitserve.api.schemas import JOURNAL_HEADER
-from splitserve.api.sse import EventSplitter, encode_event, event_data
+from splitserve.api.sse import EventSplitter, event_data, event_of
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
@@ -248,7 +248,7 @@ def _merge_into(prefill: list[Any], event: bytes) -> bytes:
     if data is None:
         return event
     merge_event(prefill, data)
-    return encode_event(data)
+    return event_of(msgspec.json.encode(data))
 
 
 def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:

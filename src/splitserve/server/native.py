@@ -19,7 +19,7 @@ from splitserve.api.json_body import check_fields
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import tokenize
 from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
-from splitserve.api.sse import event
+from splitserve.api.sse import event_of
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import SpeculationStats
@@ -68,7 +68,7 @@ class NativeFormat:
         frame = answer_object(self._front, answer, self._with_text)
         if self._is_list:
             frame["index"] = answer.sample.index
-        return event(msgspec.json.encode(frame))
+        return event_of(msgspec.json.encode(frame))
 
     def end(self, answers: Sequence[SampleAnswer]) -> bytes:
         return b""

@@ -24,7 +24,7 @@ from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
 from splitserve.api.schemas import ChatBody, CompletionBody, OpenAIBody
-from splitserve.api.sse import event
+from splitserve.api.sse import event_of
 from splitserve.api.tools import CallDelta, Parsed, ToolCallParser, ToolForm
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import FinishType
@@ -57,10 +57,10 @@ class OpenAIFormat:
         usage: dict[str, Any] = {}
         if self._include_usage:
             usage = {"usage": self._usage(answers) if self._continuous_usage else None}
-        return b"".join(event(_dump(chunk)) for chunk in self._chunks(answer, delta, usage))
+        return b"".join(event_of(_dump(chunk)) for chunk in self._chunks(answer, delta, usage))
 
     def end(self, answers: Sequence[SampleAnswer]) -> bytes:
-        return event(_dump(self._chunk([], {"usage": self._usage(answers)}))) if self._include_usage else b""
+        return event_of(_dump(self._chunk([], {"usage": self._usage(answers)}))) if self._include_usage else b""
 
     def _whole(self, answers: Sequence[SampleAnswer], extra: dict[str, Any]) -> BaseModel:
         raise NotImplementedError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from support.router_world import Handler, after, answers, serve_pair, start_rout
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
 
+@asynccontextmanager
+async def place(admission: RequestAdmission, rid: object, seconds: float) -> AsyncIterator[float]:
+    waited = await admission.enter(rid, seconds)
+    try:
+        yield waited
+    finally:
+        admission.leave()
+
+
 async def settle() -> None:
     """Let every task go as far as it can."""
     for _ in range(10):
@@ -29,11 +39,11 @@ async def test_those_who_wait_come_in_the_order_of_arrival() -> None:
     admission, came = RequestAdmission(2, 10), list[int]()
 
     async def visit(number: int) -> None:
-        async with admission.place(number, 10):
+        async with place(admission, number, 10):
             came.append(number)
 
     async with AsyncExitStack() as places:
-        assert [await places.enter_async_context(admission.place("first", 10)) for _ in range(2)] == [0.0, 0.0]
+        assert [await places.enter_async_context(place(admission, "first", 10)) for _ in range(2)] == [0.0, 0.0]
         visits = [asyncio.create_task(visit(number)) for number in range(5)]
         await settle()
         assert (came, admission.num_queued) == ([], 5)
@@ -45,10 +55,10 @@ async def test_nobody_overtakes_those_who_wait() -> None:
     admission, came = RequestAdmission(1, 10), list[str]()
 
     async def visit(name: str) -> None:
-        async with admission.place(name, 10):
+        async with place(admission, name, 10):
             came.append(name)
 
-    async with admission.place("first", 10):
+    async with place(admission, "first", 10):
         waits = asyncio.create_task(visit("waited"))
         await settle()
     # The place is free and promised.
@@ -59,31 +69,31 @@ async def test_nobody_overtakes_those_who_wait() -> None:
 
 async def test_a_full_line_sends_away_at_once() -> None:
     admission = RequestAdmission(1, 0)
-    async with admission.place("a", 10):
+    async with place(admission, "a", 10):
         with pytest.raises(CapacityError, match=r"request b .*1 requests run and 0 wait"):
-            await admission.place("b", 10).__aenter__()
-    async with admission.place("b", 10) as waited:
+            await admission.enter("b", 10)
+    async with place(admission, "b", 10) as waited:
         assert waited == 0.0
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0, -1])
 async def test_whoever_has_no_time_left_leaves_the_line(seconds: float) -> None:
     admission = RequestAdmission(1, 1)
-    async with admission.place("a", 10):
+    async with place(admission, "a", 10):
         for _ in range(3):
             with pytest.raises(DeadlineExceededError, match=r"request b \(stage: waiting"):
-                await admission.place("b", seconds).__aenter__()
+                await admission.enter("b", seconds)
         assert admission.num_queued == 0
-    async with admission.place("b", 10):
+    async with place(admission, "b", 10):
         pass
 
 
 @pytest.mark.parametrize("just_called", [False, True])
 async def test_whoever_leaves_the_line_leaves_a_place_for_the_next(just_called: bool) -> None:
     admission = RequestAdmission(1, 1)
-    holds = admission.place("a", 10)
+    holds = place(admission, "a", 10)
     await holds.__aenter__()
-    leaves = asyncio.create_task(admission.place("b", 10).__aenter__())
+    leaves = asyncio.create_task(admission.enter("b", 10))
     await settle()
     if just_called:
         await holds.__aexit__(None, None, None)
@@ -92,7 +102,7 @@ async def test_whoever_leaves_the_line_leaves_a_place_for_the_next(just_called: 
     assert admission.num_queued == 0
     if not just_called:
         await holds.__aexit__(None, None, None)
-    async with asyncio.timeout(60), admission.place("c", 10):
+    async with asyncio.timeout(60), place(admission, "c", 10):
         pass
 
 
@@ -100,7 +110,7 @@ async def test_without_a_bound_everybody_comes_in() -> None:
     admission = RequestAdmission(None, 0)
     async with AsyncExitStack() as places:
         for _ in range(100):
-            assert await places.enter_async_context(admission.place("a", 0)) == 0.0
+            assert await places.enter_async_context(place(admission, "a", 0)) == 0.0
 
 
 async def metric(url: str, name: str) -> float:
