@@ -18,7 +18,7 @@ from splitserve.tools.bench.abuse import (
     have_gone_on,
     ttfts_in,
 )
-from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder
+from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, run_attack
 from splitserve.tools.bench.load import Endpoint, MeasuredStream
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.workload import LoadRequest, Prompt
@@ -41,7 +41,7 @@ def attack(name: str, handler: Handler, duration: float = 5.0) -> Counter[str]:
             port = server.sockets[0].getsockname()[1]
             url = f"http://127.0.0.1:{port}"
             order = AttackOrder(name=name, urls=[url], model="m", internal_ports=[port], duration=duration)
-            outcomes = await ATTACKS[name](order)
+            outcomes = await run_attack(order)
             await asyncio.gather(*connections, return_exceptions=True)
             return outcomes
 
