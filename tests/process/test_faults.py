@@ -20,9 +20,8 @@ import pytest
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.tools.chaos.orders import PROGRAM, Fault
-from splitserve.tools.chaos.points import FaultStage
-from splitserve.tools.chaos.saboteur import order_fault, signal_worker
+from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultStage
+from splitserve.tools.chaos.injector import order_fault, signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 from support.deployment import MODEL, Deployment
 

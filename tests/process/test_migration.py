@@ -21,9 +21,8 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.tools.chaos.orders import PROGRAM, Fault
-from splitserve.tools.chaos.points import FaultStage
-from splitserve.tools.chaos.saboteur import order_fault, signal_worker
+from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultStage
+from splitserve.tools.chaos.injector import order_fault, signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, follow_all, make_requests, open_session
 from splitserve.tools.metrics import sum_samples
 from support.tiny_models import make_tiny_model

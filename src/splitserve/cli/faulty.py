@@ -1,6 +1,6 @@
 """Worker with fault orders: `python -m splitserve.cli.faulty serve ...`, otherwise like `splitserve serve ...`.
 
-Its schedulers read orders from a file beside its ready file (see `orders.py`).
+Its schedulers read orders from a file beside its ready file (see `tools/chaos/faults.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from splitserve.cli import main
 from splitserve.process.process_end import leave
-from splitserve.tools.chaos.orders import FAULT_FILE, fault_file
+from splitserve.tools.chaos.faults import FAULT_FILE, fault_file
 from splitserve.worker import scheduler_link
 
 
 def run() -> None:
     ready_file = Path(sys.argv[sys.argv.index("--ready-file") + 1])
     os.environ[FAULT_FILE] = str(fault_file(ready_file))
-    scheduler_link.SCHEDULER_COMMAND = (*scheduler_link.QUICK_START, "splitserve.tools.chaos.faulty_scheduler")
+    scheduler_link.SCHEDULER_COMMAND = (*scheduler_link.QUICK_START, "splitserve.tools.chaos.faults")
     try:
         main()
     except SystemExit as end:

@@ -2,7 +2,7 @@
 
 1. A router, prefill and decode workers start. A fixed set of requests of all forms runs undisturbed. All later outcomes
    are compared with its outcomes.
-2. Clients repeat these requests, and some disconnect halfway. Two fault injectors (see `saboteur.py`) break workers.
+2. Clients repeat these requests, and some disconnect halfway. Two fault injectors (see `injector.py`) break workers.
 3. After the given time the faults end first, then the load. Then no worker may hold any resource.
 """
 
@@ -25,9 +25,9 @@ from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.machine import describe_machine
 from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.chaos.orders import PROGRAM
+from splitserve.tools.chaos.faults import PROGRAM
+from splitserve.tools.chaos.injector import FaultInjector
 from splitserve.tools.chaos.report import ChaosResults, Tally
-from splitserve.tools.chaos.saboteur import Saboteur
 from splitserve.tools.chaos.streams import (
     StreamOutcome,
     StreamRequest,
@@ -153,16 +153,16 @@ class _Run:
         async with open_session(_STREAM) as session, asyncio.TaskGroup() as group:
             for _ in range(self._options.num_streams):
                 group.create_task(self._client(session, load_over))
-            saboteurs = [group.create_task(s.run(faults_over)) for s in self._saboteurs()]
-            await asyncio.wait(saboteurs, timeout=self._options.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            injectors = [group.create_task(s.run(faults_over)) for s in self._injectors()]
+            await asyncio.wait(injectors, timeout=self._options.seconds, return_when=asyncio.FIRST_EXCEPTION)
             faults_over.set()
             # The injectors restart the workers that they broke.
-            await asyncio.wait(saboteurs)
+            await asyncio.wait(injectors)
             load_over.set()
 
-    def _saboteurs(self) -> list[Saboteur]:
+    def _injectors(self) -> list[FaultInjector]:
         return [
-            Saboteur(
+            FaultInjector(
                 self._cluster,
                 role,
                 self._tally,

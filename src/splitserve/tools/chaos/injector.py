@@ -18,8 +18,7 @@ from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL, ChildProcess
-from splitserve.tools.chaos.orders import Fault, FaultOrder
-from splitserve.tools.chaos.points import FaultStage
+from splitserve.tools.chaos.faults import Fault, FaultOrder, FaultStage
 from splitserve.tools.chaos.report import Tally
 from splitserve.tools.client import open_session, send
 
@@ -27,7 +26,7 @@ from splitserve.tools.client import open_session, send
 _MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)
 
 
-class Saboteur:
+class FaultInjector:
     """Fault injector of one role. `hang_timeout`: the router's, seconds."""
 
     def __init__(
@@ -158,7 +157,7 @@ class Saboteur:
 
 
 def order_fault(child: ChildProcess, fault: Fault) -> FaultOrder:
-    """Order a worker to fail when it reaches the stage. It must run `orders.PROGRAM`.
+    """Order a worker to fail when it reaches the stage. It must run `faults.PROGRAM`.
 
     A withdrawn order has no effect.
     """

@@ -1,4 +1,4 @@
-"""Orders to fail: who meets the stage fails once, unless the order was taken back before."""
+"""Orders: a worker that reaches the stage fails once, unless the order was withdrawn. Writes stop in their middle."""
 
 import os
 import signal
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.tools.chaos.orders import Fault, FaultOrder, Trap, fault_file
-from splitserve.tools.chaos.points import FaultStage
+from splitserve.tools.chaos.faults import Fault, FaultOrder, FaultStage, Trap, _halved, fault_file
+from splitserve.transfer.copies import copy_table
 
 READY_FILE = "worker.ready.json"
 
@@ -79,3 +79,23 @@ def test_many_threads_take_an_order_once(tmp_path_factory, skip, num_threads):
     for thread in threads:
         thread.join()
     assert taken == [signal.SIGSTOP]
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "second"),
+    [
+        ([(0, 0, 0, 0, 10)], [(0, 0, 0, 0, 5)], [(0, 5, 0, 5, 5)]),
+        ([(0, i, 0, i, 1) for i in range(4)], [(0, i, 0, i, 1) for i in (0, 1)], [(0, i, 0, i, 1) for i in (2, 3)]),
+        ([(0, 0, 0, 0, 1)], [], [(0, 0, 0, 0, 1)]),
+        ([], [], []),
+    ],
+    ids=["one copy", "several", "one byte", "none"],
+)
+def test_half_of_the_bytes_are_moved_when_the_stage_is_met(rows, first, second):
+    met = []
+
+    def move(sock, copies, *more, **head):
+        met.append((copies.tolist(), more, head))
+
+    _halved(move, met.append)("socket", copy_table(rows), "memory", head=b"head")
+    assert met == [(first, ("memory",), {"head": b"head"}), FaultStage.MID_TRANSFER, (second, ("memory",), {})]
