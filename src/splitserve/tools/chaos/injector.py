@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from splitserve.core.errors import ClusterError
@@ -26,26 +27,14 @@ from splitserve.tools.client import open_session, send
 _MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)
 
 
+@dataclass(frozen=True, slots=True)
 class FaultInjector:
-    """Fault injector of one role. `hang_timeout`: the router's, seconds."""
-
-    def __init__(
-        self, cluster: LocalCluster, role: DisaggregationMode, tally: Tally, hang_timeout: float, rng: random.Random
-    ) -> None:
-        self._cluster = cluster
-        self._role = role
-        self._tally = tally
-        self._hang_timeout = hang_timeout
-        self._rng = rng
-        self._kinds: list[Callable[[ChildProcess], Awaitable[str]]] = [
-            self._kill,
-            self._stop,
-            self._pause,
-            self._kill_scheduler,
-            self._kill_front_end,
-            self._restart,
-            self._change_role,
-        ]
+    cluster: LocalCluster
+    role: DisaggregationMode
+    tally: Tally
+    # The router's, seconds.
+    hang_timeout: float
+    rng: random.Random
 
     async def run(self, is_over: asyncio.Event) -> None:
         """Inject faults until `is_over` is set.
@@ -53,19 +42,26 @@ class FaultInjector:
         Raises ClusterError if a worker does not come back, and RequestFailedError.
         """
         while not is_over.is_set():
-            victim = self._rng.choice(self._cluster.children_of(self._role))
-            name = await self._weighted_kind()(victim)
-            self._tally.faults[f"{self._role} {name}"] += 1
+            victim = self.rng.choice(self.cluster.children_of(self.role))
+            # Faults with stages are the most frequent.
+            kinds: dict[Callable[[ChildProcess], Awaitable[str]], int] = {
+                self._kill: 6,
+                self._stop: 4,
+                self._pause: 1,
+                self._kill_scheduler: 1,
+                self._kill_front_end: 1,
+                self._restart: 2,
+                self._change_role: 3,
+            }
+            (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
+            name = await kind(victim)
+            self.tally.faults[f"{self.role} {name}"] += 1
             await self._wait_usable()
             try:
-                async with asyncio.timeout(self._rng.uniform(*_CALM)):
+                async with asyncio.timeout(self.rng.uniform(*_CALM)):
                     await is_over.wait()
             except TimeoutError:
                 continue
-
-    def _weighted_kind(self) -> Callable[[ChildProcess], Awaitable[str]]:
-        # Faults with stages are the most frequent.
-        return self._rng.choices(self._kinds, [6, 4, 1, 1, 1, 2, 3])[0]
 
     async def _kill(self, victim: ChildProcess) -> str:
         stage = await self._strike(victim, signal.SIGKILL)
@@ -75,14 +71,14 @@ class FaultInjector:
     async def _stop(self, victim: ChildProcess) -> str:
         """Stop the worker long enough to be considered hung."""
         stage = await self._strike(victim, signal.SIGSTOP)
-        await asyncio.sleep(self._hang_timeout * 2)
+        await asyncio.sleep(self.hang_timeout * 2)
         signal_worker(victim, signal.SIGCONT)
         return f"stopped {stage}"
 
     async def _pause(self, victim: ChildProcess) -> str:
         """Stop the worker for less than the hang timeout."""
         signal_worker(victim, signal.SIGSTOP)
-        await asyncio.sleep(self._hang_timeout / 3)
+        await asyncio.sleep(self.hang_timeout / 3)
         signal_worker(victim, signal.SIGCONT)
         return "paused"
 
@@ -110,16 +106,16 @@ class FaultInjector:
     async def _change_role(self, victim: ChildProcess) -> str:
         """Change the worker to another role and back."""
         assert victim.ready is not None
-        away = self._rng.choice([role for role in DisaggregationMode if role is not self._role])
-        for role in (away, self._role):
+        away = self.rng.choice([role for role in DisaggregationMode if role is not self.role])
+        for role in (away, self.role):
             order = {"url": victim.ready.url, "role": role, "timeout": _COME_BACK, "force": True}
-            await self._send("/role", order | {"drain": self._rng.choice(["complete", "migrate"])})
-        return f"made {away} and {self._role} again"
+            await self._send("/role", order | {"drain": self.rng.choice(["complete", "migrate"])})
+        return f"made {away} and {self.role} again"
 
     async def _strike(self, victim: ChildProcess, number: signal.Signals) -> str:
         """Fail the worker at a random stage. Return the stage, or "anywhere" if it was not reached in time."""
-        stage = self._rng.choice(list(FaultStage))
-        order = order_fault(victim, Fault(stage, number, skip=self._rng.randrange(6)))
+        stage = self.rng.choice(list(FaultStage))
+        order = order_fault(victim, Fault(stage, number, skip=self.rng.randrange(6)))
         deadline = time.monotonic() + _MEET
         while time.monotonic() < deadline:
             if order.is_taken:
@@ -131,20 +127,20 @@ class FaultInjector:
         return "anywhere"
 
     async def _replace(self, victim: ChildProcess) -> None:
-        await asyncio.to_thread(self._cluster.restart, victim)
+        await asyncio.to_thread(self.cluster.restart, victim)
 
     async def _wait_usable(self) -> None:
         """Wait until the router uses every worker of the role."""
         began = time.monotonic()
         while not await self._all_usable():
             if time.monotonic() - began > _COME_BACK:
-                states = "\n".join(child.log_tail() for child in self._cluster.children_of(self._role))
-                raise ClusterError(f"not all {self._role} workers came back within {_COME_BACK:g} s:\n{states}")
+                states = "\n".join(child.log_tail() for child in self.cluster.children_of(self.role))
+                raise ClusterError(f"not all {self.role} workers came back within {_COME_BACK:g} s:\n{states}")
             await asyncio.sleep(POLL_INTERVAL * 4)
-        self._tally.recoveries.append(time.monotonic() - began)
+        self.tally.recoveries.append(time.monotonic() - began)
 
     async def _all_usable(self) -> bool:
-        children = self._cluster.children_of(self._role)
+        children = self.cluster.children_of(self.role)
         known = {w["url"]: w for w in (await self._send("/workers"))["workers"]}
         return all(
             c.ready is not None and (worker := known.get(c.ready.url)) and worker["healthy"] and worker["ready"]
@@ -153,7 +149,7 @@ class FaultInjector:
 
     async def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
         async with open_session() as session:
-            return await send(session, self._cluster.router_url + path, body)
+            return await send(session, self.cluster.router_url + path, body)
 
 
 def order_fault(child: ChildProcess, fault: Fault) -> FaultOrder:

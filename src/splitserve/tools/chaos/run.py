@@ -132,70 +132,47 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
-    def __init__(
-        self,
-        options: ChaosOptions,
-        cluster: LocalCluster,
-        requests: list[StreamRequest],
-        expected: dict[int, StreamOutcome],
-        tally: Tally,
-    ) -> None:
-        self._options = options
-        self._cluster = cluster
-        self._requests = requests
-        self._expected = expected
-        self._tally = tally
-        self._clients_rng = random.Random(f"clients {options.seed}")
+    options: ChaosOptions
+    cluster: LocalCluster
+    requests: list[StreamRequest]
+    # Outcomes of the undisturbed requests.
+    expected: dict[int, StreamOutcome]
+    tally: Tally
 
     async def run(self) -> None:
+        options = self.options
         faults_over, load_over = asyncio.Event(), asyncio.Event()
+        clients_rng = random.Random(f"clients {options.seed}")
         async with open_session(_STREAM) as session, asyncio.TaskGroup() as group:
-            for _ in range(self._options.num_streams):
-                group.create_task(self._client(session, load_over))
-            injectors = [group.create_task(s.run(faults_over)) for s in self._injectors()]
-            await asyncio.wait(injectors, timeout=self._options.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            for _ in range(options.num_streams):
+                group.create_task(self._client(session, clients_rng, load_over))
+            injectors = []
+            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE):
+                rng = random.Random(f"{role} {options.seed}")
+                injector = FaultInjector(self.cluster, role, self.tally, options.hang_timeout, rng)
+                injectors.append(group.create_task(injector.run(faults_over)))
+            await asyncio.wait(injectors, timeout=options.seconds, return_when=asyncio.FIRST_EXCEPTION)
             faults_over.set()
             # The injectors restart the workers that they broke.
             await asyncio.wait(injectors)
             load_over.set()
 
-    def _injectors(self) -> list[FaultInjector]:
-        return [
-            FaultInjector(
-                self._cluster,
-                role,
-                self._tally,
-                self._options.hang_timeout,
-                random.Random(f"{role} {self._options.seed}"),
-            )
-            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-        ]
-
-    async def _client(self, session: aiohttp.ClientSession, is_over: asyncio.Event) -> None:
+    async def _client(self, session: aiohttp.ClientSession, rng: random.Random, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
-            i = self._clients_rng.randrange(len(self._requests))
-            if self._clients_rng.random() < _LEAVING:
-                await self._leave_halfway(session, i)
+            i = rng.randrange(len(self.requests))
+            leaves_after = rng.uniform(0.1, 5.0) if rng.random() < _LEAVING else None
+            outcome, name = StreamOutcome(), f"request {i} ({self.requests[i].path})"
+            try:
+                async with asyncio.timeout(leaves_after):
+                    await follow(session, self.cluster.router_url, self.requests[i], outcome)
+            except RequestFailedError as error:
+                self.tally.errors.append(f"{name}: {error}")
+            except TimeoutError:
+                self.tally.num_left += 1
             else:
-                await self._follow(session, i)
-
-    async def _follow(self, session: aiohttp.ClientSession, i: int) -> None:
-        outcome, name = StreamOutcome(), f"request {i} ({self._requests[i].path})"
-        try:
-            await follow(session, self._cluster.router_url, self._requests[i], outcome)
-        except RequestFailedError as error:
-            self._tally.errors.append(f"{name}: {error}")
-        else:
-            self._tally.judge(name, outcome, self._expected[i])
-
-    async def _leave_halfway(self, session: aiohttp.ClientSession, i: int) -> None:
-        outcome = StreamOutcome()
-        stream = asyncio.create_task(follow(session, self._cluster.router_url, self._requests[i], outcome))
-        await asyncio.wait({stream}, timeout=self._clients_rng.uniform(0.1, 5.0))
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-        self._tally.num_left += 1
+                self.tally.judge(name, outcome, self.expected[i])
 
 
 async def _await_release(cluster: LocalCluster) -> list[str]:
