@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from splitserve.cli.bench_abuse import bench_abuse
 from splitserve.cli.bench_growth import bench_growth, bench_scheduler, bench_startup
-from splitserve.cli.bench_router import bench_router
-from splitserve.cli.bench_routing import bench_routing
-from splitserve.cli.bench_serve import bench_serve
+from splitserve.cli.bench_serve import bench_routing, bench_serve
 from splitserve.cli.options import (
     AppendOption,
     AttentionOption,
@@ -67,7 +64,6 @@ def bench_transfer(
     raise typer.Exit(run_transfer_bench(options))
 
 
-bench_app.command("abuse")(bench_abuse)
 bench_app.command("serve")(bench_serve)
 bench_app.command("routing")(bench_routing)
 bench_app.command("growth")(bench_growth)
@@ -100,7 +96,71 @@ def bench_gpu(
     raise typer.Exit(run_gpu_bench(options))
 
 
-bench_app.command("router")(bench_router)
+@bench_app.command("router")
+def bench_router(
+    ctx: typer.Context,
+    connections: Annotated[int, typer.Option(min=1, help="Connections at once, for requests/s and chunks/s.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests one after another per round, for the latency.")] = 500,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each load on all connections.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds. In each, all routers take turns.")] = 5,
+    peers: Annotated[bool, typer.Option(help="Measure mini_lb and sglang-router, too, if they are installed.")] = True,
+    peers_python: Annotated[
+        Path | None, typer.Option(metavar="PYTHON", help="Python interpreter with sglang-router. Default: this one.")
+    ] = None,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare requests/s, added latency and streamed chunks/s of our router and of others before mock workers.
+
+    Our router runs as `splitserve router --prefill URL PORT --decode URL` with default options. Figures are medians.
+    """
+    from splitserve.tools.bench.report import ReportOutput
+    from splitserve.tools.bench.router import RouterBenchOptions, run_router_bench
+
+    options = RouterBenchOptions(
+        command=typed_again(ctx),
+        connections=connections,
+        num_requests=requests,
+        seconds=seconds,
+        rounds=rounds,
+        with_peers=peers,
+        peers_python=peers_python,
+        output=ReportOutput(as_json, append_to),
+    )
+    raise typer.Exit(run_router_bench(options))
+
+
+@bench_app.command("abuse")
+def bench_abuse(
+    ctx: typer.Context,
+    model: ModelArgument = "smollm2",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")] = "bfloat16",
+    attack: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run only this attack, repeatable. Default: all.")
+    ] = None,
+    duration: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that an attack continues without an answer.")
+    ] = 15.0,
+    append_to: AppendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure streams of eight clients under hostile requests and connections. Exit code 1: an attack did harm.
+
+    Harm is a gap of 1 s between two tokens, 300 MB more memory, a failed stream or an ended process. Takes minutes.
+    """
+    from splitserve.tools.bench.abuse import AbuseOptions, run_abuse_bench
+    from splitserve.tools.bench.abuse_attacks import ATTACKS
+    from splitserve.tools.bench.report import ReportOutput
+
+    options = AbuseOptions(
+        command=typed_again(ctx),
+        model=model,
+        dtype=dtype,
+        attacks=tuple(attack or ATTACKS),
+        duration=duration,
+        output=ReportOutput(as_json, append_to),
+    )
+    raise typer.Exit(run_abuse_bench(options))
 
 
 @bench_app.command("compare")

@@ -5,7 +5,8 @@
    alone and several at once.
 3. All processes end. The comparison is reported. The exit code is 0 if the output is equal.
 
-`verify_compare.py` defines what counts as equal.
+`verify_report.py` defines what counts as equal. A prompt is a part of a /generate body: {"text": ...} or
+{"input_ids": [...]}, from the user's JSONL file, or a built-in one of a critical length.
 """
 
 from __future__ import annotations
@@ -31,11 +32,23 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.passage import PASSAGE
-from splitserve.tools.verify_compare import Comparison, VerifiedAnswer, VerifyError, VerifyReport
-from splitserve.tools.verify_prompts import CHUNK_TOKENS, Prompt, built_in_prompts, read_prompts
-from splitserve.tools.verify_report import render, report_object
+from splitserve.tools.verify_report import (
+    Comparison,
+    VerifiedAnswer,
+    VerifyError,
+    VerifyReport,
+    render,
+    report_object,
+)
 from splitserve.transfer.transports import USER_BACKENDS
 
+# Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
+# boundaries.
+CHUNK_TOKENS = 256
+# Lengths around the boundaries of pages (16 tokens) and chunks.
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 255, 256, 257, 513, 1200)
+# Distance between the starts of two built-in prompts in the text, so that none is a prefix of another.
+_STRIDE = 41
 _READY_TIMEOUT = 900.0
 # Seconds for one answer.
 _ANSWER_TIMEOUT = 1800.0
@@ -44,6 +57,7 @@ _AT_A_TIME = 6
 _NUM_TOP = 5
 _SEEDED_TEMPERATURE = 0.8
 
+Prompt = dict[str, Any]
 # Sends a body to a URL, or a GET without one, and returns the JSON of the answer. Raises RequestFailedError.
 Send = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -208,3 +222,49 @@ async def _ask_all(
                 raise VerifyError(f"prompt {i}, {error}") from error
 
     return list(await asyncio.gather(*(ask(i) for i in range(len(prompts)))))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read lines of {"text": ...}, {"input_ids": [...]} or a JSON string.
+
+    Raises ConfigError with the invalid line's number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: cannot be read ({error}): name a JSONL file in UTF-8") from error
+    prompts = [_parse(line, f"--prompts {path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts {path}: no prompt in it: write one a line, e.g. " + '{"text": "Hello"}')
+    return prompts
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error})") from error
+    if isinstance(value, str):
+        value = {"text": value}
+    if not isinstance(value, dict) or ("text" in value) == ("input_ids" in value):
+        raise ConfigError(f'{where}: write a string, {{"text": "..."}} or {{"input_ids": [...]}}')
+    if "text" in value:
+        if not isinstance(value["text"], str) or not value["text"]:
+            raise ConfigError(f"{where}: text must be a string that is not empty")
+        return {"text": value["text"]}
+    ids = value["input_ids"]
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise ConfigError(f"{where}: input_ids must be a list of token ids (integers from 0), at least one")
+    return {"input_ids": ids}
+
+
+def built_in_prompts(passage_ids: Sequence[int], room: int) -> list[Prompt]:
+    """Return pieces of the tokenized passage, of every length in LENGTHS up to `room`.
+
+    The long ones repeat the passage.
+    """
+    prompts = []
+    for i, length in enumerate(n for n in LENGTHS if n <= room):
+        ids = [passage_ids[(i * _STRIDE + j) % len(passage_ids)] for j in range(length)]
+        prompts.append({"input_ids": ids})
+    return prompts

@@ -1,18 +1,186 @@
-"""Output of `splitserve verify`: a table with a verdict for people, one JSON object for programs."""
+"""Comparison of colocated and disaggregated output, and its report for people and for programs. Pure.
+
+1. Two answers to one prompt are compared token by token up to the position where they diverge.
+2. The logprobs of this common prefix are compared. Both sides have the same tokens before the divergence, so each
+   side's likeliest token there is looked up in the other side's ranking. This finds a KV transfer that corrupts even
+   the first token, also in a dtype where near ties may resolve either way.
+3. float32: every token must be equal. bfloat16, float16: the logprobs must agree, and different tokens are only listed.
+   In every dtype, an answer that is a proper prefix of the other is wrong.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from splitserve.tools.verify_compare import EXACT_DTYPES, Comparison, VerifiedAnswer, VerifyReport
+from splitserve.core.errors import SplitserveError
 
+# dtype -> largest allowed difference of logprobs (natural logarithms).
+MAX_LOGPROB_DELTA = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
+# Dtypes in which every token must be equal.
+EXACT_DTYPES = frozenset({"float32"})
 # Maximum number of mismatches listed below the table.
 _MAX_LISTED = 10
+
+
+class VerifyError(SplitserveError):
+    """The comparison failed: a worker answered with an error or in an unexpected form."""
+
+    reason = "verify_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedAnswer:
+    """Answer of one side to one prompt."""
+
+    output_ids: tuple[int, ...]
+    # Logprob of each token in output_ids.
+    logprobs: tuple[float, ...]
+    # For each position, token id -> logprob of the likeliest tokens.
+    tops: tuple[dict[int, float], ...]
+    num_prompt_tokens: int
+    # Prompt tokens found in a prefix cache.
+    num_cached_tokens: int
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> VerifiedAnswer:
+        """Parse the body of /generate with return_logprob and top_logprobs_num. Raises VerifyError."""
+        try:
+            meta, ids = body["meta_info"], tuple(body["output_ids"])
+            scored = meta["output_token_logprobs"]
+            tops = tuple({token: float(logprob) for logprob, token, _ in top} for top in meta["output_top_logprobs"])
+            answer = cls(
+                output_ids=ids,
+                logprobs=tuple(float(logprob) for logprob, _, _ in scored),
+                tops=tops,
+                num_prompt_tokens=meta["prompt_tokens"],
+                num_cached_tokens=meta["cached_tokens"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise VerifyError(f"the answer is not in /generate's form with logprobs: {error!r}") from error
+        if not ids or [token for _, token, _ in scored] != list(ids) or len(tops) != len(ids) or not all(tops):
+            raise VerifyError(f"the answer does not have logprobs for each of its {len(ids)} tokens")
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two answers to one prompt in one round."""
+
+    # Index of the prompt, from 0.
+    prompt: int
+    # "greedy" or "seeded".
+    pass_name: str
+    # Cache state and concurrency of the request, e.g. "cold, 8 at a time".
+    setting: str
+    colocated: VerifiedAnswer
+    disaggregated: VerifiedAnswer
+
+    @property
+    def position(self) -> int | None:
+        """Return the first output position with different tokens, or with a token on one side only.
+
+        None: all are equal.
+        """
+        ours, theirs = self.colocated.output_ids, self.disaggregated.output_ids
+        shorter = min(len(ours), len(theirs))
+        parted = (i for i in range(shorter) if ours[i] != theirs[i])
+        return next(parted, None if len(ours) == len(theirs) else shorter)
+
+    @property
+    def num_equal(self) -> int:
+        """Return the number of equal tokens before that position."""
+        return len(self.colocated.output_ids) if self.position is None else self.position
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether one answer is a proper prefix of the other.
+
+        The end is a token too, so no near tie explains it.
+        """
+        return self.position == min(len(self.colocated.output_ids), len(self.disaggregated.output_ids))
+
+    @property
+    def max_logprob_delta(self) -> float:
+        """Return the largest difference over the common prefix and at the position where the answers diverge."""
+        ours, theirs, parted = self.colocated, self.disaggregated, self.position
+        count = len(ours.output_ids) if parted is None else parted
+        deltas = [abs(ours.logprobs[i] - theirs.logprobs[i]) for i in range(count)]
+        if parted is not None and not self.is_cut_short:
+            deltas += [_likeliest_delta(ours.tops[parted], theirs.tops[parted])]
+            deltas += [_likeliest_delta(theirs.tops[parted], ours.tops[parted])]
+        # max() ignores a NaN that is not its first argument.
+        return math.inf if any(map(math.isnan, deltas)) else max(deltas, default=0.0)
+
+
+def _likeliest_delta(top: dict[int, float], other: dict[int, float]) -> float:
+    """Return the logprob difference of one ranking's likeliest token in the other ranking.
+
+    If the other ranking lacks the token, the difference to its last entry is a lower bound.
+    """
+    token = max(top, key=lambda t: top[t])
+    return abs(top[token] - other.get(token, min(other.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    model: str
+    dtype: str
+    transfer_backend: str
+    comparisons: Sequence[Comparison]
+    # Quantization of the disaggregated side's weights. None: both sides have the same weights.
+    quantization: str | None = None
+    # Shapes of the pair's ranks. Empty: both workers have one rank.
+    pair: str = ""
+
+    @property
+    def share_of_equal_tokens(self) -> float:
+        """Return the share of all colocated output tokens that precede the divergence of their answers."""
+        total = sum(len(c.colocated.output_ids) for c in self.comparisons)
+        return sum(c.num_equal for c in self.comparisons) / max(1, total)
+
+    @property
+    def mean_logprob_delta(self) -> float:
+        """Return the mean difference of logprobs over the equal tokens."""
+        deltas = [
+            abs(ours - theirs)
+            for c in self.comparisons
+            for ours, theirs in zip(
+                c.colocated.logprobs[: c.num_equal], c.disaggregated.logprobs[: c.num_equal], strict=True
+            )
+        ]
+        return sum(deltas) / max(1, len(deltas))
+
+    @property
+    def mismatches(self) -> list[Comparison]:
+        """Return the comparisons with a divergence."""
+        return [c for c in self.comparisons if c.position is not None]
+
+    @property
+    def num_prompts(self) -> int:
+        return len({c.prompt for c in self.comparisons})
+
+    @property
+    def max_logprob_delta(self) -> float:
+        return max((c.max_logprob_delta for c in self.comparisons), default=0.0)
+
+    @property
+    def tolerance(self) -> float:
+        return MAX_LOGPROB_DELTA[self.dtype]
+
+    @property
+    def equal(self) -> bool:
+        if not self.comparisons or self.max_logprob_delta > self.tolerance:
+            return False
+        if any(c.is_cut_short for c in self.comparisons):
+            return False
+        return self.dtype not in EXACT_DTYPES or not self.mismatches
 
 
 def report_object(report: VerifyReport) -> dict[str, Any]:

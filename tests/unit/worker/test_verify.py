@@ -11,7 +11,7 @@ import pytest
 from splitserve.core.errors import ConfigError
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.verify import Sides, VerifyOptions, compare_sides, run_verify
-from splitserve.tools.verify_compare import VerifyError
+from splitserve.tools.verify_report import VerifyError
 
 OPTIONS = VerifyOptions(
     model="m", dtype="float32", prompts_file=None, max_tokens=3, transfer_backend="tcp", hand_over=False, threads=None

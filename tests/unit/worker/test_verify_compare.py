@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from splitserve.tools.verify_compare import Comparison, VerifiedAnswer, VerifyError, VerifyReport
-from splitserve.tools.verify_report import render, report_object
+from splitserve.tools.verify_report import Comparison, VerifiedAnswer, VerifyError, VerifyReport, render, report_object
 
 IDS = [7, 8, 9, 10]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.verify_prompts import CHUNK_TOKENS, LENGTHS, built_in_prompts, read_prompts
+from splitserve.tools.verify import CHUNK_TOKENS, LENGTHS, built_in_prompts, read_prompts
 
 
 def test_a_line_is_text_or_ids_or_a_bare_string(tmp_path):
