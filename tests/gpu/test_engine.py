@@ -18,8 +18,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.tools.bench.gpu import GpuBenchOptions, GpuSizes, ModelShape, measure_gpu, random_model
-from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.gpu import GpuSizes, ModelShape, measure_gpu, random_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 needs_flashinfer = pytest.mark.skipif(
@@ -160,6 +159,6 @@ def test_the_bench_runs_whole_on_small_sizes() -> None:
     from rich.console import Console
 
     sizes = GpuSizes(shape=SHAPE, batch=4, context=64, prompt_tokens=128, num_bytes=8 << 20, matrix_size=512, repeats=3)
-    options = GpuBenchOptions("bench gpu", "auto", 4, ReportOutput(as_json=True))
-    report = measure_gpu(options, sizes, torch.device("cuda:0"), "cuda_ipc", Console(quiet=True))
+    model = ModelConfig(cuda_graph_max_batch=4)
+    report = measure_gpu("bench gpu", model, sizes, torch.device("cuda:0"), Console(quiet=True))
     assert len(report.figures["figures"]) == 3

@@ -36,10 +36,11 @@ def bench_main(
 ) -> None:
     """Measure throughput and TTFT: colocated, disaggregated and plain transformers. Takes minutes."""
     from splitserve.tools.bench.report import ReportOutput
-    from splitserve.tools.bench.throughput import BenchOptions, run_bench
+    from splitserve.tools.bench.throughput import run_main_bench
+    from splitserve.tools.bench.workload import FULL, QUICK
 
-    options = BenchOptions(typed_again(ctx), model, dtype, quick, ReportOutput(as_json, append_to))
-    raise typer.Exit(run_bench(options))
+    output = ReportOutput(as_json, append_to)
+    raise typer.Exit(run_main_bench(typed_again(ctx), model, dtype, QUICK if quick else FULL, output))
 
 
 @bench_app.command("transfer")
@@ -57,11 +58,11 @@ def bench_transfer(
     The limit is raw sockets (tcp, gloo) or memcpy (shm) with one piece, else the bare library with the same pieces.
     """
     from splitserve.tools.bench.report import ReportOutput
-    from splitserve.tools.bench.transfer import TransferBenchOptions, run_transfer_bench
+    from splitserve.tools.bench.transfer import run_transfer_bench
+    from splitserve.tools.bench.transfer_plan import FULL, QUICK
 
     output = ReportOutput(as_json, append_to)
-    options = TransferBenchOptions(typed_again(ctx), tuple(backend or ()), quick, output)
-    raise typer.Exit(run_transfer_bench(options))
+    raise typer.Exit(run_transfer_bench(typed_again(ctx), backend or [], QUICK if quick else FULL, output))
 
 
 bench_app.command("serve")(bench_serve)
@@ -84,16 +85,14 @@ def bench_gpu(
 
     The model is a random one of Llama 3 8B's shape. The GPU is the first one in CUDA_VISIBLE_DEVICES.
     """
-    from splitserve.tools.bench.gpu import GpuBenchOptions, run_gpu_bench
+    from splitserve.core.config import ModelConfig
+    from splitserve.tools.bench.gpu import run_gpu_bench
     from splitserve.tools.bench.report import ReportOutput
 
-    options = GpuBenchOptions(
-        command=typed_again(ctx),
-        attention_backend=attention_backend,
-        max_graph_batch=0 if disable_cuda_graph else cuda_graph_max_bs,
-        output=ReportOutput(as_json, append_to),
+    model = ModelConfig(
+        attention_backend=attention_backend, cuda_graph_max_batch=0 if disable_cuda_graph else cuda_graph_max_bs
     )
-    raise typer.Exit(run_gpu_bench(options))
+    raise typer.Exit(run_gpu_bench(typed_again(ctx), model, ReportOutput(as_json, append_to)))
 
 
 @bench_app.command("router")

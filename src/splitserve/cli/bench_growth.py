@@ -46,22 +46,14 @@ def bench_growth(
     # The same settings as in a worker. OpenMP reads them when the next import loads torch.
     for name, value in OPENMP_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from splitserve.tools.bench.growth import GrowthOptions, options_for, run_growth_bench
+    from splitserve.tools.bench.growth import options_for, run_growth_bench
     from splitserve.tools.bench.report import ReportOutput
 
     if page is not None and plot is None:
         plot = page.with_name("growth.svg")
     sizes, waiting = options_for(quick=quick, repeats=repeats)
-    options = GrowthOptions(
-        command=typed_again(ctx),
-        model=model,
-        dtype=dtype,
-        threads=threads,
-        sizes=sizes,
-        waiting=waiting,
-        output=ReportOutput(as_json, append_to, page, "bench growth", plot),
-    )
-    raise typer.Exit(run_growth_bench(options))
+    output = ReportOutput(as_json, append_to, page, "bench growth", plot)
+    raise typer.Exit(run_growth_bench(typed_again(ctx), model, dtype, threads, sizes, waiting, output))
 
 
 def bench_scheduler(
@@ -73,10 +65,9 @@ def bench_scheduler(
 ) -> None:
     """Measure scheduler overhead per step at 1, 32 and 256 running requests, in the normal and the overlapped loop."""
     from splitserve.tools.bench.report import ReportOutput
-    from splitserve.tools.bench.scheduler import SchedulerBenchOptions, run_scheduler_bench
+    from splitserve.tools.bench.scheduler import run_scheduler_bench
 
-    options = SchedulerBenchOptions(typed_again(ctx), rounds, steps, ReportOutput(as_json, append_to))
-    raise typer.Exit(run_scheduler_bench(options))
+    raise typer.Exit(run_scheduler_bench(typed_again(ctx), rounds, steps, ReportOutput(as_json, append_to)))
 
 
 def bench_startup(
@@ -94,15 +85,7 @@ def bench_startup(
 ) -> None:
     """Measure the time from the start of a worker to its first token, with empty and with filled caches."""
     from splitserve.tools.bench.report import ReportOutput
-    from splitserve.tools.bench.startup import StartupOptions, run_startup_bench
+    from splitserve.tools.bench.startup import StartupBench
 
-    options = StartupOptions(
-        command=typed_again(ctx),
-        model=model,
-        dtype=dtype,
-        threads=threads,
-        cold_runs=cold_runs,
-        warm_runs=warm_runs,
-        output=ReportOutput(as_json, append_to, page, "bench startup"),
-    )
-    raise typer.Exit(run_startup_bench(options))
+    output = ReportOutput(as_json, append_to, page, "bench startup")
+    raise typer.Exit(StartupBench(model, dtype, threads).run(typed_again(ctx), cold_runs, warm_runs, output))

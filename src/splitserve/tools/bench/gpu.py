@@ -29,7 +29,6 @@ from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import probe
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
-from splitserve.tools.bench.machine import describe_machine
 from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.transfer.copies import copy_table
@@ -76,15 +75,6 @@ class GpuSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuBenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    attention_backend: str
-    max_graph_batch: int
-    output: ReportOutput
-
-
-@dataclass(frozen=True, slots=True)
 class GpuThroughput:
     """Throughput of the card, in 10^9 per second."""
 
@@ -117,31 +107,31 @@ class Figure:
         return self.per_second / self.limit
 
 
-def run_gpu_bench(options: GpuBenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError if there is no GPU."""
+def run_gpu_bench(command: str, model: ModelConfig, output: ReportOutput) -> int:
+    """Run the benchmark and return the exit code. `model`: how steps are computed. Raises ConfigError without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"bench gpu needs a GPU, and torch {torch.__version__} finds no CUDA device: install a CUDA build of torch "
             "on a machine that has one. For this machine's CPU there are bench main and bench growth"
         )
-    options.output.check()
-    console = Console(stderr=True)
     try:
-        report = measure_gpu(options, GpuSizes(), torch.device("cuda:0"), "cuda_ipc", console)
+        return output.run(lambda console: measure_gpu(command, model, GpuSizes(), torch.device("cuda:0"), console))
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"bench gpu needs about 32 GiB of the GPU's memory, free: {error}") from error
-    options.output.publish(report, console)
-    return 0
 
 
 def measure_gpu(
-    options: GpuBenchOptions, sizes: GpuSizes, device: torch.device, transfer_backend: str, console: Console
+    command: str,
+    model: ModelConfig,
+    sizes: GpuSizes,
+    device: torch.device,
+    console: Console,
+    transfer_backend: str = "cuda_ipc",
 ) -> Report:
     """Measure all figures. `transfer_backend`: moves pages between pools on `device`. Raises SplitserveError."""
     with console.status("the card's limits") as status:
         limits = measure_limits(device, num_bytes=sizes.num_bytes, matrix_size=sizes.matrix_size, repeats=sizes.repeats)
         status.update("loading, compiling and recording")
-        model = ModelConfig(attention_backend=options.attention_backend, cuda_graph_max_batch=options.max_graph_batch)
         num_pages = max(sizes.batch * pages_of(sizes.context), pages_of(sizes.prompt_tokens))
         cache = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=num_pages * PAGE_SIZE)
         built = engine_over(random_model(sizes.shape, device, torch.bfloat16), model, cache)
@@ -155,16 +145,8 @@ def measure_gpu(
             torch.cuda.empty_cache()
         status.update("hand-over to another process")
         figures.append(measure_hand_over(transfer_backend, sizes, limits))
-    return gpu_report(
-        options.command,
-        describe_machine(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        model=sizes.shape.name,
-        attention=attention,
-        max_graph_batch=options.max_graph_batch,
-        limits=limits,
-        figures=figures,
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return gpu_report(command, sizes.shape.name, name, attention, model.cuda_graph_max_batch, limits, figures)
 
 
 def median_seconds(device: torch.device, run: Callable[[], object], repeats: int, warm_ups: int = 3) -> float:
@@ -272,10 +254,8 @@ def measure_hand_over(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> F
 
 def gpu_report(
     command: str,
-    machine: dict[str, str],
-    *,
-    device: str,
     model: str,
+    device: str,
     attention: str,
     max_graph_batch: int,
     limits: GpuThroughput,
@@ -286,17 +266,14 @@ def gpu_report(
     return Report(
         title=f"{model} on {device}",
         command=command,
-        machine=machine,
         setting=f"Attention by {attention}, {graphs}",
         legend="Times are medians of whole steps of the engine, sampling and the host's part included; limits are the "
         "card's own in the same run.",
         figures={
-            "command": command,
             "device": device,
             "model": model,
             "attention": attention,
             "max_graph_batch": max_graph_batch,
-            "machine": machine,
             "limits": asdict(limits),
             "figures": [{**asdict(f), "per_second": f.per_second, "share": f.share} for f in figures],
         },

@@ -21,7 +21,7 @@ from splitserve.core.machine import num_cores
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.growth_scheduler import measure_scheduler
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.report import Report, ReportOutput
 from splitserve.tools.bench.series import TOLERANCE, Series, doublings, measure
 
@@ -55,19 +55,6 @@ class StepSizes:
         return max(self.max_batch * self.short_context, self.max_context)
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    model: str
-    dtype: str
-    # None: all cores of this process.
-    threads: int | None
-    sizes: StepSizes
-    waiting: tuple[int, ...]
-    output: ReportOutput
-
-
 def options_for(*, quick: bool, repeats: int | None) -> tuple[StepSizes, tuple[int, ...]]:
     """Return the sizes of steps and the numbers of waiting requests."""
     if quick:
@@ -75,23 +62,51 @@ def options_for(*, quick: bool, repeats: int | None) -> tuple[StepSizes, tuple[i
     return StepSizes(repeats=repeats or 9), _WAITING
 
 
-def run_growth_bench(options: GrowthOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError, ModelLoadError."""
-    check_dtype(options.dtype)
-    options.output.check()
-    console = Console(stderr=True)
+def run_growth_bench(
+    command: str,
+    model: str,
+    dtype: str,
+    threads: int | None,
+    sizes: StepSizes,
+    waiting: Sequence[int],
+    output: ReportOutput,
+) -> int:
+    """Run the benchmark and return the exit code. `threads`: None: all cores. Raises ConfigError, ModelLoadError."""
+    check_dtype(dtype)
+    config = ModelConfig(model=model, dtype=dtype, device="cpu", threads=threads or num_cores())
     others = OthersWatch()
-    series = measure_growth(options, console)
-    options.output.publish(growth_report(options, describe_machine(), others.cores_taken(), series), console)
-    return 0
+
+    def measure(console: Console) -> Report:
+        series = measure_growth(config, sizes, waiting, console)
+        return growth_report(command, config, others.cores_taken(), series)
+
+    return output.run(measure)
 
 
-def measure_growth(options: GrowthOptions, console: Console) -> list[Series]:
-    model = ModelConfig(model=options.model, dtype=options.dtype, device="cpu", threads=_threads(options))
+def measure_growth(model: ModelConfig, sizes: StepSizes, waiting: Sequence[int], console: Console) -> list[Series]:
     with console.status("steps of the engine") as status:
-        series = measure_steps(model, options.sizes)
+        series = measure_steps(model, sizes)
         status.update("turns of the scheduler")
-        return series + measure_scheduler(options.waiting, options.sizes.repeats)
+        return series + measure_scheduler(waiting, sizes.repeats)
+
+
+def growth_report(command: str, model: ModelConfig, cores_taken: float, series: Sequence[Series]) -> Report:
+    """Return the report. JSON has times in seconds."""
+    return Report(
+        title=f"How step time grows: {model.model} in {model.dtype}",
+        command=command,
+        setting=f"{model.model} in {model.dtype}, {model.threads} threads",
+        cores_taken_by_others=cores_taken,
+        legend=(_BUSY_NOTE if cores_taken > _BUSY_CORES else "") + _LEGEND,
+        figures={
+            "model": model.model,
+            "dtype": model.dtype,
+            "threads": model.threads,
+            "series": [s.to_json() for s in series],
+        },
+        tables=[s.table() for s in series],
+        panels=[s.panel() for s in series],
+    )
 
 
 def measure_steps(model: ModelConfig, sizes: StepSizes) -> list[Series]:
@@ -159,33 +174,3 @@ def _step_series(built: BuiltEngine, sizes: StepSizes) -> list[Series]:
             ),
         ),
     ]
-
-
-def growth_report(
-    options: GrowthOptions, machine: dict[str, str], cores_taken_by_others: float, series: Sequence[Series]
-) -> Report:
-    """Return the report. JSON has times in seconds."""
-    threads = _threads(options)
-    return Report(
-        title=f"How step time grows: {options.model} in {options.dtype}",
-        command=options.command,
-        machine=machine,
-        setting=f"{options.model} in {options.dtype}, {threads} threads",
-        cores_taken_by_others=cores_taken_by_others,
-        legend=(_BUSY_NOTE if cores_taken_by_others > _BUSY_CORES else "") + _LEGEND,
-        figures={
-            "model": options.model,
-            "dtype": options.dtype,
-            "threads": threads,
-            "command": options.command,
-            "machine": machine,
-            "cores_taken_by_others": cores_taken_by_others,
-            "series": [s.to_json() for s in series],
-        },
-        tables=[s.table() for s in series],
-        panels=[s.panel() for s in series],
-    )
-
-
-def _threads(options: GrowthOptions) -> int:
-    return options.threads or num_cores()

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from splitserve.core.errors import ConfigError
 from splitserve.process.console import standard_output
+from splitserve.tools.bench.machine import describe_machine
 from splitserve.tools.bench.plot import Panel, check_plots, write_plot
 
 T = TypeVar("T")
@@ -67,11 +68,11 @@ class Report:
     title: str
     # Command line that repeats the benchmark.
     command: str
-    machine: Mapping[str, str]
-    # Values of `--json`.
+    machine: Mapping[str, str] = field(default_factory=describe_machine)
+    # Values of `--json`. A dict also gets the conditions.
     figures: Any
     tables: Sequence[ReportTable]
-    # Model and load, in words, without a period. Empty: the title has them.
+    # Model and load, in words. Empty: the title has them.
     setting: str = ""
     # Average number of cores that other processes kept busy. None: the tables have it, or it is unknown.
     cores_taken_by_others: float | None = None
@@ -89,6 +90,14 @@ class Report:
         for line in (*self.remarks, self.legend):
             if line:
                 yield escape(line)
+
+    def to_json(self) -> Any:
+        if not isinstance(self.figures, dict):
+            return self.figures
+        conditions: dict[str, Any] = {"command": self.command, "machine": self.machine}
+        if self.cores_taken_by_others is not None:
+            conditions["cores_taken_by_others"] = self.cores_taken_by_others
+        return conditions | self.figures
 
     def markdown(self, date: datetime.date) -> str:
         """Return a section to append to a log."""
@@ -131,10 +140,17 @@ class ReportOutput:
             check_plots(self.plot)
             _check_writable(self.plot, "--plot")
 
+    def run(self, measure: Callable[[Console], Report]) -> int:
+        """Check the files, measure, publish, and return the exit code. `measure` gets a console for its progress."""
+        self.check()
+        console = Console(stderr=True)
+        self.publish(measure(console), console)
+        return 0
+
     def publish(self, report: Report, console: Console) -> None:
         """Write the report. `console`: receives remarks. Raises ConfigError."""
         if self.as_json:
-            sys.stdout.write(json.dumps(report.figures) + "\n")
+            sys.stdout.write(json.dumps(report.to_json()) + "\n")
         else:
             standard_output().print(report, highlight=False)
         today = datetime.date.today()

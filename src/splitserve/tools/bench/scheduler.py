@@ -6,12 +6,11 @@ The interpreter is configured as in a worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 
 from splitserve.process.settings import set_up_interpreter
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.report import Report, ReportOutput, ReportTable
 from splitserve.tools.bench.scheduler_overhead import STEP_SECONDS, measure_overhead
 from splitserve.tools.bench.series import Series
@@ -23,30 +22,19 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerBenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    rounds: int
-    # Steps per round, for each loop and size.
-    num_steps: int
-    output: ReportOutput
-
-
-def run_scheduler_bench(options: SchedulerBenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError."""
-    options.output.check()
-    console = Console(stderr=True)
+def run_scheduler_bench(command: str, rounds: int, num_steps: int, output: ReportOutput) -> int:
+    """Run the benchmark and return the exit code. `num_steps`: per round, loop and size. Raises ConfigError."""
     others = OthersWatch()
-    with console.status("steps of a scheduler"), set_up_interpreter():
-        series = measure_overhead(NUM_RUNNING, options.rounds, options.num_steps)
-    options.output.publish(overhead_report(options.command, describe_machine(), others.cores_taken(), series), console)
-    return 0
+
+    def measure(console: Console) -> Report:
+        with console.status("steps of a scheduler"), set_up_interpreter():
+            series = measure_overhead(NUM_RUNNING, rounds, num_steps)
+        return overhead_report(command, others.cores_taken(), series)
+
+    return output.run(measure)
 
 
-def overhead_report(
-    command: str, machine: dict[str, str], cores_taken_by_others: float, series: Sequence[Series]
-) -> Report:
+def overhead_report(command: str, cores_taken: float, series: Sequence[Series]) -> Report:
     """Return the report: one series per loop, all over the same sizes. JSON has times in seconds."""
     rows = [
         [f"{points[0].size:,}", *(f"{min(p.times) * 1e3:.3f} ({p.seconds * 1e3:.3f})" for p in points)]
@@ -55,15 +43,9 @@ def overhead_report(
     return Report(
         title="Scheduler overhead per step",
         command=command,
-        machine=machine,
-        cores_taken_by_others=cores_taken_by_others,
+        cores_taken_by_others=cores_taken,
         legend=_LEGEND,
-        figures={
-            "command": command,
-            "machine": machine,
-            "cores_taken_by_others": cores_taken_by_others,
-            "series": [s.to_json() for s in series],
-        },
+        figures={"series": [s.to_json() for s in series]},
         tables=[ReportTable(["running requests", *(f"{s.name}, ms" for s in series)], rows)],
         remarks=[f"{s.name}: {s.verdict()}." for s in series],
     )

@@ -20,7 +20,7 @@ from splitserve.core.config import check_dtype
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint, ask
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
@@ -38,20 +38,6 @@ _LEGEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class StartupOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    model: str
-    dtype: str
-    # None: the default of `splitserve serve`.
-    threads: int | None
-    # Number of starts of each kind. 0: none.
-    cold_runs: int
-    warm_runs: int
-    output: ReportOutput
-
-
-@dataclass(frozen=True, slots=True)
 class StartupTiming:
     """One start, in seconds from the start of the process."""
 
@@ -59,81 +45,77 @@ class StartupTiming:
     first_token: float
 
 
-def run_startup_bench(options: StartupOptions) -> int:
-    """Return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
-    check_dtype(options.dtype)
-    options.output.check()
-    console = Console(stderr=True)
-    others = OthersWatch()
-    cold, warm = measure_startup(options, console)
-    report = startup_report(options, describe_machine(), others.cores_taken(), cold, warm)
-    options.output.publish(report, console)
-    return 0
+@dataclass(frozen=True, slots=True)
+class StartupBench:
+    """Starts of one worker."""
 
+    model: str
+    dtype: str
+    # None: the default of `splitserve serve`.
+    threads: int | None
 
-def startup_report(
-    options: StartupOptions,
-    machine: dict[str, str],
-    cores_taken_by_others: float,
-    cold: Sequence[StartupTiming],
-    warm: Sequence[StartupTiming],
-) -> Report:
-    """Return the report. JSON has times in seconds."""
-    kinds = [kind for kind in (("cold", cold), ("warm", warm)) if kind[1]]
-    return Report(
-        title=f"Start-up to first token: {options.model} in {options.dtype}",
-        command=options.command,
-        machine=machine,
-        setting=f"{options.model} in {options.dtype}",
-        cores_taken_by_others=cores_taken_by_others,
-        legend=_LEGEND,
-        figures={
-            "model": options.model,
-            "dtype": options.dtype,
-            "command": options.command,
-            "machine": machine,
-            "cores_taken_by_others": cores_taken_by_others,
-            "cold": [asdict(start) for start in cold],
-            "warm": [asdict(start) for start in warm],
-        },
-        tables=[ReportTable.by_row(_COLUMNS, kinds)],
-    )
+    def run(self, command: str, cold_runs: int, warm_runs: int, output: ReportOutput) -> int:
+        """Return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
+        check_dtype(self.dtype)
+        others = OthersWatch()
 
+        def measure(console: Console) -> Report:
+            cold, warm = self.measure(cold_runs, warm_runs, console)
+            return self.report(command, others.cores_taken(), cold, warm)
 
-def measure_startup(options: StartupOptions, console: Console) -> tuple[list[StartupTiming], list[StartupTiming]]:
-    """Return the timings of cold and of warm starts. Raises ClusterError, RequestFailedError."""
-    cold, warm = [], []
-    for number in range(options.cold_runs):
-        with console.status(f"cold start {number + 1} of {options.cold_runs}"):
-            cold.append(_cold_start(options))
-    if options.warm_runs:
-        with console.status("a start that fills the caches"):
-            _start(options, {})
-    for number in range(options.warm_runs):
-        with console.status(f"warm start {number + 1} of {options.warm_runs}"):
-            warm.append(_start(options, {}))
-    return cold, warm
+        return output.run(measure)
 
+    def report(
+        self, command: str, cores_taken: float, cold: Sequence[StartupTiming], warm: Sequence[StartupTiming]
+    ) -> Report:
+        """Return the report. JSON has times in seconds."""
+        setting = f"{self.model} in {self.dtype}"
+        return Report(
+            title=f"Start-up to first token: {setting}",
+            command=command,
+            setting=setting,
+            cores_taken_by_others=cores_taken,
+            legend=_LEGEND,
+            figures={
+                "model": self.model,
+                "dtype": self.dtype,
+                "cold": [asdict(start) for start in cold],
+                "warm": [asdict(start) for start in warm],
+            },
+            tables=[ReportTable.by_row(_COLUMNS, [kind for kind in (("cold", cold), ("warm", warm)) if kind[1]])],
+        )
 
-def _cold_start(options: StartupOptions) -> StartupTiming:
-    with OwnedFolder() as folder:
-        return _start(options, {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"})
+    def measure(
+        self, cold_runs: int, warm_runs: int, console: Console
+    ) -> tuple[list[StartupTiming], list[StartupTiming]]:
+        """Return the timings of cold and of warm starts. Raises ClusterError, RequestFailedError."""
+        cold, warm = [], []
+        for number in range(cold_runs):
+            with console.status(f"cold start {number + 1} of {cold_runs}"), OwnedFolder() as folder:
+                caches = {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
+                cold.append(self._start(caches))
+        if warm_runs:
+            with console.status("a start that fills the caches"):
+                self._start({})
+        for number in range(warm_runs):
+            with console.status(f"warm start {number + 1} of {warm_runs}"):
+                warm.append(self._start({}))
+        return cold, warm
 
-
-def _start(options: StartupOptions, env: Mapping[str, str]) -> StartupTiming:
-    args = ["serve", options.model, "--dtype", options.dtype, "--port", "0", "--served-model-name", options.model]
-    if options.threads is not None:
-        args += ["--threads", str(options.threads)]
-    with OwnedFolder() as folder:
-        began = time.perf_counter()
-        child = ChildProcess("worker", args, folder, env=env)
-        try:
-            url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
-            ready = time.perf_counter() - began
-            [record] = ask(Endpoint(url, options.model), [Prompt(ids=_PROMPT_IDS, text="")], 1)
-            return StartupTiming(ready, record.arrived_at[0] - began)
-        finally:
-            child.close()
+    def _start(self, env: Mapping[str, str]) -> StartupTiming:
+        args = ["serve", self.model, "--dtype", self.dtype, "--port", "0", "--served-model-name", self.model]
+        if self.threads is not None:
+            args += ["--threads", str(self.threads)]
+        with OwnedFolder() as folder:
+            began = time.perf_counter()
+            child = ChildProcess("worker", args, folder, env=env)
+            try:
+                url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
+                ready = time.perf_counter() - began
+                [record] = ask(Endpoint(url, self.model), [Prompt(ids=_PROMPT_IDS, text="")], 1)
+                return StartupTiming(ready, record.arrived_at[0] - began)
+            finally:
+                child.close()
 
 
 def _spread(seconds: Sequence[float]) -> str:

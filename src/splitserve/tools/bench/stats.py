@@ -9,6 +9,7 @@ output tokens/s   All output tokens of a run, over the time from its first reque
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,13 +52,11 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return statistics.fmean(values)
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the middle value, or the mean of the two middle ones."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return statistics.median(values)
 
 
 def elapsed(run: Sequence[StreamRecord]) -> float:

@@ -16,11 +16,11 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import check_dtype
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.report import Report, ReportOutput, ReportTable, milliseconds
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import ServedSystem, System, TransformersSystem
-from splitserve.tools.bench.workload import FULL, QUICK, MeasurementPlan
+from splitserve.tools.bench.workload import MeasurementPlan
 
 _LEGEND = (
     "Streams of {shape}, all sent at once, prompts of random words (no prefix hits). Served systems are measured at an "
@@ -28,16 +28,6 @@ _LEGEND = (
     "Runs: {runs}; medians of them. ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time "
     "on an idle system."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    model: str
-    dtype: str
-    quick: bool
-    output: ReportOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +40,16 @@ class SystemFigures:
     cores_taken_by_others: float
 
 
-def run_bench(options: BenchOptions) -> int:
+def run_main_bench(command: str, model: str, dtype: str, plan: MeasurementPlan, output: ReportOutput) -> int:
     """Run the benchmark and return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
-    check_dtype(options.dtype)
-    options.output.check()
-    console = Console(stderr=True)
-    folder = resolve_model(options.model)
-    plan = QUICK if options.quick else FULL
-    machine = describe_machine()
-    systems = measure(_systems(options, folder, plan), plan, Tokenizer.load(folder), console)
-    options.output.publish(main_report(options, plan, machine, systems), console)
-    return 0
+    check_dtype(dtype)
+
+    def run(console: Console) -> Report:
+        folder = resolve_model(model)
+        systems = measure(_systems(model, dtype, folder, plan), plan, Tokenizer.load(folder), console)
+        return main_report(command, model, dtype, plan, systems)
+
+    return output.run(run)
 
 
 def measure(
@@ -91,22 +80,19 @@ def summarize(
 
 
 def main_report(
-    options: BenchOptions, plan: MeasurementPlan, machine: dict[str, str], systems: Sequence[SystemFigures]
+    command: str, model: str, dtype: str, plan: MeasurementPlan, systems: Sequence[SystemFigures]
 ) -> Report:
     """Return the report. JSON has times in seconds and throughput in tokens/s."""
     shape = f"{plan.stream_prompt_tokens} prompt and {plan.stream_output_tokens} output tokens"
     runs = [f"{count} at {num_streams} stream(s)" for num_streams, count in plan.streams.items()]
     runs += [f"{count} for TTFT at {length}" for length, count in plan.ttft.items()]
     return Report(
-        title=f"Throughput and TTFT of {options.model} in {options.dtype}",
-        command=options.command,
-        machine=machine,
+        title=f"Throughput and TTFT of {model} in {dtype}",
+        command=command,
         figures={
-            "model": options.model,
-            "dtype": options.dtype,
-            "command": options.command,
+            "model": model,
+            "dtype": dtype,
             "stream_shape": shape,
-            "machine": machine,
             "systems": [asdict(system) for system in systems],
         },
         tables=[ReportTable(["", *(system.name for system in systems)], _rows(systems))],
@@ -138,13 +124,13 @@ def _ttft(f: TtftFigures) -> str:
     return f"{milliseconds(f.ttft_median)} ({milliseconds(f.ttft_min)}-{milliseconds(f.ttft_max)})"
 
 
-def _systems(options: BenchOptions, folder: Path, plan: MeasurementPlan) -> list[System]:
+def _systems(model: str, dtype: str, folder: Path, plan: MeasurementPlan) -> list[System]:
     cores = num_cores()
     largest = max(plan.streams) * (plan.stream_prompt_tokens + plan.stream_output_tokens)
     # Decode keeps a reserve for each running request, so the pool has room for all of them at once.
     pool_tokens = 4 * max(largest, *plan.ttft)
     return [
-        ServedSystem("colocated", options.model, options.dtype, 0, 1, cores, pool_tokens),
-        ServedSystem("disaggregated", options.model, options.dtype, 1, 0, max(1, cores // 2), pool_tokens),
-        TransformersSystem("transformers", folder, options.dtype, cores),
+        ServedSystem("colocated", model, dtype, 0, 1, cores, pool_tokens),
+        ServedSystem("disaggregated", model, dtype, 1, 0, max(1, cores // 2), pool_tokens),
+        TransformersSystem("transformers", folder, dtype, cores),
     ]

@@ -34,14 +34,11 @@ from splitserve.core.machine import Arena
 from splitserve.process.console import progress
 from splitserve.tools.bench.backends import choose_backends
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
-from splitserve.tools.bench.machine import describe_machine
-from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.report import Report, ReportOutput
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import (
-    FULL,
     GIB,
-    QUICK,
     TransferCase,
     TransferFigures,
     TransferPlan,
@@ -76,30 +73,20 @@ class TransferBenchError(SplitserveError):
     reason = "transfer_failed"
 
 
-@dataclass(frozen=True, slots=True)
-class TransferBenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    # Empty: all that are present.
-    backends: tuple[str, ...]
-    quick: bool
-    output: ReportOutput
-
-
-def run_transfer_bench(options: TransferBenchOptions) -> int:
-    """Run the benchmark and return the exit code.
+def run_transfer_bench(command: str, backends: Sequence[str], plan: TransferPlan, output: ReportOutput) -> int:
+    """Run the benchmark and return the exit code. `backends`: empty: all that are present.
 
     Raises ConfigError if a named backend is absent, and SplitserveError.
     """
-    console = Console(stderr=True)
-    options.output.check()
-    backends = _choose(options.backends, console)
-    plan = QUICK if options.quick else FULL
-    figures = [f for backend in backends for f in measure_backend(backend, plan, console)]
-    if not options.backends:
-        figures += measure_extras(plan)
-    options.output.publish(transfer_report(options.command, describe_machine(), plan.runs, figures), console)
-    return 0
+
+    def measure(console: Console) -> Report:
+        chosen = _choose(backends, console)
+        figures = [f for backend in chosen for f in measure_backend(backend, plan, console)]
+        if not backends:
+            figures += measure_extras(plan)
+        return transfer_report(command, plan.runs, figures)
+
+    return output.run(measure)
 
 
 def _choose(named: Sequence[str], console: Console) -> list[str]:

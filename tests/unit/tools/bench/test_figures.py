@@ -22,7 +22,7 @@ from splitserve.tools.bench import machine
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.throughput import BenchOptions, main_report, measure, run_bench
+from splitserve.tools.bench.throughput import main_report, measure, run_main_bench
 from splitserve.tools.bench.workload import MeasurementPlan
 
 PLAN = MeasurementPlan(streams={1: 3, 2: 1}, stream_prompt_tokens=8, stream_output_tokens=4, ttft={16: 3})
@@ -59,8 +59,7 @@ def systems():
 
 @pytest.fixture
 def report(systems):
-    options = BenchOptions("splitserve bench main m", "m", "float32", quick=True, output=ReportOutput(as_json=False))
-    return main_report(options, PLAN, {"CPU": "a | b"}, systems)
+    return main_report("splitserve bench main m", "m", "float32", PLAN, systems)
 
 
 def test_each_system_is_measured_at_every_point_of_the_plan(systems):
@@ -93,7 +92,7 @@ def test_the_markdown_section_is_dated_and_says_how_to_repeat_it(report):
 
 
 def test_the_json_form_holds_everything(report):
-    found = json.loads(json.dumps(report.figures))
+    found = json.loads(json.dumps(report.to_json()))
     assert [s["name"] for s in found["systems"]] == ["fast", "slow"]
     assert found["systems"][0]["ttft"][0]["num_prompt_tokens"] == 16
 
@@ -139,4 +138,4 @@ def test_wrong_options_are_refused_before_anything_is_measured(option, value):
     output = ReportOutput(as_json=False, append_to=Path(value) if option == "append_to" else None)
     dtype = value if option == "dtype" else "float32"
     with pytest.raises(ConfigError, match=option.replace("_", "-")):
-        run_bench(BenchOptions("splitserve bench main", "/no/such/model", dtype, quick=True, output=output))
+        run_main_bench("splitserve bench main", "/no/such/model", dtype, PLAN, output)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.tools.bench import gpu
 from splitserve.tools.bench.engine_steps import decode_gb, weight_bytes
 from splitserve.tools.bench.gpu import (
     Figure,
-    GpuBenchOptions,
     GpuSizes,
     GpuThroughput,
     ModelShape,
@@ -40,7 +40,8 @@ TINY = {
     "tie_word_embeddings": False,
 }
 CPU = torch.device("cpu")
-OPTIONS = GpuBenchOptions("bench gpu", "auto", 0, ReportOutput(as_json=True))
+MODEL = ModelConfig(cuda_graph_max_batch=0)
+OUTPUT = ReportOutput(as_json=True)
 
 
 def test_a_decode_step_reads_the_weights_once_and_each_requests_cache() -> None:
@@ -61,16 +62,8 @@ def test_a_share_is_what_was_reached_of_the_limit() -> None:
     figure = Figure("decode", seconds=0.01, amount=20.0, unit="B", limit=4000.0, wanted=0.7)
     assert figure.per_second == pytest.approx(2000.0)
     assert figure.share == pytest.approx(0.5)
-    report = gpu_report(
-        "bench gpu",
-        {"CPU": "x"},
-        device="card",
-        model="model",
-        attention="FlashInfer",
-        max_graph_batch=64,
-        limits=GpuThroughput(1.0, 2.0, 3.0),
-        figures=[figure],
-    )
+    limits = GpuThroughput(1.0, 2.0, 3.0)
+    report = gpu_report("bench gpu", "model", "card", "FlashInfer", 64, limits, [figure])
     assert report.tables[0].rows == [["decode", "10.00", "2,000 GB/s", "4,000 GB/s", "0.50", "0.7"]]
     assert json.loads(json.dumps(report.figures))["figures"][0]["share"] == pytest.approx(0.5)
     assert "CUDA graphs up to batch 64" in report.markdown(datetime.date(2026, 1, 2))
@@ -89,7 +82,7 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypat
         matrix_size=16,
         repeats=2,
     )
-    report = measure_gpu(OPTIONS, sizes, CPU, FAKE_CUDA_IPC, Console(quiet=True))
+    report = measure_gpu("bench gpu", MODEL, sizes, CPU, Console(quiet=True), FAKE_CUDA_IPC)
     figures = report.figures["figures"]
     assert [f["wanted"] for f in figures] == [0.7, 0.5, 0.8]
     assert figures[2]["name"] == "hand-over of 64 pages of 1 KiB, two processes"
@@ -100,7 +93,7 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypat
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="bench gpu needs a GPU"):
-        run_gpu_bench(OPTIONS)
+        run_gpu_bench("bench gpu", MODEL, OUTPUT)
 
 
 def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +103,4 @@ def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("splitserve.tools.bench.gpu.measure_gpu", fail)
     with pytest.raises(ConfigError, match="needs about 32 GiB"):
-        run_gpu_bench(OPTIONS)
+        run_gpu_bench("bench gpu", MODEL, OUTPUT)

@@ -14,8 +14,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.engine.loader import load_model
 from splitserve.tools.bench.engine_steps import prompt_flops
-from splitserve.tools.bench.growth import GrowthOptions, StepSizes, growth_report, measure_growth, options_for
-from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.growth import StepSizes, growth_report, measure_growth, options_for
 from splitserve.tools.bench.series import Series, SeriesPoint, doublings, measure
 from support.tiny_models import make_tiny_model
 
@@ -85,8 +84,8 @@ def found():
 
 
 def report_of(found, cores_taken_by_others=0.4):
-    options = tiny_options("m", command="splitserve bench growth m")
-    return growth_report(options, {"CPU": "a"}, cores_taken_by_others, found)
+    model = ModelConfig(model="m", dtype="bfloat16", threads=2)
+    return growth_report("splitserve bench growth m", model, cores_taken_by_others, found)
 
 
 def test_the_table_has_every_size_and_both_verdicts(found):
@@ -105,7 +104,7 @@ def test_markdown_and_json_say_what_grows_too_fast(found):
     assert "`splitserve bench growth m`" in section
     assert "Steep (made up): **GROWS FASTER THAN ITS WORK" in section
     assert "| 8 | 10.0 (10.0-10.0) | 1.25 | 0.00 |" in section
-    shown = json.loads(json.dumps(report.figures))["series"]
+    shown = json.loads(json.dumps(report.to_json()))["series"]
     assert [s["grows_faster_than_work"] for s in shown] == [False, True]
     assert shown[1]["points"][3]["seconds"] == pytest.approx(0.64)
     assert shown[1]["points"][3]["growth"] == pytest.approx(2.0)
@@ -116,20 +115,10 @@ def test_figures_of_a_busy_machine_are_marked(found):
     assert "was not idle" not in report_of(found, cores_taken_by_others=0.1).section()
 
 
-def tiny_options(model, **given):
+def measure_tiny(model, **given):
     sizes = StepSizes(repeats=2, max_batch=4, short_context=32, max_context=128, chunk_tokens=48)
-    return GrowthOptions(
-        **{
-            "command": "splitserve bench growth TINY",
-            "model": str(model),
-            "dtype": "float32",
-            "threads": 1,
-            "sizes": sizes,
-            "waiting": (2, 20),
-            "output": ReportOutput(as_json=True),
-            **given,
-        }
-    )
+    config = ModelConfig(model=str(model), dtype="float32", device="cpu", threads=1)
+    return measure_growth(config, given.get("sizes", sizes), (2, 20), Console(file=io.StringIO()))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +127,7 @@ def tiny(tmp_path_factory):
 
 
 def test_a_tiny_model_is_measured_at_every_size(tiny):
-    found = measure_growth(tiny_options(tiny), Console(file=io.StringIO()))
+    found = measure_tiny(tiny)
     sizes = {s.name: [p.size for p in s.points] for s in found}
     assert sizes == {
         "decode step by batch size": [1, 2, 4],
@@ -165,7 +154,7 @@ def test_a_prompts_work_counts_weights_and_windows(tiny):
 def test_a_model_of_too_short_contexts_is_refused(tiny):
     sizes = StepSizes(repeats=1, max_batch=1, short_context=4096, max_context=8192)
     with pytest.raises(ConfigError, match="too short"):
-        measure_growth(tiny_options(tiny, sizes=sizes), Console(file=io.StringIO()))
+        measure_tiny(tiny, sizes=sizes)
 
 
 def test_the_full_form_reaches_the_sizes_that_are_promised():

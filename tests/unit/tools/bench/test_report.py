@@ -60,7 +60,8 @@ def test_a_log_gets_a_dated_section(report, tmp_path, capsys):
     output = ReportOutput(as_json=True, append_to=log)
     output.check()
     output.publish(report, Console(file=io.StringIO()))
-    assert json.loads(capsys.readouterr().out) == {"fruit": 2}
+    conditions = {"command": "splitserve bench fruit", "machine": report.machine, "cores_taken_by_others": 0.25}
+    assert json.loads(capsys.readouterr().out) == {"fruit": 2, **conditions}
     heading, *rest = log.read_text().strip().split("\n\n")
     assert heading.startswith("## 20")
     assert heading.endswith(" · Fruit")

@@ -10,34 +10,13 @@ from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.startup import (
-    StartupOptions,
-    StartupTiming,
-    measure_startup,
-    run_startup_bench,
-    startup_report,
-)
+from splitserve.tools.bench.startup import StartupBench, StartupTiming
 from support.tiny_models import make_tiny_model
-
-
-def options(model, **given):
-    return StartupOptions(
-        **{
-            "command": "splitserve bench startup TINY",
-            "model": str(model),
-            "dtype": "float32",
-            "threads": 1,
-            "cold_runs": 1,
-            "warm_runs": 0,
-            "output": ReportOutput(as_json=False),
-            **given,
-        }
-    )
 
 
 def test_the_section_has_a_row_a_kind_with_median_and_range():
     warm = [StartupTiming(2.0, 2.5), StartupTiming(4.0, 5.5), StartupTiming(3.0, 3.5)]
-    report = startup_report(options("m", dtype="bfloat16"), {"CPU": "a"}, 0.2, [StartupTiming(9.0, 9.5)], warm)
+    report = StartupBench("m", "bfloat16", 1).report("c", 0.2, [StartupTiming(9.0, 9.5)], warm)
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · Start-up to first token: m in bfloat16")
     assert "| cold | 1 | 9.0 (9.0-9.0) | 9.5 (9.5-9.5) |" in section
@@ -47,10 +26,9 @@ def test_the_section_has_a_row_a_kind_with_median_and_range():
 def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no marks")
+    output = ReportOutput(as_json=False, page=page, section="bench startup")
     with pytest.raises(ConfigError, match="bench startup"):
-        run_startup_bench(
-            options("/no/such/model", output=ReportOutput(as_json=False, page=page, section="bench startup"))
-        )
+        StartupBench("/no/such/model", "float32", 1).run("c", 1, 0, output)
 
 
 @pytest.mark.process
@@ -58,7 +36,7 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
 def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "mine"))
     model = make_tiny_model("llama", tmp_path / "llama")
-    [start], warm = measure_startup(options(model), Console(file=io.StringIO()))
+    [start], warm = StartupBench(str(model), "float32", 1).measure(1, 0, Console(file=io.StringIO()))
     assert 0 < start.ready < start.first_token
     assert warm == []
     assert not (tmp_path / "mine").exists()
@@ -67,4 +45,4 @@ def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path,
 @pytest.mark.process
 def test_a_worker_that_cannot_start_is_an_error_with_the_end_of_its_log():
     with pytest.raises(ClusterError, match="There is no folder"):
-        measure_startup(options("/no/such/model"), Console(file=io.StringIO()))
+        StartupBench("/no/such/model", "float32", 1).measure(1, 0, Console(file=io.StringIO()))

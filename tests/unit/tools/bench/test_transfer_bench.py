@@ -19,7 +19,6 @@ from splitserve.tools.bench import backends, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.transfer import (
-    TransferBenchOptions,
     measure_backend,
     measure_case,
     run_of_median_ratio,
@@ -28,6 +27,7 @@ from splitserve.tools.bench.transfer import (
 from splitserve.tools.bench.transfer_plan import (
     KIB,
     MIB,
+    QUICK,
     TransferCase,
     TransferFigures,
     TransferPlan,
@@ -68,8 +68,8 @@ def figures(case, backend="tcp", gb_per_s=1.5, num_writes=4):
     )
 
 
-def options(*backends, append_to=None):
-    return TransferBenchOptions("c", tuple(backends), quick=True, output=ReportOutput(False, append_to))
+def run_bench(*backends, append_to=None):
+    return run_transfer_bench("c", backends, QUICK, ReportOutput(as_json=False, append_to=append_to))
 
 
 def test_figures_are_set_against_the_limit():
@@ -86,7 +86,7 @@ def test_ours_and_the_limit_are_of_one_run():
 
 
 def test_the_json_form_is_a_list_of_cases():
-    report = transfer_report("c", {}, 5, [figures(TransferCase(4 * KIB, MIB, scattered=s)) for s in (True, False)])
+    report = transfer_report("c", 5, [figures(TransferCase(4 * KIB, MIB, scattered=s)) for s in (True, False)])
     found = json.loads(json.dumps(report.figures))
     assert [set(entry) for entry in found] == [KEYS, KEYS]
     assert [entry["scattered"] for entry in found] == [True, False]
@@ -104,7 +104,7 @@ def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contig
         ("gloo", 4, False),
     ]
     assert {f.total_bytes for f in digest(found)} == {8 * MIB}
-    section = transfer_report("c", {"CPU": "x"}, 5, found).markdown(datetime.date(2031, 2, 3))
+    section = transfer_report("c", 5, found).markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
     assert "one piece by calls of 2 MiB through raw sockets for gloo" in section
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -167,24 +167,24 @@ def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own(m
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--backend nixl: .*pip install it"):
-        run_transfer_bench(options("nixl"))
+        run_bench("nixl")
 
 
 def test_a_backend_that_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match="'pigeon': choose one of tcp"):
-        run_transfer_bench(options("pigeon"))
+        run_bench("pigeon")
 
 
 def test_absent_backends_are_named_with_their_hint_and_left_out(monkeypatch, capsys):
     monkeypatch.setattr(backends, "missing", lambda backend: f"{backend} needs a library: pip install it")
-    assert run_transfer_bench(options()) == 0
+    assert run_bench() == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "nixl: absent: nixl needs a library: pip install it" in said
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_measured():
     with pytest.raises(ConfigError, match="--append-to"):
-        run_transfer_bench(options("tcp", append_to=Path("/proc/nothing/log.md")))
+        run_bench("tcp", append_to=Path("/proc/nothing/log.md"))
 
 
 def test_a_total_beyond_the_memory_is_left_out_and_said(monkeypatch):
