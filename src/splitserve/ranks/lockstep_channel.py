@@ -19,7 +19,7 @@ import zmq
 from splitserve.core.errors import EngineError
 from splitserve.ranks.rank_channel import Context, open_pull, open_push
 from splitserve.scheduler.lockstep import Hub, Joined, Member, Order, Orders, RankLeft
-from splitserve.transfer.waker import Waker
+from splitserve.transfer.threads import Waker
 
 # Maximum number of queued messages per receiver. A rank has one step in flight.
 MAX_MESSAGES = 256

@@ -24,7 +24,7 @@ from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.ranks.pipe_net import TCP, PipeNet
 from splitserve.transfer.group_wire import followers_of
-from splitserve.transfer.waker import Waker
+from splitserve.transfer.threads import Waker
 
 logger = logging.getLogger(__name__)
 

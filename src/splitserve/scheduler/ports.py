@@ -27,7 +27,7 @@ from splitserve.core.messages import (
 from splitserve.core.request import FinishReason, FinishType, Request
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import IndexSnapshot
-from splitserve.transfer.waker import Waker
+from splitserve.transfer.threads import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -84,32 +84,33 @@ class Outbox:
         self._clock = clock
         self._outputs: list[TokenOutput] = []
         # rid -> output tokens sent to the front end; a request is open from `open` to its final message.
-        self._told: dict[str, int] = {}
+        self._num_sent: dict[str, int] = {}
         self.num_finished = 0
         self.num_output_tokens = 0
 
     def open(self, request: Request) -> None:
-        self._told[request.rid] = request.num_given_tokens
+        self._num_sent[request.rid] = request.num_given_tokens
 
     def is_open(self, rid: str) -> bool:
-        return rid in self._told
+        return rid in self._num_sent
 
     def tell(self, request: Request, transfer: TransferStats | None = None) -> None:
         """Send the new tokens of this request; its last message if it is finished."""
-        told = self._told[request.rid]
-        new = request.output_ids[told:]
+        num_sent = self._num_sent[request.rid]
+        new = request.output_ids[num_sent:]
         self.num_output_tokens += len(new)
         finish = request.finish
         if finish is None:
             if not new:
                 return
-            self._told[request.rid] = told + len(new)
-        first = told == request.num_given_tokens and bool(new) and request.logprob_start is not None
+            self._num_sent[request.rid] = num_sent + len(new)
+        first = num_sent == request.num_given_tokens and bool(new) and request.logprob_start is not None
+        logprobs = request.output_logprobs[num_sent - request.num_given_tokens :] if request.return_logprob else []
         self._outputs.append(
             TokenOutput(
                 rid=request.rid,
                 token_ids=new,
-                logprobs=request.output_logprobs[told - request.num_given_tokens :] if request.return_logprob else [],
+                logprobs=logprobs,
                 input_logprobs=request.input_logprobs if first else None,
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,
@@ -144,7 +145,7 @@ class Outbox:
             self._outputs = []
 
     def _close(self, request: Request) -> dict[str, float]:
-        del self._told[request.rid]
+        del self._num_sent[request.rid]
         self.num_finished += 1
         request.timeline.enter("finished", self._clock.now())
         return request.timeline.seconds_since_first()

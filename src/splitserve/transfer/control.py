@@ -21,7 +21,7 @@ from splitserve.core.errors import SplitserveError
 from splitserve.process.authentication import curve_keys
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.pending import HANDSHAKE_SECONDS
-from splitserve.transfer.waker import Waker
+from splitserve.transfer.threads import Waker
 
 logger = logging.getLogger(__name__)
 

@@ -97,8 +97,8 @@ class PrefillSide:
 
     def take_requested(self) -> list[RequestedPrompt]:
         """Return the prompts to open a room for, each once. Prompts of lost decode ranks are left out."""
-        asked, self._requested = self._requested, []
-        return [prompt for prompt in asked if prompt.key in self._early and self._early[prompt.key].is_announced]
+        prompts, self._requested = self._requested, []
+        return [prompt for prompt in prompts if prompt.key in self._early and self._early[prompt.key].is_announced]
 
     def fail_all(self, error: SplitserveError) -> None:
         for sender in list(self._rooms.values()):

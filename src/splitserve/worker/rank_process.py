@@ -29,7 +29,7 @@ from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
 from splitserve.ranks.rank_end import GRACE, end_rank
 from splitserve.transfer.transports import needs_shareable_pool
-from splitserve.worker.group_rooms import follow_rooms
+from splitserve.worker.kv_transfer import follow_rooms
 from splitserve.worker.rank_group import RankPlace, meet, pipe_net
 from splitserve.worker.rank_share import share_of_rank
 from splitserve.worker.scheduler_link import SchedulerStart

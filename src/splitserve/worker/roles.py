@@ -28,7 +28,7 @@ from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.running import RunningSet
 from splitserve.transfer.manager import TransferKit
-from splitserve.worker.group_rooms import open_hand_over
+from splitserve.worker.kv_transfer import open_transfer
 from splitserve.worker.rank_group import DriverPlace
 from splitserve.worker.role_rules import check_role, settings_of
 
@@ -67,7 +67,7 @@ class RoleAssembly:
         if mode is not NULL:
             config = settle_host(settings_of(self._config.disaggregation, mode))
             try:
-                kit = open_hand_over(config, self._shared.engine, bootstrap_url, self._place, self._on_change, closing)
+                kit = open_transfer(config, self._shared.engine, bootstrap_url, self._place, self._on_change, closing)
             except BaseException:
                 closing.close()
                 raise

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from splitserve.transfer.loop_thread import LoopThread
+from splitserve.transfer.threads import LoopThread
 
 
 def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerP
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.state import KVPoll
+from splitserve.transfer.threads import Waker
 from splitserve.transfer.transports import create_transport
 from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.waker import Waker
 from splitserve.transfer.wire import KVArgs
 from support.kv_world import layout
 

@@ -19,7 +19,7 @@ from splitserve.process.lifecycle import Lifecycle, ReadyInfo, read_ready_file, 
 from splitserve.process.settings import setup_logger
 from splitserve.tools.chat import StreamedAnswer
 from splitserve.worker import rank_share
-from splitserve.worker.hand_over import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
+from splitserve.worker.kv_transfer import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
 from splitserve.worker.rank_share import share_of_rank
 from splitserve.worker.scheduler_link import SchedulerStart
 

@@ -171,8 +171,8 @@ class PrefillRole:
     def advance(self) -> None:
         for entry in self._leases.reclaim():
             self._free(entry)
-        for asked in self._manager.take_requested_prompts() if self._takes_requested else ():
-            self._accept_requested(asked)
+        for prompt in self._manager.take_requested_prompts() if self._takes_requested else ():
+            self._accept_requested(prompt)
         ready, failed = self._bootstrap.pop_bootstrapped()
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
@@ -202,7 +202,7 @@ class PrefillRole:
                 # Decode reads no more of the window than the next chunk does.
                 self._cache.forget(request)
             else:
-                self._hand_over(entry)
+                self._send_last(entry)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         entry = self._bootstrap.remove(rid) or self._inflight.remove(rid)
@@ -243,12 +243,12 @@ class PrefillRole:
             "num_transfer_failed_reqs_total": self._num_failed,
         }
 
-    def _accept_requested(self, asked: RequestedPrompt) -> None:
+    def _accept_requested(self, prompt: RequestedPrompt) -> None:
         """Accept a prompt that decode requests: like any other request, except that the front end does not know it."""
-        rid = f"{asked.rid}@{asked.key}"
+        rid = f"{prompt.rid}@{prompt.key}"
         params = ResolvedSampling(max_new_tokens=1, temperature=0.0)
         # No lookup is needed: its room is announced already.
-        request = Request(rid, asked.token_ids, params, bootstrap=BootstrapInfo("", 0, asked.key))
+        request = Request(rid, prompt.token_ids, params, bootstrap=BootstrapInfo("", 0, prompt.key))
         request.timeline.enter("received", self._clock.now())
         self._outbox.open(request)
         try:
@@ -259,7 +259,7 @@ class PrefillRole:
         if request.num_prompt_tokens > self._cache.max_tokens_per_request:
             self.abort(rid, PromptTooLongError(f"{request.num_prompt_tokens} tokens do not fit this prefill worker"))
 
-    def _hand_over(self, entry: PrefillEntry) -> None:
+    def _send_last(self, entry: PrefillEntry) -> None:
         entry.request.timeline.enter("transfer", self._clock.now())
         self._stop_computing(entry)
         entry.send_last_chunk(self._cache, self._metadata)

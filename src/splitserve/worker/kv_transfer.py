@@ -1,11 +1,14 @@
-"""Assembly of the KV transfer: transport, control channel, directory, manager and its thread."""
+"""Assembly of the KV transfer of a worker: transport, control channel, directory, manager and its thread, in each rank.
+
+The driver's manager orders the transitions of a room on all ranks. The followers' FollowerRooms execute them, in a
+thread beside the one that computes.
+"""
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,19 +19,21 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
+from splitserve.ranks.kv_follower import FollowerRooms
+from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.convert import StagingArea
 from splitserve.transfer.directory import HttpDirectory, register_rank
 from splitserve.transfer.group_wire import RankLink
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
-from splitserve.transfer.metadata import MetadataBuffers
+from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.room import KVManagerMemory
+from splitserve.transfer.threads import Waker
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.waker import Waker
 from splitserve.transfer.wire import KVArgs
-from splitserve.worker.rank_group import RankPlace
+from splitserve.worker.rank_group import DriverPlace, RankPlace
 
 # Seconds for which a prefill rank tries to reach the bootstrap server of its own worker.
 REGISTER_TIMEOUT = 30.0
@@ -37,15 +42,53 @@ REGISTER_TIMEOUT = 30.0
 MAX_DESCRIPTORS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class RankHandOver:
-    """KV transfer of one rank."""
+def open_transfer(
+    config: DisaggregationConfig,
+    engine: BuiltEngine,
+    bootstrap_url: str | None,
+    place: DriverPlace,
+    on_change: Callable[[], None],
+    closing: ExitStack,
+) -> TransferKit:
+    """Open the KV transfer of a prefill or decode worker; `closing` ends it: first the threads, last the transport.
 
-    manager: KVManager
-    metadata: MetadataBuffers
+    `on_change` is called from one of these threads when a room's state changed.
+    """
+    links = place.channel.links if place.channel else []
+    kit = _open_rank(config, engine, bootstrap_url, place, on_change, closing, links)
+
+    def tick() -> None:
+        if kit.manager.collect_reports():
+            on_change()
+
+    if links:
+        thread = LinkThread(links, tick, place.end)
+        closing.callback(thread.close)
+        thread.start()
+    return kit
 
 
-def open_rank(
+def follow_rooms(
+    config: DisaggregationConfig,
+    engine: BuiltEngine,
+    bootstrap_url: str | None,
+    place: RankPlace,
+    channel: FollowerChannel,
+    closing: ExitStack,
+) -> None:
+    """Execute the driver's orders for this follower's rooms, until `closing` ends it."""
+
+    def tick() -> None:
+        rooms.tick()
+
+    thread = LinkThread([channel.link], tick, place.end)
+    own = _open_rank(config, engine, bootstrap_url, place, thread.wake, closing)
+    rooms = FollowerRooms(own.manager, channel.link)
+    closing.callback(thread.close)
+    thread.start()
+
+
+def _open_rank(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
@@ -53,7 +96,7 @@ def open_rank(
     on_change: Callable[[], None],
     closing: ExitStack,
     links: Sequence[RankLink] = (),
-) -> RankHandOver:
+) -> TransferKit:
     """Open one rank's KV transfer; `closing` ends it: first the thread, last the transport.
 
     `on_change` is called from the manager's thread when a room's state changed. `links`: the driver's to its followers.
@@ -92,7 +135,7 @@ def open_rank(
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
         _register(manager, bootstrap_url, token)
-    return RankHandOver(manager, metadata)
+    return TransferKit(manager, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
 def raise_descriptor_limit() -> None:

@@ -1,8 +1,10 @@
-"""An asyncio loop in a thread of its own, for HTTP in a process with a thread that must not block."""
+"""Threads that wait: a wake-up for one that polls file descriptors, and an asyncio loop in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -12,6 +14,8 @@ T = TypeVar("T")
 
 
 class LoopThread:
+    """An asyncio loop in a thread of its own, for HTTP in a process with a thread that must not block."""
+
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -45,3 +49,29 @@ async def _cancel_others() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Waker:
+    """Wake-up for a waiting thread, from any other. The waiter polls `fileno()`, and calls `clear` before its work."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Wake the waiter without blocking. A full buffer means a pending wake-up; a closed waker has no waiter."""
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
