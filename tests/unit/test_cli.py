@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from splitserve import __version__, cli
 from splitserve.cli.familiar import expand_lists
-from splitserve.worker.checks import num_bytes
+from splitserve.core.options import num_bytes
 
 
 def run(*argv: str) -> int:

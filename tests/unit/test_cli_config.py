@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 
 from splitserve import cli
 from splitserve.cli.command import Command
-from splitserve.cli.derive import fill
 from splitserve.cli.familiar import familiar_names
-from splitserve.cli.router_options import ROUTER_OPTIONS, router, router_config
-from splitserve.cli.serve import serve
+from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, router, serve, worker_config
 from splitserve.cli.up import UpCommand, up
-from splitserve.cli.worker_options import WORKER_DEFAULTS, WORKER_OPTIONS, worker_config
-from splitserve.core.config import LimitsConfig, WorkerConfig
+from splitserve.core.config import ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.limits import LimitsConfig
+from splitserve.core.options import fill
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.worker.join import settle_place
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = {"serve": (serve, Command), "router": (router, Command), "up": (up, UpCommand)}
+
+
+WORKER_DEFAULTS = WorkerConfig(server=ServerConfig(log_level="info"))
 
 
 def values_of(name: str, *words: str) -> dict[str, Any]:
@@ -41,6 +43,11 @@ def values_of(name: str, *words: str) -> dict[str, Any]:
 def worker(*words: str) -> WorkerConfig:
     values = values_of("serve", *words)
     return worker_config(values["model"], values, settle_place(None, 0, 0, (), None))
+
+
+def router_config(values: dict[str, Any]) -> LBArgs:
+    config: LBArgs = fill(LBArgs(), values)
+    return config
 
 
 def printed(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -75,7 +82,7 @@ def test_each_field_of_a_config_has_at_most_one_option_and_each_option_a_help_te
     for options in (WORKER_OPTIONS, ROUTER_OPTIONS):
         paths = [option.path for option in options if option.path]
         assert len(set(paths)) == len(paths)
-        assert all(option.help for option in options if not option.settings.get("hidden"))
+        assert all(option.help for option in options if not option.is_hidden)
     limits = {f"server.limits.{field.name}" for field in msgspec.structs.fields(LimitsConfig)}
     assert limits <= {option.path for option in WORKER_OPTIONS}
 
@@ -117,8 +124,8 @@ def test_the_values_of_a_router_reach_their_fields() -> None:
 
 
 def test_fill_leaves_what_no_option_gives() -> None:
-    values = {option.key: None for option in WORKER_OPTIONS} | {"page_size": 4}
-    filled = fill(WORKER_DEFAULTS, WORKER_OPTIONS, values)
+    values = {option.name: None for option in WORKER_OPTIONS} | {"page_size": 4}
+    filled = fill(WORKER_DEFAULTS, values)
     assert filled.cache.page_size == 4
     assert filled.model == WORKER_DEFAULTS.model
 
@@ -204,8 +211,8 @@ def test_a_wrong_config_file_is_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-failed-starts: 0", "--max-failed-starts: "),
-        ("threads: 0", "--threads 0: it must be in"),
+        ("max-failed-starts: 0", "--max-failed-starts must be at least 1"),
+        ("threads: 0", "--threads must be in [1, 1024], not 0"),
         ("prefix-host-memory: 4X", "--prefix-host-memory"),
         ("request-timeout: -1.0", "--request-timeout must be above 0"),
         ("hand-over: true", "--hand-over needs --transfer-backend shm"),
@@ -225,7 +232,7 @@ def test_errors_of_the_command_line_do_not_name_the_config_file(
 ) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("threads: 2\npage-size: 8")
-    assert error_of(["up", "--config", str(file), "--threads", "0"], capsys).startswith("error: --threads 0: ")
+    assert error_of(["up", "--config", str(file), "--threads", "0"], capsys).startswith("error: --threads must be in ")
 
 
 def test_a_config_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +316,7 @@ def test_strict_fields_are_an_option_of_workers() -> None:
 
 
 def test_the_docs_list_every_familiar_name() -> None:
-    page = (DOCS / "options.md").read_text()
+    page = (DOCS / "reference" / "other-names.md").read_text()
     names = [name for command in COMMANDS for name in familiar_names(command)]
     assert [name for name in names if f"{name}`" not in page and f"`{name} " not in page] == []
 

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve.api.error_response import error_response
-from splitserve.core.errors import ConfigError, ForbiddenError, InvalidKeyError, SplitserveError
+from splitserve.core.errors import ForbiddenError, InvalidKeyError, OptionError, SplitserveError
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +63,17 @@ def read_keys(path: Path, option: str) -> dict[str, str]:
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"{option} {path}: {reason}; write one key a line, e.g. from: openssl rand -hex 32") from None
+        raise OptionError(option, f"{path}: {reason}; write one key a line, e.g. from: openssl rand -hex 32") from None
     holders: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         if problem := _problem(words, holders):
-            raise ConfigError(f"{option} {path}, line {number}: {problem}")
+            raise OptionError(option, f"{path}, line {number}: {problem}")
         holders[words[0]] = words[1] if len(words) > 1 else f"line-{number}"
     if not holders:
-        raise ConfigError(f"{option} {path}: no key in it; write one a line, e.g. from: openssl rand -hex 32")
+        raise OptionError(option, f"{path}: no key in it; write one a line, e.g. from: openssl rand -hex 32")
     if mode & _OTHERS_MAY_READ:
         _warn_of_others(path)
     return holders

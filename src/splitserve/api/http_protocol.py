@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from splitserve.api.error_response import status_error
-from splitserve.core.config import LimitsConfig
+from splitserve.core.limits import LimitsConfig
 
 # Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
 # would reset the connection, and the client might lose the response.

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp
 
 from splitserve.api.http_protocol import EdgeProtocol, PendingConnections
 from splitserve.api.tls import TlsFiles
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import AddressTakenError, ConfigError, SplitserveError
+from splitserve.core.limits import LimitsConfig
 
 # Seconds to wait for each step of an abort. uvicorn checks its flags ten times a second.
 _ABORT_SECONDS = 1.0

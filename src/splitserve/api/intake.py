@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from splitserve.api.error_response import status_error
-from splitserve.core.config import LimitsConfig
+from splitserve.core.limits import LimitsConfig
 
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
 # bytes of text become 72 of dict and list entry. Plain text takes 3 for each byte.

@@ -12,9 +12,10 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from splitserve.core.config import LimitsConfig, WorkerConfig
+from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind
+from splitserve.core.limits import LimitsConfig
 
 _JSON_TYPES: dict[type, str] = {
     dict: "object",

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
 
 _BEGIN_OF_CERTIFICATE, _END_OF_CERTIFICATE = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 
@@ -34,7 +34,9 @@ def trust_only(pem: bytes, source: str) -> ssl.SSLContext:
         first, end, _ = pem.decode().partition(_END_OF_CERTIFICATE)
         context.load_verify_locations(cadata=first[first.index(_BEGIN_OF_CERTIFICATE) :] + end)
     except (ValueError, ssl.SSLError):
-        raise ConfigError(f"{source}: no PEM certificate; give the file of the router's --ssl-certfile") from None
+        option, _, value = source.partition(" ")
+        problem = f"{value}: no PEM certificate; give the file of the router's --ssl-certfile"
+        raise OptionError(option, problem) from None
     return context
 
 
@@ -44,30 +46,31 @@ def tls_files(certfile: Path | None, keyfile: Path | None, ca_certs: Path | None
     Raises ConfigError for files that cannot be used.
     """
     if ca_certs is not None and certfile is None:
-        raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile")
+        raise OptionError("--ssl-ca-certs", "needs --ssl-certfile and --ssl-keyfile")
     if certfile is None and keyfile is None:
         return None
     if certfile is None or keyfile is None:
-        raise ConfigError("--ssl-certfile and --ssl-keyfile need each other")
+        raise OptionError("--ssl-certfile", "and --ssl-keyfile need each other")
     for option, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
         try:
             path.read_bytes()
         except OSError as error:
-            raise ConfigError(f"{option} {path}: {error.strerror}") from None
+            raise OptionError(option, f"{path}: {error.strerror}") from None
     try:
         # An empty password, because a server cannot prompt for one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise ConfigError(
-            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} cannot be used together ({reason}): give a PEM "
-            "certificate and its PEM key without a password"
+        raise OptionError(
+            "--ssl-certfile",
+            f"{certfile} and --ssl-keyfile {keyfile} cannot be used together ({reason}): give a PEM "
+            "certificate and its PEM key without a password",
         ) from None
     if ca_certs is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca_certs)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--ssl-ca-certs {ca_certs}: {error.strerror or 'no PEM certificate'}") from None
+            raise OptionError("--ssl-ca-certs", f"{ca_certs}: {error.strerror or 'no PEM certificate'}") from None
     return TlsFiles(certfile, keyfile, ca_certs)
 
 
@@ -85,16 +88,16 @@ def worker_tls(ca_certs: Path | None, certfile: Path | None, keyfile: Path | Non
     if ca_certs is None and certfile is None and keyfile is None:
         return None
     if (certfile is None) != (keyfile is None):
-        raise ConfigError(f"{CERT_OPTION} and {KEY_OPTION} need each other")
+        raise OptionError(CERT_OPTION, f"and {KEY_OPTION} need each other")
     try:
         context = ssl.create_default_context(cafile=ca_certs)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{CA_OPTION} {ca_certs}: {error.strerror or 'no PEM certificate'}") from None
+        raise OptionError(CA_OPTION, f"{ca_certs}: {error.strerror or 'no PEM certificate'}") from None
     if certfile is not None:
         try:
             # An empty password, because no user can enter one.
             context.load_cert_chain(certfile, keyfile, password="")
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            raise ConfigError(f"{CERT_OPTION} {certfile} and {KEY_OPTION} {keyfile} cannot be used: {reason}") from None
+            raise OptionError(CERT_OPTION, f"{certfile} and {KEY_OPTION} {keyfile} cannot be used: {reason}") from None
     return context

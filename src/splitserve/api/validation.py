@@ -16,9 +16,9 @@ import pydantic
 
 from splitserve.api.json_body import is_batch
 from splitserve.api.schemas import RequestModel, SamplingFields
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError
 from splitserve.core.grammar import GrammarSpec
+from splitserve.core.limits import LimitsConfig
 from splitserve.core.sampling import ResolvedSampling
 
 MAX_TOP_LOGPROBS = 20

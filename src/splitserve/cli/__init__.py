@@ -21,6 +21,7 @@ from splitserve.cli.certs import certs_app
 from splitserve.cli.chaos import chaos
 from splitserve.cli.cluster import cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
+from splitserve.cli.derive import like
 from splitserve.cli.options import (
     BackendOption,
     DpSizeOption,
@@ -29,17 +30,16 @@ from splitserve.cli.options import (
     JsonOption,
     ModelArgument,
     PpSizeOption,
+    ThreadsOption,
     TpSizeOption,
 )
-from splitserve.cli.router_options import router
-from splitserve.cli.serve import serve
+from splitserve.cli.serve import router, serve
 from splitserve.cli.up import UpCommand, up
-from splitserve.core.config import DTYPES
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import SplitserveError
 from splitserve.core.parallel import WorkerShape
 from splitserve.process.process_end import exit_code_of, unwinding
 from splitserve.router.args import parse_url
-from splitserve.worker.checks import check_dtype
 
 _SERVE, _TRY, _MEASURE = "Serve", "Try and check", "Measure"
 app = typer.Typer(
@@ -72,7 +72,6 @@ def demo(
     """Answer a question with a prefill and a decode process, show the timings, and compare with a colocated worker."""
     from splitserve.tools.demo import run_demo
 
-    check_dtype(dtype)
     raise typer.Exit(run_demo(model, prompt, max_tokens=max_tokens, dtype=dtype))
 
 
@@ -107,9 +106,10 @@ def verify(
     model: ModelArgument = "smollm2",
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help=f"auto, {', '.join(DTYPES)}. Default: float32, which requires equal tokens, or bfloat16 with "
-            "--quantization."
+        like(
+            ModelConfig,
+            "dtype",
+            help="Dtype of the model. Default: float32, which requires equal tokens, or bfloat16 with --quantization.",
         ),
     ] = None,
     prompts: Annotated[
@@ -129,9 +129,7 @@ def verify(
     decode_tp_size: TpSizeOption = 1,
     decode_pp_size: PpSizeOption = 1,
     decode_dp_size: DpSizeOption = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per rank. Default: the cores, divided among the ranks.")
-    ] = None,
+    threads: ThreadsOption = None,
     quantization: Annotated[
         str | None,
         typer.Option(help="Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."),
@@ -142,7 +140,6 @@ def verify(
 
     if dtype is None:
         dtype = "float32" if quantization is None else "bfloat16"
-    check_dtype(dtype)
     options = VerifyOptions(
         model=model,
         dtype=dtype,

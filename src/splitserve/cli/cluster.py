@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from splitserve.api.api_keys import first_key
-from splitserve.cli.cluster_checks import check_cluster
 from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
+from splitserve.cli.serve import check_cluster
 from splitserve.core.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
 from splitserve.deploy.config import load_config
 from splitserve.router.args import parse_url

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,11 +11,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from splitserve.cli.familiar import expand_lists, familiar_names, with_own_names
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 
 # Typer brings its own click, of which it exports only some classes.
 USAGE_ERROR: Any = typer.BadParameter.__base__
-_OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 
 
 class Command(TyperCommand):
@@ -47,23 +45,21 @@ def _config_file_in_errors(ctx: Any) -> Iterator[None]:
     try:
         yield
     except USAGE_ERROR as error:
-        problem = usage_problem(error)
-        if _is_from_config_file(ctx, problem):
-            raise ConfigError(f"--config {ctx.params['config']}: {problem}") from None
+        option = getattr(error, "param", None)
+        if option is not None and _is_from_config_file(ctx, option.opts[0]):
+            raise OptionError("--config", f"{ctx.params['config']}: {usage_problem(error)}") from None
         raise
-    except ConfigError as error:
-        if _is_from_config_file(ctx, error.message):
-            # Changed in place, because subclasses of the error have other exit codes.
+    except OptionError as error:
+        if _is_from_config_file(ctx, error.option):
             error.message = f"--config {ctx.params['config']}: {error.message}"
         raise
 
 
-def _is_from_config_file(ctx: Any, problem: str) -> bool:
-    """Return whether the option that `problem` names first has its value from the file of `--config`."""
-    first = _OPTION.search(problem)
+def _is_from_config_file(ctx: Any, name: str) -> bool:
+    """Return whether the option of this name has its value from the file of `--config`."""
     for param in ctx.command.params:
-        source = ctx.get_parameter_source(param.name)
-        if first is not None and first[0] in (*param.opts, *param.secondary_opts):
+        if name in (*param.opts, *param.secondary_opts):
+            source = ctx.get_parameter_source(param.name)
             return source is not None and source.name == "DEFAULT_MAP"
     return False
 

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from splitserve.cli.familiar import POSITIONAL, renamed
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.deploy.config import duplicate_key
 
 
@@ -24,13 +24,13 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
         found = msgspec.yaml.decode(raw, type=dict[Any, Any]) if raw.strip() else {}
         duplicate = duplicate_key(raw)
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from None
+        raise OptionError("--config", f"{file}: {error.strerror}") from None
     except msgspec.DecodeError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {file}: {reason}: write one option per line, such as page-size: 32") from None
+        raise OptionError("--config", f"{file}: {reason}: write one option per line, such as page-size: 32") from None
     if duplicate is not None:
-        raise ConfigError(
-            f"--config {file}, line {duplicate[1]}: the key {duplicate[0]!r} occurs twice; keep one of them"
+        raise OptionError(
+            "--config", f"{file}, line {duplicate[1]}: the key {duplicate[0]!r} occurs twice; keep one of them"
         )
     params = {name: param for param in _params(ctx) for name in _names(param)}
     defaults = {}
@@ -41,14 +41,14 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
         try:
             name = renamed(ctx.command.name or "", f"--{key}").removeprefix("--").replace(POSITIONAL, "model")
         except ConfigError as error:
-            raise ConfigError(f"--config {file}: {error.message}") from None
+            raise OptionError("--config", f"{file}: {error.message}") from None
         if name not in params:
             near = get_close_matches(name, params)
             hint = f"did you mean {near[0]}?" if near else f"splitserve {ctx.command.name} --help lists the options"
-            raise ConfigError(f"--config {file}: no option {key!r}; {hint}")
+            raise OptionError("--config", f"{file}: no option {key!r}; {hint}")
         option = str(params[name].name)
         if (other := keys.setdefault(option, word)) != word:
-            raise ConfigError(f"--config {file}: {other} and {word} are the same option; keep one of them")
+            raise OptionError("--config", f"{file}: {other} and {word} are the same option; keep one of them")
         if value not in (None, []):
             defaults[option] = _checked(ctx, params[name], value, f"--config {file}: {key}")
     ctx.default_map = defaults

@@ -6,56 +6,21 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.config import WorkerConfig
+from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.options import Config, option_of, options_of
+from splitserve.router.args import LBArgs
+from splitserve.worker.join import LaunchConfig
 
 POSITIONAL = "MODEL"
-# For workers: name -> option. Text after "=" is a prefix of the user's value.
+# Names of options in another form: name -> option. Text after "=" is the value, or a prefix of the user's value.
 _WORKER = {
     "--model": POSITIONAL,
     "--model-path": POSITIONAL,
-    "--max-model-len": "--context-length",
-    "--tp": "--tp-size",
-    "--tensor-parallel-size": "--tp-size",
-    "--pp": "--pp-size",
-    "--pipeline-parallel-size": "--pp-size",
-    "--dp": "--dp-size",
-    "--data-parallel-size": "--dp-size",
-    "--enable-ep": "--enable-expert-parallel",
-    "--max-num-seqs": "--max-running-requests",
-    "--max-num-batched-tokens": "--chunked-prefill-size",
-    "--gpu-memory-utilization": "--mem-fraction-static",
-    "--block-size": "--page-size",
-    "--no-enable-prefix-caching": "--disable-radix-cache",
-    "--enforce-eager": "--disable-cuda-graph",
     "--async-scheduling": "--no-disable-overlap-schedule",
-    "--no-async-scheduling": "--disable-overlap-schedule",
-    "--scheduling-policy": "--schedule-policy",
-    "--enable-priority-scheduling": "--enable-priority",
-    "--nccl-init-addr": "--dist-init-addr",
-    "--speculative-algo": "--speculative-algorithm",
-    "--speculative-draft-model-path": "--speculative-draft-model",
     "--disaggregation-ib-device": "--transfer-option=device=",
-    "--pdlb-url": "--router",
 }
-_ROUTER = {
-    "--model-path": "--model",
-    "--tokenizer-path": "--model",
-    "--prefill-bootstrap-ports": "--prefill-bootstrap-ports",
-    "--worker-urls": "--worker",
-    "--max-concurrent-requests": "--max-running-requests",
-    "--queue-size": "--max-queued-requests",
-    "--rate-limit-tokens-per-second": "--rate-limit",
-    "--retry-max-retries": "--max-retries",
-    "--disable-retries": "--max-retries=0",
-    "--max-payload-size": "--max-request-bytes",
-    "--request-timeout-secs": "--timeout",
-    "--health-check-interval-secs": "--health-interval",
-    "--cors-allowed-origins": "--cors-origin",
-    "--tls-cert-path": "--ssl-certfile",
-    "--tls-key-path": "--ssl-keyfile",
-    "--disable-log-requests": "--disable-access-log",
-}
-_EVERYWHERE = {"--uvicorn-log-level": "--log-level"}
+_ROUTER = {"--prefill-bootstrap-ports": "--prefill-bootstrap-ports", "--disable-retries": "--max-retries=0"}
 # Flags for behaviour that Splitserve always has: accepted, without effect.
 _ALWAYS = {
     "--enable-chunked-prefill",
@@ -69,7 +34,7 @@ _ALWAYS = {
 # Values of such a flag that request the behaviour it always has.
 _ON = ("true", "1", "yes", "on")
 _CHUNK_SIZE = "--chunked-prefill-size sets the tokens per step, at least those of the longest prompt for one chunk"
-_NO_MEANING = {
+NO_MEANING = {
     "--no-enable-chunked-prefill": f"prefill is always chunked; {_CHUNK_SIZE}",
     "--trust-remote-code": "code from a model's folder is never run; use an architecture that transformers has",
     "--api-key": "other users can read keys on a command line; write it to a file and give --api-key-file FILE",
@@ -107,24 +72,33 @@ _NO_MEANING = {
 _DIFFERENT = {
     "--gpu-memory-utilization": "share of the memory that is free after the weights are loaded, not of all memory",
 }
-_TABLES: Mapping[str, Mapping[str, str]] = {
-    "serve": {**_WORKER, **_EVERYWHERE},
-    "up": {**_WORKER, **_EVERYWHERE, "--disable-log-requests": "--disable-access-log"},
-    "router": {**_ROUTER, **_EVERYWHERE},
+
+
+def _aliases(*configs: Config) -> dict[str, str]:
+    """Return the options of configs by their aliases."""
+    options = (option for config in configs for option in options_of(config))
+    return {alias: option.flag for option in options for alias in option.aliases.split()}
+
+
+_OF_WORKERS = {**_aliases(WorkerConfig(), LaunchConfig()), **_WORKER}
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "serve": _OF_WORKERS,
+    "up": {**_OF_WORKERS, "--disable-log-requests": option_of(LBArgs, "access_log").flag},
+    "router": {**_aliases(LBArgs()), **_ROUTER},
 }
 
 
 def renamed(command: str, name: str) -> str:
     """Return the option for a familiar name, and any other name unchanged. Raises ConfigError if there is no option."""
-    if name in (table := _TABLES.get(command, {})):
+    if name in (table := TABLES.get(command, {})):
         return table[name]
-    if name in _NO_MEANING and command in _TABLES:
-        raise ConfigError(f"{name}: {_NO_MEANING[name]}")
+    if name in NO_MEANING and command in TABLES:
+        raise ConfigError(f"{name}: {NO_MEANING[name]}")
     return name
 
 
 def familiar_names(command: str) -> list[str]:
-    return list(_TABLES.get(command, {}))
+    return list(TABLES.get(command, {}))
 
 
 def with_own_names(command: str, words: Sequence[str]) -> list[str]:
@@ -136,7 +110,7 @@ def with_own_names(command: str, words: Sequence[str]) -> list[str]:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         target = renamed(command, name) if name.startswith("--") else name
-        if name in _ALWAYS and target == name and command in _TABLES:
+        if name in _ALWAYS and target == name and command in TABLES:
             if equals and value.lower() not in _ON:
                 remedy = _CHUNK_SIZE if name == "--enable-chunked-prefill" else "leave it out"
                 raise ConfigError(f"{word}: this flag is always on; {remedy}")
@@ -183,7 +157,7 @@ def expand_lists(words: Sequence[str]) -> list[str]:
             found.append([word])
     urls = [entry for entry in found if entry[0] == "--prefill" and len(entry) == 2]
     if len(ports) > len(urls):
-        raise ConfigError(f"--prefill-bootstrap-ports {' '.join(ports)}: there are {len(urls)} --prefill URLs")
+        raise OptionError("--prefill-bootstrap-ports", f"{' '.join(ports)}: there are {len(urls)} --prefill URLs")
     for entry, port in zip(urls, ports, strict=False):
         entry[1] += f" {port}"
     return [word for entry in found for word in entry]

@@ -9,55 +9,30 @@ from typing import Annotated, Any
 
 import typer
 
-from splitserve.core.config import ATTENTION_BACKENDS, DTYPES
-from splitserve.core.errors import ConfigError, clause
+from splitserve.cli.derive import described_like, like
+from splitserve.core.config import ModelConfig, ParallelConfig, ServerConfig, WorkerConfig
+from splitserve.core.errors import OptionError, clause
 from splitserve.transfer.transports import USER_BACKENDS
+from splitserve.worker.join import LaunchConfig
 
-QUANTIZATION_HELP = "Quantize on load: int8 the weights, w8a8 activations, too. On a CPU, in bfloat16."
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
 ]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        help=f"auto, {', '.join(DTYPES)}. auto: the checkpoint's dtype; on a CPU bfloat16 if our kernels compute it or "
-        "--quantization needs it, else float32."
-    ),
-]
+DtypeOption = Annotated[str, like(ModelConfig, "dtype")]
 BackendOption = Annotated[str, typer.Option(help=f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")]
-AttentionOption = Annotated[
-    str, typer.Option(help=f"{', '.join(ATTENTION_BACKENDS)}. auto: FlashInfer on GPUs, if it is installed.")
-]
-NoGraphOption = Annotated[
-    bool,
-    typer.Option(
-        "--disable-cuda-graph", help="On GPUs: launch each kernel of a decode step instead of replaying a CUDA graph."
-    ),
-]
-GraphBatchOption = Annotated[
-    int,
-    typer.Option("--cuda-graph-max-bs", min=1, help="On GPUs: largest decode batch that is replayed as a CUDA graph."),
-]
+AttentionOption = Annotated[str, like(ModelConfig, "attention_backend")]
+NoGraphOption = Annotated[bool, like(LaunchConfig, "disable_cuda_graph", "--disable-cuda-graph")]
+GraphBatchOption = Annotated[int, like(ModelConfig, "cuda_graph_max_batch", "--cuda-graph-max-bs")]
 HandOverOption = Annotated[
     bool,
     typer.Option(help="With shm: workers compute in one KV pool, and pages change owner instead of being copied."),
 ]
-RouterKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="File with the key for a router that has --operator-key-file. The first key is sent."
-    ),
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option(help="CPU threads per rank. Default: the cores, divided among the ranks.")
-]
-DpSizeOption = Annotated[
-    int, typer.Option(help="Data parallel ranks: schedulers that each have the whole model and a KV pool.")
-]
-TpSizeOption = Annotated[
-    int, typer.Option(help="Tensor parallel ranks: processes that each hold a shard of every matrix.")
-]
-PpSizeOption = Annotated[int, typer.Option(help="Pipeline stages: processes that each hold some layers.")]
+RouterKeyOption = Annotated[Path | None, like(ServerConfig, "router_key_file")]
+ThreadsOption = Annotated[int | None, like(ModelConfig, "threads")]
+# For pools of workers, such as --prefill-tp-size.
+DpSizeOption = Annotated[int, described_like(WorkerConfig, "dp_size")]
+TpSizeOption = Annotated[int, described_like(ParallelConfig, "tp_size")]
+PpSizeOption = Annotated[int, described_like(ParallelConfig, "pp_size")]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when ready.")]
 AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file to append a section to.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
@@ -70,9 +45,9 @@ def named_json(text: str, option: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{option}: {clause(error)}; give a JSON object") from error
+        raise OptionError(option, f": {clause(error)}; give a JSON object") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} {text}: give a JSON object")
+        raise OptionError(option, f"{text}: give a JSON object")
     return value
 
 

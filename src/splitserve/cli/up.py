@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
-from splitserve.cli.cluster_checks import check_cluster
 from splitserve.cli.command import Command
-from splitserve.cli.derive import Option, in_sections, takes
+from splitserve.cli.derive import takes
 from splitserve.cli.familiar import renamed
 from splitserve.cli.options import (
     DpSizeOption,
@@ -22,44 +21,40 @@ from splitserve.cli.options import (
     TpSizeOption,
     words_of,
 )
-from splitserve.cli.router_options import ROUTER_OPTIONS
-from splitserve.cli.worker_options import WORKER_DEFAULTS, WORKER_OPTIONS
-from splitserve.core.errors import ConfigError
+from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, check_cluster
+from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.options import Option, fill, options_of
 from splitserve.deploy.config import OWN_WORKER_OPTIONS, SupervisionConfig
-from splitserve.router.args import LBArgs
 
+# Options of the supervision that `up` has, each with what differs from the cluster file.
+_SUPERVISION_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "max_failed_starts": {"help": "Failed starts of one process in a row after which `up` ends with the reason."},
+    "load_timeout": {},
+    "drain_timeout": {},
+}
 _SUPERVISION = SupervisionConfig(max_failed_starts=3)
-_SUPERVISION_OPTIONS = in_sections(
-    {
-        "Supervision": (
-            Option(
-                "max_failed_starts",
-                "Failed starts of one process in a row after which `up` ends with the reason.",
-                settings={"min": 1},
-            ),
-            Option("load_timeout", "Seconds a process may take to start."),
-            Option("drain_timeout", "Seconds that running requests may take to finish on shutdown."),
-        )
-    }
+_SUPERVISION_OPTIONS = tuple(
+    replace(option, section="Supervision", **changes)
+    for option in options_of(_SUPERVISION)
+    if (changes := _SUPERVISION_CHANGES.get(option.name)) is not None
 )
 _SIZES = ("tp_size", "pp_size", "dp_size")
 # Options that workers and router both have, and that apply to both. All other common ones apply to the router alone.
-_FOR_BOTH = {option.key for option in ROUTER_OPTIONS if option.section == "Limits"}
+_FOR_BOTH = {option.name for option in ROUTER_OPTIONS if option.section == "Limits"}
 # The TLS options of `up` apply to its router: workers are on this machine.
 _NOT_OF_UP = {*_FOR_BOTH, "log_level", "pp_layers", "shared_pool", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
-_WORKER_OPTIONS = tuple(
-    option
+_WORKER_OPTIONS = {
+    option.name: option
     for option in WORKER_OPTIONS
-    if option.key in _SIZES or (option.flag not in OWN_WORKER_OPTIONS and option.key not in _NOT_OF_UP)
-)
-_TAKEN = {option.key for option in _WORKER_OPTIONS}
+    if option.name in _SIZES or (option.flag not in OWN_WORKER_OPTIONS and option.name not in _NOT_OF_UP)
+}
 # Options of the router by their names in `up`.
 _ROUTER_OPTIONS = {
-    f"router_{option.key}" if option.key in _TAKEN else option.key: option
+    f"router_{option.name}" if option.name in _WORKER_OPTIONS else option.name: option
     for option in ROUTER_OPTIONS
     if option.section != "Workers"
-    and option.key not in {"model", "fd", "ready_file", "exit_with_parent", "drain_timeout"}
-    and not option.key.startswith("worker_ssl")
+    and option.name not in {"model", "fd", "ready_file", "exit_with_parent", "drain_timeout"}
+    and not option.name.startswith("worker_ssl")
 }
 # Options of `splitserve serve` that `up` sets itself, each with a hint for the user.
 _SET_BY_UP = {
@@ -92,9 +87,9 @@ class UpCommand(Command):
 
 
 @takes(
-    (_SUPERVISION, _SUPERVISION_OPTIONS),
-    (LBArgs(), [replace(option, name=key) for key, option in _ROUTER_OPTIONS.items()]),
-    (WORKER_DEFAULTS, _WORKER_OPTIONS),
+    _SUPERVISION_OPTIONS,
+    [replace(option, name=name) for name, option in _ROUTER_OPTIONS.items()],
+    tuple(_WORKER_OPTIONS.values()),
 )
 def up(
     ctx: typer.Context,
@@ -125,13 +120,13 @@ def up(
     from splitserve.deploy.up import run_cluster_up
 
     _check_files(cluster_token_file, values)
-    worker_args = ["--served-model-name", model, *_given(ctx, {option.key: option for option in _WORKER_OPTIONS})]
+    worker_args = ["--served-model-name", model, *_given(ctx, _WORKER_OPTIONS)]
     worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
     own = ("host", "port", "log_level")
     router_args = _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key not in own})
     if prefill and (sizes := [size for size in _SIZES if values[size] != 1]):
         name = sizes[0].replace("_", "-")
-        raise ConfigError(f"--{name}: give --prefill-{name} and --decode-{name}")
+        raise OptionError(f"--{name}", f": give --prefill-{name} and --decode-{name}")
     deployment = LocalDeployment(
         model=model,
         prefill=prefill,
@@ -148,7 +143,7 @@ def up(
         router_args=router_args,
         cluster_token_file=cluster_token_file,
         hand_over=hand_over,
-        supervision=SupervisionConfig(**{option.key: values[option.key] for option in _SUPERVISION_OPTIONS}),
+        supervision=fill(_SUPERVISION, values),
         log_level=values["log_level"],
     )
     with deployment.shared_pool() as pool:
@@ -176,6 +171,6 @@ def _given(ctx: typer.Context, options: Mapping[str, Option]) -> list[str]:
         source = ctx.get_parameter_source(str(param.name))
         if param.name in options and source is not None and source.name != "DEFAULT":
             first, *rest = words_of(param, ctx.params[param.name])
-            is_renamed = options[param.name].key != param.name
+            is_renamed = options[param.name].name != param.name
             words += [options[param.name].flag if is_renamed else first, *rest]
     return words

@@ -1,14 +1,20 @@
-"""Settings of one worker, by component. Resolved once at startup (cli, launch); later only its role may change."""
+"""Settings of one worker, by component. Resolved once at startup (cli, launch); later only its role may change.
+
+A field that users can set has an Option: it is the only description of that option.
+"""
 
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any
 
 import msgspec
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
+from splitserve.core.limits import LimitsConfig
+from splitserve.core.machine import MAX_THREADS
+from splitserve.core.options import Config, named_values, option, section, stage_sizes
+from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -16,12 +22,15 @@ KERNELS = ("auto", "torch")
 ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
 QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+# Algorithm ngram: a match of a single token is too often accidental.
+MIN_NGRAM_MATCH = 2
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def check_dtype(name: str) -> None:
-    """Check a benchmark's `--dtype`. Raises ConfigError."""
+    """Check a benchmark's `--dtype`. Raises OptionError."""
     if name not in DTYPES:
-        raise ConfigError(f"--dtype {name!r}: choose one of {', '.join(DTYPES)}")
+        raise OptionError("--dtype", f"{name!r}: choose one of {', '.join(DTYPES)}")
 
 
 class SchedulePolicy(enum.StrEnum):
@@ -39,104 +48,177 @@ class SpeculativeAlgorithm(enum.StrEnum):
     DRAFT = "draft"
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ModelConfig(Config, frozen=True, kw_only=True):
     # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`).
     model: str = "smollm2"
-    # "auto": the checkpoint's. On a CPU: bfloat16 if the kernels in C compute it or quantization needs it, else
-    # float32.
-    dtype: str = "auto"
-    # "auto": cuda if there is one, else cpu.
-    device: str = "auto"
-    # Maximum number of tokens of a request; None: the context length of the model.
-    context_length: int | None = None
-    # CPU threads of the model; None: all cores of this process.
-    threads: int | None = None
-    # Cores this worker may use, e.g. "0-3,8"; None: all cores of its process.
-    cpu_affinity: str | None = None
-    # "auto": the kernels in C if they are faster; "torch": torch's everywhere.
-    kernels: str = "auto"
-    # Quantization of the weights, on load: None or one of QUANTIZATIONS.
-    quantization: str | None = None
-    # "auto": on a GPU FlashInfer if it is installed and supports the model's heads, else torch.
-    attention_backend: str = "auto"
-    # Whether each tensor parallel rank holds some experts of a layer whole. False: it holds a part of every expert.
-    expert_parallel: bool = False
-    # Each of several ranks serves its own requests; all of them compute the experts together.
-    dp_attention: bool = False
-    # GPU: the most requests in a decode step that is replayed as a CUDA graph; 0: none.
-    cuda_graph_max_batch: int = 256
-    # Seconds in which all ranks of a worker must load their shares.
-    load_timeout: float = 900.0
+    dtype: str = option(
+        "auto",
+        "Dtype of weights and KV pool. auto: the checkpoint's; on a CPU bfloat16 if our kernels compute it or "
+        "--quantization needs it, else float32.",
+        choices=("auto", *DTYPES),
+    )
+    device: str = option(
+        "auto",
+        "auto, cpu, cuda or cuda:N. auto: cuda if there is one. Prefill and decode on GPUs need a transfer "
+        "backend that reads GPU memory.",
+    )
+    quantization: str | None = option(
+        None, "Quantize on load: int8 the weights, w8a8 activations, too. On a CPU, in bfloat16.", choices=QUANTIZATIONS
+    )
+    context_length: int | None = option(
+        None, "Tokens of prompt and answer per request. Default: the model's.", ge=1, aliases="--max-model-len"
+    )
+    kernels: str = option(
+        "auto", "auto: own CPU kernels if they are faster than torch's. torch: torch's.", choices=KERNELS
+    )
+    attention_backend: str = option(
+        "auto",
+        "On GPUs. auto: FlashInfer if it is installed and supports the model's heads, else torch.",
+        choices=ATTENTION_BACKENDS,
+    )
+    threads: int | None = option(
+        None,
+        "CPU threads of each rank. Default: all cores, divided evenly among the ranks on this host.",
+        ge=1,
+        le=MAX_THREADS,
+    )
+    cpu_affinity: str | None = option(
+        None, "Cores the worker may use, such as 0-3,8. Default: all of this process.", metavar="CPUS"
+    )
+    cuda_graph_max_batch: int = option(
+        256, "On GPUs: largest decode batch that is replayed as a CUDA graph. 0: none.", name="cuda_graph_max_bs", ge=0
+    )
+    load_timeout: float = option(900.0, "Seconds for loading the model, on all ranks.")
+    expert_parallel: bool = option(
+        False,
+        "Each tensor parallel rank holds some experts whole instead of a shard of every expert.",
+        name="enable_expert_parallel",
+        aliases="--enable-ep",
+        section="Parallel ranks",
+    )
+    dp_attention: bool = option(
+        False,
+        "Data parallel ranks share the experts and compute their steps together.",
+        name="enable_dp_attention",
+    )
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    # Tokens per page.
-    page_size: int = 16
-    # Tokens in the pool; None: from `mem_fraction`.
-    max_total_tokens: int | None = None
-    # Fraction of the device's free memory after the weights are loaded. None: 0.15 on a CPU, which leaves memory to
-    # other processes; 0.85 on a GPU, which leaves memory for a step.
-    mem_fraction: float | None = None
+class CacheConfig(Config, frozen=True, kw_only=True):
+    page_size: int = option(16, "Tokens per page of the KV pool.", ge=1, aliases="--block-size")
+    max_total_tokens: int | None = option(None, "Tokens in the KV pool. Default: from --mem-fraction-static.", ge=1)
+    # None leaves memory to other processes on a CPU, and to a step on a GPU.
+    mem_fraction: float | None = option(
+        None,
+        "Share of the memory that is free after the weights are loaded, for the KV pool. Default: 0.15, on GPUs 0.85.",
+        name="mem_fraction_static",
+        gt=0,
+        le=1,
+        aliases="--gpu-memory-utilization",
+    )
     # Ranks of this worker that share that memory.
     num_sharers: int = 1
-    enable_prefix_cache: bool = True
-    # Decode: keep prefixes, too, and have prefill send only what is missing.
-    enable_decode_prefix_cache: bool = True
-    # Null and prefill: bytes of host memory for prefixes that the pool has no room for; 0: they are dropped.
-    prefix_host_memory: int = 0
-    # File in memory with one pool for several workers of this host; None: this worker has its own pool.
-    shared_pool: str | None = None
-    # Models with sliding windows in some layers: maximum pages of these layers' own pool per page of the other layers'
-    # pool. 1: all layers have one pool, and keep all tokens. None: by the window (`engine/pool.py`).
-    swa_full_tokens_ratio: float | None = None
+    enable_prefix_cache: bool = option(
+        True,
+        "Do not keep the prefixes of finished requests.",
+        name="disable_radix_cache",
+        negates=True,
+        decls=("--disable-radix-cache/--enable-prefix-caching",),
+        aliases="--no-enable-prefix-caching",
+    )
+    enable_decode_prefix_cache: bool = option(
+        True, "On decode workers: keep prefixes, so prefill sends only new pages.", name="decode_prefix_cache"
+    )
+    prefix_host_memory: int = option(
+        0,
+        "On colocated and prefill workers: host memory for prefixes evicted from the KV pool. 0: none.",
+        is_bytes=True,
+    )
+    shared_pool: str | None = option(
+        None, "Memory file with one KV pool for several workers of this host (backend shm).", metavar="FILE"
+    )
+    swa_full_tokens_ratio: float | None = option(
+        None,
+        "Models with sliding windows: tokens in the pool of these layers per token in the pool of the others. "
+        "1: one pool, which keeps all tokens. Default: window / 2048.",
+        gt=0,
+        le=1,
+    )
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    # Token budget of one step.
-    chunked_prefill_size: int = 2048
-    # Decode: prompt tokens computed locally per step, within `chunked_prefill_size`; it bounds how long streams wait.
-    local_prefill_size: int = 256
-    max_running_requests: int = 256
-    # Maximum number of requests that wait; more are rejected with 503.
-    max_queued_requests: int = 4096
+class SchedulerConfig(Config, frozen=True, kw_only=True):
+    chunked_prefill_size: int = option(2048, "Tokens computed per step.", ge=1, aliases="--max-num-batched-tokens")
+    local_prefill_size: int = option(
+        256, "On decode workers: prompt tokens computed locally per step, within --chunked-prefill-size.", ge=1
+    )
+    max_running_requests: int = option(256, "Requests in the running batch.", ge=1, aliases="--max-num-seqs")
+    max_queued_requests: int = option(4096, "Waiting requests. Beyond that: 503.", ge=1)
     # Rows beyond `max_running_requests` for requests with KV in transfer (decode).
     num_preallocated_rows: int = 64
-    # Seconds a request waits for its grammar to be compiled.
-    grammar_timeout: float = 60.0
     # Maximum number of requests that wait for a grammar; more are rejected with 503.
     max_queued_grammars: int = 1024
     # Grammars compiled at the same time.
     grammar_threads: int = 2
-    # CPU seconds: to compile one grammar, per token of a request, and for all its tokens. Beyond that: 422.
-    grammar_compile_budget: float = 20.0
-    grammar_step_budget: float = 0.25
-    grammar_request_budget: float = 10.0
-    # Bytes of memory of a compiled grammar and its matchers. Beyond that: 422.
-    grammar_memory: int = 1 << 30
     # Compiled grammars kept for later requests, bytes.
     grammar_cache_bytes: int = 256 << 20
-    # Tokens that admission keeps free for the growth of each admitted request. Fewer if it may generate fewer.
-    num_reserved_decode_tokens: int = 512
-    # Bytes of host memory for the KV of retracted requests; what does not fit is computed again.
-    retraction_host_memory: int = 1 << 30
-    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
-    # Whether the `priority` of requests counts.
-    enable_priority: bool = False
-    # Plan and commit while a step runs; `scheduler/loops.py`.
-    overlap_schedule: bool = True
-    # Timeout in seconds of requests that set none; None: no limit.
-    request_timeout: float | None = None
+    # Fewer for a request that may generate fewer.
+    num_reserved_decode_tokens: int = option(
+        512,
+        "Tokens that admission leaves free for each running request. Raise it if requests are retracted often.",
+        ge=1,
+    )
+    retraction_host_memory: int = option(
+        1 << 30, "Host memory for the KV of retracted requests. 0: their KV is computed again.", is_bytes=True
+    )
+    schedule_policy: SchedulePolicy = option(
+        SchedulePolicy.FCFS,
+        "Order of waiting requests: first come first served, longest prefix match, shortest prompt first.",
+        aliases="--scheduling-policy",
+    )
+    enable_priority: bool = option(
+        False, "Run requests with a larger `priority` first.", aliases="--enable-priority-scheduling"
+    )
+    # `scheduler/loops.py`.
+    overlap_schedule: bool = option(
+        True,
+        "Plan each step after the end of the previous one, not during it.",
+        name="disable_overlap_schedule",
+        negates=True,
+        aliases="--no-async-scheduling",
+    )
+    request_timeout: float | None = option(
+        None, "Seconds per request, if the request has no `timeout`. Default: no limit."
+    )
+    grammar_timeout: float = option(60.0, "Seconds a request waits for its compiled grammar.")
+    grammar_compile_budget: float = option(20.0, "CPU seconds to compile one grammar. Beyond that: 422.")
+    grammar_step_budget: float = option(
+        0.25, "CPU seconds that a grammar may need per token of a request. Beyond that: 422."
+    )
+    grammar_request_budget: float = option(
+        10.0, "CPU seconds that a grammar may need for all tokens of a request. Beyond that: 422."
+    )
+    grammar_memory: int = option(
+        1 << 30, "Memory of one compiled grammar and its matchers. Beyond that: 422.", is_bytes=True, ge=1 << 20
+    )
 
 
-class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    # None: speculation is off.
-    algorithm: SpeculativeAlgorithm | None = None
-    # Maximum number of draft tokens per request and step.
-    num_draft_tokens: int = 4
-    # Algorithm ngram: maximum tokens of a match.
-    ngram_max_match: int = 8
-    # Algorithm draft: smaller model with the same vocabulary, in the form of `model`. Prefill and decode need the same.
-    draft_model: str | None = None
+class SpeculativeConfig(Config, frozen=True, kw_only=True):
+    algorithm: SpeculativeAlgorithm | None = option(
+        None,
+        "Propose draft tokens and verify several per step: ngram from the text, draft by a small model.",
+        name="speculative_algorithm",
+        aliases="--speculative-algo",
+    )
+    num_draft_tokens: int = option(4, "Draft tokens per request and step.", name="speculative_num_draft_tokens", ge=1)
+    ngram_max_match: int = option(
+        8, "ngram: last tokens that are searched in the text.", name="speculative_ngram_max_match", ge=MIN_NGRAM_MATCH
+    )
+    draft_model: str | None = option(
+        None,
+        "draft: a smaller model with the same vocabulary. Give it on prefill workers, too.",
+        name="speculative_draft_model",
+        metavar="MODEL",
+        aliases="--speculative-draft-model-path",
+    )
 
 
 class ClusterToken(msgspec.Struct, frozen=True):
@@ -152,24 +234,39 @@ class ClusterToken(msgspec.Struct, frozen=True):
         return []
 
 
-class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    mode: DisaggregationMode = DisaggregationMode.NULL
-    transfer_backend: str = "tcp"
-    # Decode: dtype of the KV cache in transfer, if it is narrower than the pool's; "auto": the pool's.
-    transfer_dtype: str = "auto"
+class DisaggregationConfig(Config, frozen=True, kw_only=True):
+    mode: DisaggregationMode = option(
+        DisaggregationMode.NULL, "Role of the worker. null: colocated, both phases.", name="disaggregation_mode"
+    )
+    transfer_backend: str = option(
+        "tcp",
+        "Transport of the KV cache.",
+        name="disaggregation_transfer_backend",
+        decls=("--transfer-backend", "--disaggregation-transfer-backend"),
+    )
+    transfer_options: dict[str, str] = option(
+        {},
+        "Setting of the transfer backend, repeatable: see docs/transports.md.",
+        name="transfer_option",
+        kind=list[str] | None,
+        parse=named_values,
+        metavar="NAME=VALUE",
+    )
+    transfer_checksum: bool = option(False, "Compare the KV cache of every prompt end to end; enough on one worker.")
+    transfer_dtype: str = option(
+        "auto",
+        "On decode workers: dtype of the KV cache in transfer. auto: that of the pool.",
+        choices=("auto", *TRANSFER_DTYPES),
+    )
     # Address at which peers reach this worker's bootstrap server (prefill) and its data and control sockets.
     host: str = "127.0.0.1"
     # Proves membership on each of these connections. Required if `host` is not a loopback address.
     cluster_token: ClusterToken = ClusterToken()
     # Prefill: port of the bootstrap server, 0: any free one.
     bootstrap_port: int = 8998
-    # The backend's own settings, by name.
-    transfer_options: dict[str, str] = {}
-    # Compare the KV of each room end to end.
-    transfer_checksum: bool = False
-    # Deadlines, seconds.
-    bootstrap_timeout: float = 300.0
-    transfer_timeout: float = 300.0
+    bootstrap_timeout: float = option(300.0, "Seconds a request waits for its peer.")
+    transfer_timeout: float = option(300.0, "Seconds per KV transfer.")
+    # Seconds.
     heartbeat_interval: float = 5.0
     heartbeat_misses: int = 2
     # Metadata rows: the most requests with a KV transfer in flight.
@@ -197,105 +294,88 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replay_topic: bool = True
 
     @classmethod
-    def from_cli(cls, text: str) -> KVEventsConfig:
-        """Return the settings of a JSON object. Raises ConfigError."""
+    def from_cli(cls, text: str, option: str) -> KVEventsConfig:
+        """Return the settings of a JSON object. Raises OptionError."""
         try:
             config = msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"--kv-events-config {text!r}: {error}") from error
+            raise OptionError(option, f"{text!r}: {error}") from error
         if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
-            raise ConfigError(f"--kv-events-config {text!r}: buffer_steps, hwm and max_queue_size must be at least 1")
+            raise OptionError(option, f"{text!r}: buffer_steps, hwm and max_queue_size must be at least 1")
         return config
 
 
-class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of what one request, one connection or one client address may cost a router or a worker.
-
-    Requests beyond a limit get a 4xx that names the limit. The same values are listed by `/server_info`.
-    """
-
-    # Bytes of a request's body. None: derived from the context length, see `request_bytes`.
-    max_request_bytes: int | None = None
-    # Bytes of a request's line and headers together.
-    max_header_bytes: int = 64 << 10
-    # Seconds from a request's first byte (on a new connection: from its accept) to the end of its headers.
-    header_timeout: float = 10.0
-    # Seconds from the end of a request's headers to the end of its body.
-    body_timeout: float = 60.0
-    # Seconds a connection may stay open between two requests.
-    keep_alive_timeout: float = 75.0
-    # Connections of one client address without a request in progress. The oldest is closed when one more comes.
-    max_idle_connections: int = 1024
-    # Estimated bytes of memory of all requests that are read, parsed or tokenized. Beyond that: 503 with Retry-After.
-    max_request_memory: int = 512 << 20
-    # Levels of nested objects and arrays in a body.
-    max_json_depth: int = 64
-    # Messages of a chat request.
-    max_messages: int = 4096
-    # Entries of `stop`, and characters of each.
-    max_stop_strings: int = 64
-    max_stop_chars: int = 1024
-    # Entries of `stop_token_ids`, and of `logit_bias`.
-    max_stop_token_ids: int = 1024
-    max_logit_bias: int = 1024
-    # Samples per prompt (`n`), and per request over all its prompts.
-    max_n: int = 128
-    max_samples: int = 4096
-    # Characters of a request id.
-    max_rid_chars: int = 256
-    # Characters of a JSON schema, regex, EBNF or structural tag.
-    max_grammar_chars: int = 256 << 10
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 and finite, not {value:g}")
-
-    def request_bytes(self, context_length: int) -> int:
-        """Return the bytes a body may have if the model's context is `context_length` tokens long."""
-        if self.max_request_bytes is not None:
-            return self.max_request_bytes
-        return max(1 << 20, 256 * context_length)
-
-
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServerConfig(Config, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     # 0: any free port.
     port: int = 30000
-    served_model_name: str | None = None
+    served_model_name: str | None = option(
+        None, "Name of the model in requests. Default: MODEL.", metavar="NAME", section="Model"
+    )
     # Routers to register with, e.g. http://127.0.0.1:8000.
     router_urls: tuple[str, ...] = ()
-    # File with the router's API key as its first key; None: routers require no key.
-    router_key_file: str | None = None
-    # PEM file with the only certificate that a router at an https URL may present, whatever host name it is for. None:
-    # a certificate that the system trusts, for the host name in the URL.
-    router_certificate: str | None = None
-    # PEM files of this worker's certificate and its key. None: no TLS.
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    # PEM file with the authorities of the certificates that clients must present. None: clients need none.
-    ssl_ca_certs: str | None = None
-    # File with the API keys of clients of this worker; None: no key is required.
-    api_key_file: str | None = None
-    log_level: str = "warning"
-    limits: LimitsConfig = LimitsConfig()
-    # Reject requests with unknown fields instead of warning about them.
-    strict_fields: bool = False
+    # None: routers require no key.
+    router_key_file: str | None = option(
+        None,
+        "File with the key for a router that has --operator-key-file. The first key is sent.",
+        metavar="FILE",
+        section="Addresses and keys",
+    )
+    # Accepted for any host name. None: a certificate that the system trusts, for the host name in the URL.
+    router_certificate: str | None = option(
+        None, "PEM file with the certificate that a router at an https URL must present.", metavar="FILE"
+    )
+    ssl_certfile: str | None = option(None, "PEM certificate of this worker: serve https.", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "PEM key of the certificate.", metavar="FILE")
+    # None: clients need no certificate.
+    ssl_ca_certs: str | None = option(
+        None, "PEM file with authorities. Clients must present a certificate that one of them signed.", metavar="FILE"
+    )
+    # None: no key is required.
+    api_key_file: str | None = option(
+        None,
+        "File with the keys that this worker accepts, one per line. Routers present one (--worker-key-file).",
+        metavar="FILE",
+    )
+    strict_fields: bool = option(
+        False, "Reject requests with unknown fields. Default: accept them and warn in a header."
+    )
+    limits: LimitsConfig = section("Limits", LimitsConfig())
+    log_level: str = option(
+        "warning",
+        "Least severity that is logged.",
+        choices=LOG_LEVELS,
+        aliases="--uvicorn-log-level",
+        section="Process",
+    )
 
 
-class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ParallelConfig(Config, frozen=True, kw_only=True):
     """How a model is split over ranks; `core/parallel.py`."""
 
-    # Ranks that shard each matrix, and stages that split the layers.
-    tp_size: int = 1
-    pp_size: int = 1
-    # Layers of each stage; empty: as even as possible.
-    pp_layers: tuple[int, ...] = ()
-    # Hosts that the ranks are distributed over, and the number of this one (`core/parallel.py`).
-    nnodes: int = 1
-    node_rank: int = 0
-    # HOST:PORT at which node 0 waits for the others; empty: there are none.
-    dist_init_addr: str = ""
+    tp_size: int = option(
+        1,
+        "Tensor parallel ranks: processes that each hold a shard of every matrix.",
+        ge=1,
+        aliases="--tp --tensor-parallel-size",
+    )
+    pp_size: int = option(
+        1, "Pipeline stages: processes that each hold some layers.", ge=1, aliases="--pp --pipeline-parallel-size"
+    )
+    # Empty: as even as possible.
+    pp_layers: tuple[int, ...] = option(
+        (), "Layers per pipeline stage. Default: as even as possible.", parse=stage_sizes, metavar="N,N,..."
+    )
+    nnodes: int = option(1, "Number of hosts for the ranks. Run serve on each host with the same options.", ge=1)
+    node_rank: int = option(0, "Index of this host. Host 0 serves requests.", ge=0)
+    # Empty: there are no other hosts.
+    dist_init_addr: str = option(
+        "",
+        "Address of host 0 with a free port, for the other hosts.",
+        kind=str | None,
+        metavar="HOST:PORT",
+        aliases="--nccl-init-addr",
+    )
     # Address at which ranks on other hosts reach the ranks of this one.
     node_host: str = ""
 
@@ -305,20 +385,31 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp_size * self.pp_size
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerConfig(Config, frozen=True, kw_only=True):
     """All settings of one worker."""
 
-    model: ModelConfig = ModelConfig()
-    cache: CacheConfig = CacheConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    speculative: SpeculativeConfig = SpeculativeConfig()
-    disaggregation: DisaggregationConfig = DisaggregationConfig()
-    server: ServerConfig = ServerConfig()
-    kv_events: KVEventsConfig = KVEventsConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    # Schedulers behind the front end. Each has its own copy of the model, its own pool, and all other limits of this
-    # config for itself.
-    dp_size: int = 1
+    model: ModelConfig = section("Model", ModelConfig())
+    parallel: ParallelConfig = section("Parallel ranks", ParallelConfig())
+    # Each scheduler has all other limits of this config for itself.
+    dp_size: int = option(
+        1,
+        "Data parallel ranks: schedulers that each have the whole model and a KV pool.",
+        ge=1,
+        le=MAX_DP_SIZE,
+        aliases="--dp --data-parallel-size",
+    )
+    cache: CacheConfig = section("KV cache", CacheConfig())
+    scheduler: SchedulerConfig = section("Scheduling", SchedulerConfig())
+    speculative: SpeculativeConfig = section("Speculative decoding", SpeculativeConfig())
+    disaggregation: DisaggregationConfig = section("Disaggregation", DisaggregationConfig())
+    server: ServerConfig = section("Addresses and keys", ServerConfig())
+    kv_events: KVEventsConfig = option(
+        KVEventsConfig(),
+        'Publish changes of the prefix cache: {"publisher": "zmq", "endpoint": "tcp://*:5557"}. See docs/events.md.',
+        name="kv_events_config",
+        parse=KVEventsConfig.from_cli,
+        metavar="JSON",
+    )
 
     @property
     def max_open_requests(self) -> int:

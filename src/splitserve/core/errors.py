@@ -28,6 +28,7 @@ SplitserveError
 ├── ModelLoadError               500
 │   └── ModelNotFoundError       500  no such model: a retry cannot succeed
 └── ConfigError                  500  the command line or a config file is wrong
+    ├── OptionError              500  one option is wrong; names it
     └── AddressTakenError        500  another process listens at the address: a retry may succeed
 """
 
@@ -207,6 +208,15 @@ class ModelNotFoundError(ModelLoadError):
 class ConfigError(SplitserveError):
     reason = "bad_config"
     exit_code = USAGE_EXIT_CODE
+
+
+class OptionError(ConfigError):
+    """An option has a wrong value, or does not go together with others. The message begins with the option's name."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(f"{option}{'' if problem.startswith(':') else ' '}{problem}")
+        # The option at fault, such as `--page-size`.
+        self.option = option
 
 
 class AddressTakenError(ConfigError):

@@ -18,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
 
 # Maximum number of data parallel ranks of a worker.
 MAX_DP_SIZE = 1024
@@ -130,7 +130,7 @@ class WorkerShape:
         """Return the shape given by options `--ROLE-tp-size` and so on. Raises ConfigError."""
         for name, size in (("tp", tp_size), ("pp", pp_size), ("dp", dp_size)):
             if size < 1:
-                raise ConfigError(f"--{role}-{name}-size {size}: it must be at least 1")
+                raise OptionError(f"--{role}-{name}-size", f"{size}: it must be at least 1")
         return cls(tp_size, pp_size, dp_size)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 
 AUTHORITY, LEAVES = "ca", ("router", "worker")
 # Every certificate is valid for these hosts.
@@ -51,7 +51,7 @@ def init_certs(folder: Path, hosts: Sequence[str], *, days: int, force: bool) ->
     replace existing files. Raises ConfigError.
     """
     if not 1 <= days <= _MAX_DAYS:
-        raise ConfigError(f"--days {days}: give 1 to {_MAX_DAYS}")
+        raise OptionError("--days", f"{days}: give 1 to {_MAX_DAYS}")
     alt_names = ", ".join(_alt_name(host) for host in dict.fromkeys((*LOCAL_HOSTS, *hosts)))
     if shutil.which("openssl") is None:
         raise ConfigError("certs init needs the program openssl: install it")
@@ -104,5 +104,5 @@ def _alt_name(host: str) -> str:
     except ValueError:
         pass
     if not _HOST_NAME.fullmatch(host):
-        raise ConfigError(f"--host {host!r}: give a host name or an IP address, without a port")
+        raise OptionError("--host", f"{host!r}: give a host name or an IP address, without a port")
     return f"DNS:{host}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitserve.api.api_keys import first_key, read_keys
 from splitserve.api.tls import CA_OPTION, CERT_OPTION, KEY_OPTION, trust_only, worker_tls
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, PoolConfig
 from splitserve.deploy.placer import NODE_ADDRESS, ProcessSpec, Secrets
 from splitserve.process.cluster_token import new_token, read_token_file
@@ -74,7 +74,7 @@ def _certificate(router_args: Sequence[str]) -> bytes | None:
     try:
         pem = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{_CERTIFICATE_OPTION} {path}: {error.strerror}") from None
+        raise OptionError(_CERTIFICATE_OPTION, f"{path}: {error.strerror}") from None
     trust_only(pem, f"{_CERTIFICATE_OPTION} {path}")
     return pem
 

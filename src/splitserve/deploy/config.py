@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
+from splitserve.core.config import LOG_LEVELS
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import MAX_THREADS
+from splitserve.core.options import Config, option, problems_of
 from splitserve.core.parallel import misfit
 from splitserve.core.request import DisaggregationMode
 
@@ -63,26 +65,27 @@ OWN_ROUTER_OPTIONS = {
 }
 
 
-class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PoolConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pool of equal workers."""
 
-    replicas: int = 1
-    # Ranks over which a worker's model is sharded. Tensor parallel ranks of a stage are on one node.
-    tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    # On Kubernetes: pods of one worker. Each has the same number of whole pipeline stages.
-    nodes: int = 1
-    # Threads per rank, and CPUs that Ray and Kubernetes reserve for it. None: a fair share of this machine, otherwise
-    # 1.
-    cpus: int | None = None
-    # GPUs per rank, on Ray and Kubernetes. 0: it computes on the CPU.
-    gpus: int = 0
-    # Memory of a pod in Kubernetes, e.g. 64Gi.
-    memory: str | None = None
-    # Options of `splitserve serve`, after those of `worker_args`.
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = {}
+    replicas: int = option(1, "Number of workers.", ge=0, le=MAX_REPLICAS)
+    tp_size: int = option(1, "Tensor parallel ranks of a worker. Those of one stage are on one node.", ge=1)
+    pp_size: int = option(1, "Pipeline stages of a worker.", ge=1)
+    dp_size: int = option(1, "Data parallel ranks of a worker.", ge=1)
+    nodes: int = option(
+        1, "On Kubernetes: pods of one worker. Each has the same number of whole pipeline stages.", ge=1
+    )
+    cpus: int | None = option(
+        None,
+        "Threads per rank, and CPUs that Ray and Kubernetes reserve for it. Default: a fair share of this machine, "
+        "otherwise 1.",
+        ge=1,
+        le=MAX_THREADS,
+    )
+    gpus: int = option(0, "On Ray and Kubernetes: GPUs per rank. 0: it computes on the CPU.", ge=0)
+    memory: str | None = option(None, "On Kubernetes: memory of a pod, such as 64Gi.")
+    args: tuple[str, ...] = option((), "Options of `splitserve serve`, after those of `worker_args`.")
+    env: dict[str, str] = option({}, "Environment variables of the workers.")
 
     @property
     def num_ranks(self) -> int:
@@ -90,7 +93,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.tp_size * self.pp_size * self.dp_size
 
 
-class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PoolsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pools of prefill and decode, or of colocated workers, or all three. A missing pool cannot be scaled up later."""
 
     prefill: PoolConfig | None = None
@@ -101,24 +104,22 @@ class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return {name: pool for name, pool in msgspec.structs.asdict(self).items() if pool is not None}
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # Address to listen on. None: loopback on this machine, the node's address on Ray.
-    host: str | None = None
-    # 0: any free port.
-    port: int = 8000
-    # Options of `splitserve router`.
-    args: tuple[str, ...] = ()
+class RouterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str | None = option(None, "Address to listen on. Default: loopback on this machine, the node's on Ray.")
+    port: int = option(8000, "Port to listen on. 0: any free one.", ge=0, le=65535)
+    args: tuple[str, ...] = option((), "Options of `splitserve router`.")
 
 
-class KeysConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeysConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files with API keys, relative to CONFIG.yaml; see docs/access.md."""
 
-    # Keys of clients of the router.
-    clients: str | None = None
-    # Keys of operators of the router. The workers and the supervisor authenticate with its first key.
-    operators: str | None = None
-    # Keys for the workers. The router authenticates with its first key.
-    workers: str | None = None
+    clients: str | None = option(None, "File with the keys of clients of the router.")
+    operators: str | None = option(
+        None,
+        "File with the keys of operators of the router. Workers and supervisor present the first one. Default: "
+        "`clients`.",
+    )
+    workers: str | None = option(None, "File with the keys for the workers. The router presents the first one.")
 
 
 class ScaleDown(StrEnum):
@@ -128,60 +129,65 @@ class ScaleDown(StrEnum):
     MIGRATE = "migrate"
 
 
-class SupervisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Supervision of the processes. Times in seconds."""
+class SupervisionConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Supervision of the processes."""
 
-    # Time a process may take from its start until it serves.
-    load_timeout: float = 900.0
-    # Time in which running requests may finish when their process has to end. Those left then move to other workers.
-    drain_timeout: float = 120.0
-    scale_down: ScaleDown = ScaleDown.COMPLETE
-    # Pause from a failure to the next start: the first one, and the longest one. It doubles with each failure.
-    backoff: float = 1.0
-    max_backoff: float = 60.0
-    # Serving time after which the failures of a process are forgotten.
-    forgive_after: float = 60.0
-    # Starts of one process that may fail in a row; then the cluster ends with the reason. A start has failed if the
-    # process ends before it has served. None: it is started again without limit.
-    max_failed_starts: int | None = None
-    # Whether a process that ends is started again. False: it stays failed, and the router detects its end by itself.
-    restart: bool = True
+    max_failed_starts: int | None = option(
+        None,
+        "Failed starts of one process in a row after which the cluster ends with the reason. A start has failed if the "
+        "process ends before it has served. Default: no limit; `up`: 3.",
+        ge=1,
+    )
+    load_timeout: float = option(900.0, "Seconds a process may take to start.")
+    # Running requests that are left then move to other workers.
+    drain_timeout: float = option(120.0, "Seconds that running requests may take to finish on shutdown.")
+    scale_down: ScaleDown = option(
+        ScaleDown.COMPLETE,
+        "Requests on a worker that is to be removed. complete: they finish within the drain timeout. migrate: they "
+        "continue on other workers at once.",
+    )
+    backoff: float = option(1.0, "Seconds from the first failure to the next start. They double with each failure.")
+    max_backoff: float = option(60.0, "Longest pause between two starts, seconds.")
+    forgive_after: float = option(60.0, "Seconds of serving after which the failures of a process are forgotten.")
+    restart: bool = option(
+        True, "Start a process again that ends. Off: it stays failed, and the router detects its end by itself."
+    )
 
 
-class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KubernetesConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `splitserve cluster render k8s` only."""
 
-    image: str = ""
-    namespace: str = "default"
-    # Name of the Secret. It has the key `cluster-token`, and the keys `clients`, `operators` and `workers` if `keys`
-    # has these fields. If it has `operators`, it also has `router-key`: the first operator key, with which workers
-    # authenticate.
-    secret: str = ""
-    # Claim that all pods mount read-only at `model_path`. None: the model is in the image, or downloaded.
-    model_claim: str | None = None
-    model_path: str = "/models"
-    # Settings of the workers' pods.
-    node_selector: dict[str, str] = {}
-    tolerations: tuple[dict[str, Any], ...] = ()
-    # Settings of all pods. Only root can read secrets, so a container that runs as another user needs an fsGroup.
-    pod_security_context: dict[str, Any] = {}
-    # Whether to render a ServiceMonitor for the Prometheus operator.
-    service_monitor: bool = True
+    image: str = option("", "Image of the pods.")
+    namespace: str = option("default", "Namespace of all objects.")
+    secret: str = option(
+        "",
+        "Secret with the key `cluster-token`, and with `clients`, `operators` and `workers` if `keys` has these "
+        "fields. With `operators` it also has `router-key`: the first operator key, which workers present.",
+    )
+    model_claim: str | None = option(
+        None,
+        "Claim that all pods mount read-only at `model_path`. Default: the model is in the image, or downloaded.",
+    )
+    model_path: str = option("/models", "Folder of the claim in the pods.")
+    node_selector: dict[str, str] = option({}, "Node selector of the workers' pods.")
+    tolerations: tuple[dict[str, Any], ...] = option((), "Tolerations of the workers' pods.")
+    pod_security_context: dict[str, Any] = option(
+        {}, "Security context of all pods. Only root can read secrets, so another user needs an fsGroup."
+    )
+    service_monitor: bool = option(True, "Render a ServiceMonitor for the Prometheus operator.")
 
 
-class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str = "splitserve"
-    model: str = "smollm2"
-    # Token with which workers join. None: a private one is generated.
-    cluster_token_file: str | None = None
+class ClusterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = option("splitserve", "Name of the cluster: small letters, digits and -, a letter first, 32 at most.")
+    model: str = option("smollm2", "Model of all workers.")
+    cluster_token_file: str | None = option(None, "Token with which workers join. Default: a generated one.")
     pools: PoolsConfig = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig())
-    # Options of `splitserve serve` for every worker.
-    worker_args: tuple[str, ...] = ()
+    worker_args: tuple[str, ...] = option((), "Options of `splitserve serve` for every worker.")
     router: RouterConfig = RouterConfig()
     keys: KeysConfig = KeysConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
-    log_level: str = "info"
+    log_level: str = option("info", "Least severity that is logged.", choices=LOG_LEVELS)
 
     @property
     def num_ranks(self) -> int:
@@ -215,6 +221,8 @@ def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
         raise ConfigError(f"{source}: {_readable(str(error))}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{source}: it is no YAML: {' '.join(str(error).split())}") from None
+    for found, problem in problems_of(config):
+        raise ConfigError(f"{source}: {found.path}: {problem}")
     for where, ok, rule in _rules(config):
         if not ok:
             raise ConfigError(f"{source}: {where}: {rule}")
@@ -222,8 +230,8 @@ def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
 
 
 def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
-    """Return the rules, each as field, whether it holds, and its text."""
-    pools, supervision = config.pools.by_name(), config.supervision
+    """Return the rules about several fields, each as field, whether it holds, and its text."""
+    pools = config.pools.by_name()
     is_paired = ("prefill" in pools) == ("decode" in pools)
     missing = "decode" if "prefill" in pools else "prefill"
     rules = [
@@ -231,16 +239,13 @@ def _rules(config: ClusterConfig) -> list[tuple[str, bool, str]]:
         ("pools", bool(pools), f"name one at least: prefill and decode, or colocated; {_defaults('colocated')}"),
         ("pools", is_paired, f"prefill and decode need each other; {_defaults(missing)}"),
         *_replica_rules({name: pool.replicas for name, pool in pools.items()}),
-        ("router.port", 0 <= config.router.port < 65536, "must be in [0, 65535]"),
     ]
     rules += _option_rules("router.args", config.router.args, OWN_ROUTER_OPTIONS)
     rules += _option_rules("worker_args", config.worker_args, OWN_WORKER_OPTIONS)
-    for field in ("load_timeout", "drain_timeout", "backoff", "max_backoff", "forgive_after"):
-        rules.append((f"supervision.{field}", getattr(supervision, field) > 0, "must be above 0 seconds"))
-    limit = supervision.max_failed_starts
-    rules.append(("supervision.max_failed_starts", limit is None or limit >= 1, "must be at least 1"))
     for name, pool in pools.items():
-        rules += _pool_rules(name, pool)
+        problem = misfit(pool.tp_size, pool.pp_size, pool.nodes)
+        rules.append((f"pools.{name}.nodes", problem is None, str(problem)))
+        rules += _option_rules(f"pools.{name}.args", pool.args, OWN_WORKER_OPTIONS)
     return rules
 
 
@@ -257,21 +262,6 @@ def _replica_rules(replicas: Mapping[str, int]) -> list[tuple[str, bool, str]]:
 def _defaults(pool: str) -> str:
     """Return the hint how to write a pool with all defaults: in YAML, `decode:` without a value is no pool."""
     return f"one with all defaults is `{pool}: {{}}`"
-
-
-def _pool_rules(name: str, pool: PoolConfig) -> list[tuple[str, bool, str]]:
-    where = f"pools.{name}"
-    rules = [
-        (f"{where}.replicas", 0 <= pool.replicas <= MAX_REPLICAS, f"must be in [0, {MAX_REPLICAS}]"),
-        (f"{where}.cpus", pool.cpus is None or 1 <= pool.cpus <= MAX_THREADS, f"must be in [1, {MAX_THREADS}]"),
-        (f"{where}.gpus", pool.gpus >= 0, "must be 0 or more"),
-    ]
-    for field in ("tp_size", "pp_size", "dp_size", "nodes"):
-        rules.append((f"{where}.{field}", getattr(pool, field) >= 1, "must be at least 1"))
-    if min(pool.tp_size, pool.pp_size, pool.nodes) >= 1:
-        problem = misfit(pool.tp_size, pool.pp_size, pool.nodes)
-        rules.append((f"{where}.nodes", problem is None, str(problem)))
-    return rules + _option_rules(f"{where}.args", pool.args, OWN_WORKER_OPTIONS)
 
 
 def _option_rules(where: str, args: tuple[str, ...], own: dict[str, str]) -> list[tuple[str, bool, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.machine import MAX_THREADS
 from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
@@ -73,14 +73,14 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
                 f"their shape after --: {self.model} -- --tp-size N"
             )
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
-            raise ConfigError(f"--threads {self.threads}: it must be in [1, {MAX_THREADS}]")
+            raise OptionError("--threads", f"{self.threads}: it must be in [1, {MAX_THREADS}]")
         if self.hand_over and self.backend != "shm":
-            raise ConfigError(
-                f"--hand-over needs --transfer-backend shm, not {self.backend}: pages change owner in memory"
+            raise OptionError(
+                "--hand-over", f"needs --transfer-backend shm, not {self.backend}: pages change owner in memory"
             )
         if self.hand_over and any(shape.tp_size * shape.pp_size > 1 for shape in shapes):
-            raise ConfigError(
-                "--hand-over is between workers of one rank each: leave it out, or --*-tp-size and --*-pp-size"
+            raise OptionError(
+                "--hand-over", "is between workers of one rank each: leave it out, or --*-tp-size and --*-pp-size"
             )
 
     @property

@@ -24,7 +24,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from splitserve.core.errors import ConfigError, clause
+from splitserve.core.errors import OptionError, clause
 from splitserve.deploy.placer import NodeProcess, Observation, Phase, ProcessSpec
 
 # Seconds that one check of all actors may take, and seconds without an answer after which an actor is lost.
@@ -77,9 +77,10 @@ class RayPlacer:
             _reach(address)
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR", configure_logging=False)
         except (OSError, RuntimeError, ValueError, RayError) as error:
-            raise ConfigError(
-                f"--ray {address}: {clause(error)}; start Ray here (ray start --head, or --address HOST:PORT) and give "
-                "its address, or auto"
+            raise OptionError(
+                "--ray",
+                f"{address}: {clause(error)}; start Ray here (ray start --head, or --address HOST:PORT) and give "
+                "its address, or auto",
             ) from None
         self.address: str = get_node_ip_address()
         self.num_cores: int | None = None

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from splitserve.api.http_server import bind
-from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.core.errors import ClusterError, OptionError
 from splitserve.deploy.commands import Credentials, check_startable
 from splitserve.deploy.config import ClusterConfig
 from splitserve.deploy.control import ClusterStatus, control_server, describe, start_line
@@ -108,7 +108,7 @@ class _Up:
 
     async def _on_ray(self, address: str, closing: AsyncExitStack) -> Supervisor:
         if importlib.util.find_spec("ray") is None:
-            raise ConfigError("--ray needs the Python package 'ray' on every node: pip install 'splitserve[ray]'")
+            raise OptionError("--ray", "needs the Python package 'ray' on every node: pip install 'splitserve[ray]'")
         from splitserve.deploy.ray_placer import RayPlacer
 
         placer = RayPlacer(address, f"splitserve-{self._config.name}")

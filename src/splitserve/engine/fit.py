@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.sources import has_experts
 
@@ -93,9 +93,10 @@ def check_fit(
         except ValueError as error:
             raise ConfigError(f"Model {name}: {error}") from None
     if dp_attention and config and not has_experts(config):
-        raise ConfigError(
-            f"--enable-dp-attention deals a model's experts out to ranks, and {name} has none: leave it out, then each "
-            "of --dp-size ranks has the whole model"
+        raise OptionError(
+            "--enable-dp-attention",
+            f"deals a model's experts out to ranks, and {name} has none: leave it out, then each "
+            "of --dp-size ranks has the whole model",
         )
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
+from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
 from splitserve.core.machine import parse_cpus
 from splitserve.engine.attention import bridge
 from splitserve.engine.fingerprint import begin_fingerprint
@@ -145,8 +145,8 @@ def _set_affinity(cpus: str | None) -> None:
     try:
         os.sched_setaffinity(0, parse_cpus(cpus))
     except (ValueError, OSError, AttributeError) as error:
-        raise ConfigError(
-            f"--cpu-affinity {cpus!r}: {clause(error)}. Give core numbers of this machine, e.g. 0-3,8."
+        raise OptionError(
+            "--cpu-affinity", f"{cpus!r}: {clause(error)}. Give core numbers of this machine, e.g. 0-3,8."
         ) from error
 
 

@@ -29,7 +29,7 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_worker_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
-from splitserve.offline.options import EngineOptions, worker_args, worker_config
+from splitserve.offline.options import worker_args, worker_config
 from splitserve.offline.outputs import Chunk, Output
 from splitserve.offline.requests import Prompt, Sampling, is_single, requests_for
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
@@ -48,7 +48,8 @@ class Engine:
     """Model that this program can call. `prefill`, `decode`: workers of each kind; both 0: one process for both roles.
 
     `transfer_backend` and `hand_over`: KV transfer between them. `progress`: show loading and batches on standard
-    error, if that is a terminal.
+    error, if that is a terminal. `options`: options of `splitserve serve` about model, ranks, KV cache, scheduling and
+    speculative decoding, by their Python names, for every worker (docs/reference/options.md).
 
     Raises ConfigError, ModelLoadError, ClusterError.
     """
@@ -63,7 +64,7 @@ class Engine:
         hand_over: bool = False,
         progress: bool = True,
         load_timeout: float = 900.0,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ) -> None:
         if hand_over and prefill == 0:
             raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")

@@ -3,97 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any
 
 import msgspec
 
-from splitserve.core.config import (
-    CacheConfig,
-    DisaggregationConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    WorkerConfig,
-)
+from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.options import fill, flag_of, options_of, replaced
 from splitserve.worker.checks import check_worker
 
-S = TypeVar("S", bound=msgspec.Struct)
-T = TypeVar("T")
-
-# Option that negates `overlap_schedule` of the config.
-_NORMAL_LOOP = "disable_overlap_schedule"
-
-
-class EngineOptions(TypedDict, total=False):
-    """Options of `splitserve serve` by name, for every worker of the engine."""
-
-    dtype: str
-    device: str
-    context_length: int
-    threads: int
-    cpu_affinity: str
-    kernels: str
-    quantization: str
-    attention_backend: str
-    page_size: int
-    max_total_tokens: int
-    chunked_prefill_size: int
-    max_running_requests: int
-    max_queued_requests: int
-    schedule_policy: str
-    num_reserved_decode_tokens: int
-    enable_priority: bool
-    # Bytes.
-    retraction_host_memory: int
-    prefix_host_memory: int
-    grammar_timeout: float
-    speculative_algorithm: str
-    speculative_num_draft_tokens: int
-    speculative_ngram_max_match: int
-    speculative_draft_model: str
-    disable_overlap_schedule: bool
-    # Ranks that share each matrix of a worker's model; stages that share its layers.
-    tp_size: int
-    pp_size: int
-    # Schedulers per worker.
-    dp_size: int
+# Configs with the options of an engine, and options in them that need several hosts or depend on the role.
+_PARTS = ("model", "parallel", "dp_size", "cache", "scheduler", "speculative")
+_NOT_HERE = ("load_timeout", "nnodes", "node_rank", "dist_init_addr", "shared_pool", "decode_prefix_cache")
+ENGINE_OPTIONS = {
+    option.name: option
+    for option in options_of(WorkerConfig())
+    if option.path.partition(".")[0] in _PARTS and option.name not in _NOT_HERE
+}
 
 
 def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
     """Return the config of a worker in the null role. Raises ConfigError that names the invalid option."""
-    unknown = options.keys() - EngineOptions.__annotations__.keys()
-    if unknown:
-        known = ", ".join(EngineOptions.__annotations__)
-        raise ConfigError(f"Engine has no option {', '.join(sorted(unknown))}: it has {known}")
-    _checked(options, EngineOptions)
-    config = WorkerConfig(
-        model=_pick(ModelConfig, {"model": model, **options}),
-        cache=_pick(CacheConfig, options),
-        scheduler=_pick(SchedulerConfig, {**options, "overlap_schedule": not options.get(_NORMAL_LOOP, False)}),
-        speculative=_pick(SpeculativeConfig, options, prefix="speculative_"),
-        disaggregation=DisaggregationConfig(transfer_backend=transfer_backend),
-        parallel=_pick(ParallelConfig, options),
-        dp_size=options.get("dp_size", 1),
-    )
+    if unknown := options.keys() - ENGINE_OPTIONS.keys():
+        raise ConfigError(f"Engine has no option {', '.join(sorted(unknown))}: it has {', '.join(ENGINE_OPTIONS)}")
+    values = {name: _checked(name, value) for name, value in options.items()}
+    changes = {"model.model": model, "disaggregation.transfer_backend": transfer_backend}
+    config: WorkerConfig = replaced(fill(WorkerConfig(), values), changes)
     check_worker(config)
     return config
 
 
 def worker_args(options: Mapping[str, Any]) -> list[str]:
-    """Return the same options for the command line of a worker."""
-    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not False}
+    """Return the same options for the command line of a worker. A flag that is off is left out."""
+    flags = {flag_of(name): value for name, value in options.items() if value is not False}
     return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
 
 
-def _pick(component: type[S], options: Mapping[str, Any], prefix: str = "") -> S:
-    own = {name: options[prefix + name] for name in component.__struct_fields__ if prefix + name in options}
-    return _checked(own, component)
-
-
-def _checked(options: Mapping[str, Any], kind: type[T]) -> T:
+def _checked(name: str, value: Any) -> Any:
     try:
-        return msgspec.convert(options, kind)
+        return msgspec.convert(value, ENGINE_OPTIONS[name].kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"Engine's options: {error}") from None
+        raise ConfigError(f"Engine's option {name}: {error}") from None

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from splitserve.core.config import ClusterToken, DisaggregationConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.request import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ def read_token_file(path: Path) -> ClusterToken:
         secret = path.read_bytes().strip()
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError(f"--cluster-token-file {path}: {error.strerror}; {_recipe(path)}") from None
+        raise OptionError("--cluster-token-file", f"{path}: {error.strerror}; {_recipe(path)}") from None
     if len(secret) < MIN_TOKEN_BYTES:
         problem = f"{len(secret)} bytes are too few for a cluster token, it needs at least {MIN_TOKEN_BYTES}"
-        raise ConfigError(f"--cluster-token-file {path}: {problem}; {_recipe(path)}")
+        raise OptionError("--cluster-token-file", f"{path}: {problem}; {_recipe(path)}")
     if mode & _OTHERS_MAY_READ:
         logger.warning("others on this machine may read the cluster token: chmod 600 %s", path)
     return ClusterToken(secret)
@@ -68,7 +68,7 @@ def settle_host(config: DisaggregationConfig) -> DisaggregationConfig:
         return config
     address = _resolve(config.host)
     if address.is_unspecified:
-        raise ConfigError(f"--disaggregation-host {config.host!r} is no address that others can reach: name one")
+        raise OptionError("--disaggregation-host", f"{config.host!r} is no address that others can reach: name one")
     if not address.is_loopback and not config.cluster_token.secret:
         raise ConfigError(
             f"a {config.mode} worker would listen on {config.host}, which is no loopback address, without a cluster "
@@ -85,7 +85,7 @@ def _resolve(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
         return ipaddress.ip_address(found[0][4][0])
     except (OSError, UnicodeError, ValueError) as error:
-        raise ConfigError(f"--disaggregation-host {host!r} has no address: {error}") from None
+        raise OptionError("--disaggregation-host", f"{host!r} has no address: {error}") from None
 
 
 def _recipe(path: Path) -> str:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.config import LOG_LEVELS
+from splitserve.core.errors import OptionError
 
-LEVELS = ("debug", "info", "warning", "error", "critical")
 # Libraries, and the lowest level of their records that is useful to operators.
 _QUIET = {"uvicorn.error": logging.WARNING, "uvicorn.access": logging.WARNING, "httpx": logging.WARNING}
 # Maximum seconds that a thread computes in Python while another one waits. The engine's thread waits between any two
@@ -26,8 +26,8 @@ _GARBAGE_THRESHOLD = 20_000
 
 def setup_logger(level: str) -> None:
     """Set up logging. Raises ConfigError for an unknown level."""
-    if level.lower() not in LEVELS:
-        raise ConfigError(f"--log-level {level!r}: choose one of {', '.join(LEVELS)}")
+    if level.lower() not in LOG_LEVELS:
+        raise OptionError("--log-level", f"{level!r}: choose one of {', '.join(LOG_LEVELS)}")
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from splitserve.core.clock import SystemClock
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError, WorkerUnavailableError
+from splitserve.core.errors import ConfigError, OptionError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.ranks.node_settings import difference
 from splitserve.ranks.node_wire import (
@@ -194,7 +194,7 @@ class NodeHead:
         if problem := difference(node_rank, hello.settings, self._settings):
             raise ConfigError(problem)
         if not 0 < node_rank < self._num_nodes or set(hello.pipes) != self._pipes_of(node_rank):
-            raise ConfigError(f"--node-rank {node_rank} is none of the others of --nnodes {self._num_nodes}")
+            raise OptionError("--node-rank", f"{node_rank} is none of the others of --nnodes {self._num_nodes}")
         if node_rank in self._nodes:
             there = self._nodes[node_rank][0].peer
             raise ConfigError(f"there is a node {node_rank} already, at {there}: give each node its own --node-rank")

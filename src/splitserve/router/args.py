@@ -1,15 +1,18 @@
-"""Options of the router process, the same for the command line, tests and embedding programs."""
+"""Configuration of the router: its options, for the command line, tests and embedding programs."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from splitserve.core.config import LimitsConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.config import LOG_LEVELS
+from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.limits import LimitsConfig
+from splitserve.core.options import Config, check_ranges, option, section
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.policies import POLICIES
 
@@ -37,109 +40,176 @@ class PrefillConfig:
                 return cls(parse_url(url))
             case [url, port] if port.isdecimal() and 0 < int(port) < 65536:
                 return cls(parse_url(url), int(port))
-        raise ConfigError(f"--prefill {text!r}: give a URL and then a bootstrap port, 'none' or nothing")
+        raise OptionError("--prefill", f"{text!r}: give a URL and then a bootstrap port, 'none' or nothing")
 
 
-@dataclass(frozen=True, slots=True)
-class LBArgs:
+def parse_urls(words: Sequence[str], option: str) -> tuple[str, ...]:
+    return tuple(parse_url(word) for word in words)
+
+
+class LBArgs(Config, frozen=True, kw_only=True):
     """Configuration of one router."""
 
-    host: str = "127.0.0.1"
-    # 0: any free port.
-    port: int = 8000
-    # Routing policy, and those of prefill and decode workers. None: `policy`.
-    policy: str = "round_robin"
-    prefill_policy: str | None = None
-    decode_policy: str | None = None
-    # Policy cache_aware: a worker is avoided, whatever it has cached, while its load exceeds the least load by more
-    # than this number of requests and by more than this factor.
-    balance_abs_threshold: int = 8
-    balance_rel_threshold: float = 1.5
-    # Folder or name of the model with the tokenizer for prompts, as for a worker. None: that of the workers, if their
-    # folder exists on this machine.
-    model: str | None = None
-    # A decode worker serves a request alone if it has to compute at most this many prompt tokens. None: never.
-    disaggregate_above: int | None = None
-    prefill: tuple[PrefillConfig, ...] = ()
-    decode: tuple[str, ...] = ()
-    # Colocated workers: used if there is no prefill and decode pair.
-    workers: tuple[str, ...] = ()
-    # File of JSON lines that list workers, see `workers_file.py`. None: no file.
-    workers_file: Path | None = None
-    # Whether a worker that joins must prove its path before it gets requests, see `prober.py`.
-    probe: bool = True
-    # Deadlines in seconds: of a whole request, of a connection attempt, and of the silence while a worker answers.
-    timeout: float = 1800.0
-    connect_timeout: float = 5.0
-    idle_timeout: float = 600.0
-    # Seconds between two health checks of a worker.
-    health_interval: float = 2.0
-    # Seconds without a heartbeat after which a worker that should send them counts as hung.
-    hang_timeout: float = 30.0
-    # Number of further workers to which a request is sent after failures, one after the other. A stream restarts the
-    # count after each token.
-    max_retries: int = 3
-    # Retries of a request after its worker hung or died while it tokenized or prefilled that request.
-    max_prefill_retries: int = 1
-    # Maximum number of requests that run at the workers (None: no limit), and that wait in the router.
-    max_running_requests: int | None = None
-    max_queued_requests: int = 1024
-    # Requests per key: per second on average (None: no limit), and in a burst (None: as many as in one second).
-    rate_limit: float | None = None
-    rate_limit_burst: int | None = None
-    # At shutdown, seconds that running requests get to finish.
-    drain_timeout: float = 30.0
-    log_level: str = "info"
-    # One log line per request.
-    access_log: bool = True
-    # Files with the keys of clients, and of operators and workers. None: see `api_keys.py`.
-    api_key_file: Path | None = None
-    operator_key_file: Path | None = None
-    # File with keys. The first authenticates the router's requests to workers. None: workers require no key.
-    worker_key_file: Path | None = None
-    # Origins of web pages that may send requests, e.g. https://chat.example.org; "*": any.
-    cors_origins: tuple[str, ...] = ()
-    # PEM files; None: no TLS.
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    # PEM files for workers at https URLs: the authority of their certificates, and the router's own certificate and
-    # key.
-    worker_ssl_ca_certs: Path | None = None
-    worker_ssl_certfile: Path | None = None
-    worker_ssl_keyfile: Path | None = None
+    prefill: tuple[PrefillConfig, ...] = option(
+        (),
+        "A prefill worker; repeatable.",
+        kind=list[str] | None,
+        parse=lambda words, _: tuple(PrefillConfig.parse(text) for text in words),
+        metavar="URL [BOOTSTRAP_PORT]",
+        section="Workers",
+    )
+    decode: tuple[str, ...] = option(
+        (), "A decode worker; repeatable.", kind=list[str] | None, parse=parse_urls, metavar="URL"
+    )
+    # Used if there is no prefill and decode pair.
+    workers: tuple[str, ...] = option(
+        (),
+        "A colocated worker; repeatable.",
+        name="worker",
+        kind=list[str] | None,
+        parse=parse_urls,
+        metavar="URL",
+        aliases="--worker-urls",
+    )
+    # `workers_file.py`.
+    workers_file: Path | None = option(
+        None, "Workers, one JSON object per line; read again when it changes.", metavar="FILE"
+    )
+    # `prober.py`.
+    probe: bool = option(True, "Send requests to a worker that joins only after a probe through it.")
+    policy: str = option(
+        "round_robin", "Policy that chooses the worker of a request.", choices=POLICIES, section="Routing"
+    )
+    prefill_policy: str | None = option(None, "Policy for prefill workers. Default: --policy.", choices=POLICIES)
+    decode_policy: str | None = option(None, "Policy for decode workers. Default: --policy.", choices=POLICIES)
+    balance_abs_threshold: int = option(
+        8,
+        "cache_aware: skip a worker with more than this many requests above the least loaded one, if it also exceeds "
+        "--balance-rel-threshold.",
+        ge=0,
+    )
+    balance_rel_threshold: float = option(
+        1.5,
+        "cache_aware: skip a worker with more than this many times the requests of the least loaded one, if it also "
+        "exceeds --balance-abs-threshold.",
+        ge=1,
+    )
+    # None: the workers' model, if its folder exists on this machine.
+    model: str | None = option(
+        None,
+        "cache_aware: model with the tokenizer for prompts. Default: the workers' model.",
+        metavar="MODEL",
+        aliases="--model-path --tokenizer-path",
+    )
+    # At least one, because a decode worker computes one token at least. None: never.
+    disaggregate_above: int | None = option(
+        None,
+        "Send a request to a decode worker alone if at most N tokens of its prompt are not cached there.",
+        ge=1,
+        metavar="N",
+    )
+    timeout: float = option(
+        1800.0, "Seconds per request in total.", aliases="--request-timeout-secs", section="Times and retries"
+    )
+    connect_timeout: float = option(5.0, "Seconds to connect to a worker.")
+    idle_timeout: float = option(600.0, "Seconds without a byte from a worker after which its answer counts as lost.")
+    health_interval: float = option(
+        2.0, "Seconds between two health checks of a worker.", aliases="--health-check-interval-secs"
+    )
+    # It applies to workers that send heartbeats.
+    hang_timeout: float = option(
+        30.0, "Seconds without an answer to health checks after which a worker counts as hung."
+    )
+    max_retries: int = option(
+        3,
+        "Retries of a request on other workers. Each new token starts the count again.",
+        ge=0,
+        aliases="--retry-max-retries",
+    )
+    max_prefill_retries: int = option(
+        1,
+        "Retries within --max-retries after a worker hung or died while it tokenized or prefilled the request. "
+        "Raise it only if workers die for other reasons: a request that kills workers kills one more per retry.",
+        ge=0,
+    )
+    drain_timeout: float = option(30.0, "Seconds that running requests may take to finish on shutdown.", ge=0)
+    max_running_requests: int | None = option(
+        None,
+        "Requests that workers process at the same time. Default: no limit.",
+        ge=1,
+        aliases="--max-concurrent-requests",
+        section="Admission",
+    )
+    max_queued_requests: int = option(
+        1024, "Requests that wait for admission. Beyond that: 503.", ge=0, aliases="--queue-size"
+    )
+    # None: no limit.
+    rate_limit: float | None = option(
+        None,
+        "Requests per second and API key. Beyond that: 429.",
+        metavar="N",
+        aliases="--rate-limit-tokens-per-second",
+    )
+    rate_limit_burst: int | None = option(
+        None,
+        "Requests that an API key may send at once. Default: the --rate-limit of one second.",
+        ge=1,
+        metavar="N",
+    )
+    # `api_keys.py` has the meaning of None.
+    api_key_file: Path | None = option(
+        None,
+        "File with the keys of clients. Each line: a key, then a name. Clients must present one.",
+        metavar="FILE",
+        section="Keys and TLS",
+    )
+    operator_key_file: Path | None = option(
+        None, "File with the keys of operators, needed to add, drain, remove and register workers.", metavar="FILE"
+    )
+    # None: workers require no key.
+    worker_key_file: Path | None = option(
+        None, "File with the key for workers that have --api-key-file. The first key is sent.", metavar="FILE"
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "Web pages of this origin may send requests; *: any. Repeatable.",
+        name="cors_origin",
+        kind=list[str] | None,
+        parse=lambda words, _: tuple(words),
+        metavar="ORIGIN",
+        aliases="--cors-allowed-origins",
+    )
+    ssl_certfile: Path | None = option(None, "PEM certificate: serve https.", metavar="FILE", aliases="--tls-cert-path")
+    ssl_keyfile: Path | None = option(None, "PEM key of the certificate.", metavar="FILE", aliases="--tls-key-path")
+    worker_ssl_ca_certs: Path | None = option(
+        None, "PEM authority of the certificates of workers at https URLs.", metavar="FILE"
+    )
+    worker_ssl_certfile: Path | None = option(
+        None, "PEM certificate for workers that require one (their --ssl-ca-certs).", metavar="FILE"
+    )
+    worker_ssl_keyfile: Path | None = option(None, "PEM key of --worker-ssl-certfile.", metavar="FILE")
     # `max_request_bytes` None: the largest limit among its workers.
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    limits: LimitsConfig = section("Limits", LimitsConfig())
+    host: str = option("127.0.0.1", "Address to listen on.", section="Process")
+    port: int = option(8000, "Port to listen on. 0: any free one.", ge=0, le=65535)
+    log_level: str = option("info", "Least severity that is logged.", choices=LOG_LEVELS, aliases="--uvicorn-log-level")
+    access_log: bool = option(
+        True,
+        "Do not log a line per request.",
+        name="disable_access_log",
+        negates=True,
+        aliases="--disable-log-requests",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("policy", "prefill_policy", "decode_policy"):
-            if (value := getattr(self, name)) is not None and value not in POLICIES:
-                raise ConfigError(f"--{name.replace('_', '-')} {value!r}: choose one of {', '.join(POLICIES)}")
-        for name in ("max_retries", "max_prefill_retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more")
-        if self.max_running_requests is not None and self.max_running_requests < 1:
-            raise ConfigError("--max-running-requests must be at least 1")
-        if self.max_queued_requests < 0:
-            raise ConfigError("--max-queued-requests must be 0 or more")
-        if self.disaggregate_above is not None and self.disaggregate_above < 1:
-            raise ConfigError("--disaggregate-above must be at least 1: a decode worker computes one token at least")
-        self._check_rate()
+        check_ranges(self)
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(f"--cors-origin {origin!r}: write SCHEME://HOST or SCHEME://HOST:PORT, or *")
-        if self.balance_abs_threshold < 0 or self.balance_rel_threshold < 1:
-            raise ConfigError("--balance-abs-threshold must be 0 or more, --balance-rel-threshold 1 or more")
-        for name in ("timeout", "connect_timeout", "idle_timeout", "health_interval", "hang_timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds")
-
-    def _check_rate(self) -> None:
-        if self.rate_limit is not None and not 0 < self.rate_limit < math.inf:
-            raise ConfigError("--rate-limit must be above 0 requests a second")
+                raise OptionError("--cors-origin", f"{origin!r}: write SCHEME://HOST or SCHEME://HOST:PORT, or *")
         if self.rate_limit is not None and self.api_key_file is None:
-            raise ConfigError("--rate-limit holds for each key: give --api-key-file, too")
-        if self.rate_limit_burst is not None and (self.rate_limit is None or self.rate_limit_burst < 1):
-            raise ConfigError("--rate-limit-burst must be at least 1, and needs --rate-limit")
+            raise OptionError("--rate-limit", "holds for each key: give --api-key-file, too")
+        if self.rate_limit_burst is not None and self.rate_limit is None:
+            raise OptionError("--rate-limit-burst", "needs --rate-limit")
 
     @property
     def burst(self) -> int:
@@ -152,6 +222,16 @@ class LBArgs:
     def policy_of(self, mode: DisaggregationMode) -> str:
         own = {DisaggregationMode.PREFILL: self.prefill_policy, DisaggregationMode.DECODE: self.decode_policy}
         return own.get(mode) or self.policy
+
+
+class RouterProcessConfig(Config, frozen=True, kw_only=True):
+    """Options of `splitserve router` for the life of its process."""
+
+    ready_file: Path | None = option(
+        None, "Write a JSON file with URL and process id when ready.", metavar="FILE", section="Process"
+    )
+    exit_with_parent: bool = option(False, "End when standard input ends.")
+    fd: int | None = option(None, "Inherited listening socket.", ge=0, is_hidden=True)
 
 
 def parse_url(text: str) -> str:

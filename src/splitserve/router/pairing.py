@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from splitserve.api.json_body import is_batch
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
+from splitserve.core.limits import LimitsConfig
 
 Body = dict[str, Any]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from splitserve.core.errors import ConfigError, UnknownWorkerError
+from splitserve.core.errors import ConfigError, OptionError, UnknownWorkerError
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
@@ -40,7 +40,7 @@ def read_workers(path: Path) -> dict[str, PDRegistryRequest]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"--workers-file {path}: {reason}; write one worker a line, such as {_EXAMPLE}") from None
+        raise OptionError("--workers-file", f"{path}: {reason}; write one worker a line, such as {_EXAMPLE}") from None
     workers: dict[str, PDRegistryRequest] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -50,7 +50,7 @@ def read_workers(path: Path) -> dict[str, PDRegistryRequest]:
             if worker.registry_url in workers:
                 raise ValueError("this worker's url has come before: leave one of the lines out")
         except ValueError as error:
-            raise ConfigError(f"--workers-file {path}, line {number}: {error}") from None
+            raise OptionError("--workers-file", f"{path}, line {number}: {error}") from None
         workers[worker.registry_url] = worker
     return workers
 

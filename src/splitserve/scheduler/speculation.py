@@ -10,9 +10,9 @@ For a step that samples its request's next token:
 5. `give_back`, before the next step is planned, releases pages that were allocated for draft tokens only.
 
 Requests with grammars get no draft tokens: their next tokens are masked one by one. Of the proposers, the draft model
-is in `engine/draft.py`. `NgramProposer` looks up the longest suffix of the text, of `MIN_MATCH` to `max_match` tokens,
-that also occurs earlier, at its latest occurrence. The tokens behind it are the proposals. If they reach the end of the
-text, they are repeated: a text that repeats itself is expected to continue so.
+is in `engine/draft.py`. `NgramProposer` looks up the longest suffix of the text, of `MIN_NGRAM_MATCH` to `max_match`
+tokens, that also occurs earlier, at its latest occurrence. The tokens behind it are the proposals. If they reach the
+end of the text, they are repeated: a text that repeats itself is expected to continue so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan, StepResult
+from splitserve.core.config import MIN_NGRAM_MATCH
 from splitserve.core.errors import EngineError
 from splitserve.core.request import Request
 
@@ -110,10 +111,6 @@ class Speculation:
             return [[] for _ in steps]
 
 
-# A match of a single token is too often accidental.
-MIN_MATCH = 2
-
-
 class Text:
     """The tokens of a request. They only grow."""
 
@@ -158,7 +155,7 @@ class NgramProposer:
 
 
 def continuation(tokens: npt.NDArray[np.int32], max_match: int, count: int) -> list[int]:
-    """Return `count` tokens that may follow, or none if the last `MIN_MATCH` tokens did not occur before."""
+    """Return `count` tokens that may follow, or none if the last `MIN_NGRAM_MATCH` tokens did not occur before."""
     last = len(tokens) - 1
     # Positions before the last token at which the suffix of the current length ends.
     places = np.flatnonzero(tokens[:-1] == tokens[last])
@@ -168,7 +165,7 @@ def continuation(tokens: npt.NDArray[np.int32], max_match: int, count: int) -> l
         places = places[tokens[places - back] == tokens[last - back]]
         if not len(places):
             break
-        if back + 1 >= MIN_MATCH:
+        if back + 1 >= MIN_NGRAM_MATCH:
             found = places
     if not len(found):
         return []

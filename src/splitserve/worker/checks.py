@@ -2,96 +2,42 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from splitserve.api.api_keys import first_key, read_keys
 from splitserve.api.tls import TlsFiles, tls_files, trust_only
-from splitserve.core.config import (
-    ATTENTION_BACKENDS,
-    DTYPES,
-    TRANSFER_DTYPES,
-    ModelConfig,
-    SchedulerConfig,
-    ServerConfig,
-    WorkerConfig,
-)
-from splitserve.core.errors import ConfigError
-from splitserve.core.machine import MAX_THREADS
-from splitserve.core.parallel import MAX_DP_SIZE, misfit
+from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
+from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.options import check_ranges
+from splitserve.core.parallel import misfit
 from splitserve.observe.events.publisher import check_config
 from splitserve.router.args import parse_url
-from splitserve.scheduler.speculation import MIN_MATCH
 from splitserve.transfer.transports import USER_BACKENDS, check_options, missing
-
-_BYTES = re.compile(r"(\d+)(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
-
-
-def check_dtype(dtype: str, option: str = "--dtype", choices: Sequence[str] = DTYPES) -> None:
-    if dtype not in ("auto", *choices):
-        raise ConfigError(f"{option} {dtype!r}: choose one of auto, {', '.join(choices)}")
 
 
 def check_backend(backend: str, option: str) -> None:
     if backend not in USER_BACKENDS:
-        raise ConfigError(f"{option} {backend!r}: choose one of {', '.join(USER_BACKENDS)}")
+        raise OptionError(option, f"{backend!r}: choose one of {', '.join(USER_BACKENDS)}")
     if problem := missing(backend):
         raise ConfigError(problem)
 
 
 def check_worker(config: WorkerConfig) -> None:
-    """Raise ConfigError for the first option that is out of range."""
-    check_dtype(config.model.dtype)
-    if config.model.attention_backend not in ATTENTION_BACKENDS:
-        raise ConfigError(
-            f"--attention-backend {config.model.attention_backend!r}: choose one of {', '.join(ATTENTION_BACKENDS)}"
-        )
+    """Raise ConfigError for the first option that is out of range, or does not go together with others."""
+    check_ranges(config)
     check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
-    check_dtype(config.disaggregation.transfer_dtype, "--transfer-dtype", TRANSFER_DTYPES)
-    narrows, is_decode = config.disaggregation.transfer_dtype != "auto", config.disaggregation.mode == "decode"
-    threads = config.model.threads
-    shares_pool = config.cache.shared_pool is not None
-    can_share = config.disaggregation.transfer_backend == "shm" and config.disaggregation.mode != "null"
-    speculative = config.speculative
-    has_draft = speculative.draft_model is not None
-    checks = (
-        (
-            "--speculative-draft-model",
-            has_draft == (speculative.algorithm == "draft"),
-            "and --speculative-algorithm draft need each other",
-        ),
-        ("--speculative-num-draft-tokens", speculative.num_draft_tokens >= 1, "must be at least 1"),
-        ("--speculative-ngram-max-match", speculative.ngram_max_match >= MIN_MATCH, f"must be at least {MIN_MATCH}"),
-        (
-            "--transfer-dtype",
-            is_decode or not narrows,
-            "is for decode workers, which say how the KV cache reaches them",
-        ),
-        ("--shared-pool", can_share or not shares_pool, "is for prefill and decode workers with the backend shm"),
-        ("--port", 0 <= config.server.port < 65536, "must be in [0, 65535]"),
-        ("--disaggregation-bootstrap-port", 0 <= config.disaggregation.bootstrap_port < 65536, "must be in [0, 65535]"),
-        ("--page-size", config.cache.page_size >= 1, "must be at least 1"),
-        ("--max-total-tokens", _is_positive(config.cache.max_total_tokens), "must be at least 1"),
-        ("--mem-fraction-static", _is_fraction(config.cache.mem_fraction), "must be in (0, 1]"),
-        ("--swa-full-tokens-ratio", _is_fraction(config.cache.swa_full_tokens_ratio), "must be in (0, 1]"),
-        *_scheduler_checks(config.scheduler),
-        ("--context-length", _is_positive(config.model.context_length), "must be at least 1"),
-        ("--cuda-graph-max-bs", config.model.cuda_graph_max_batch >= 0, "must be at least 1"),
-        ("--dp-size", 1 <= config.dp_size <= MAX_DP_SIZE, f"must be in [1, {MAX_DP_SIZE}]"),
+    for option, ok, rule in (
+        *_role_checks(config),
         *_shape_checks(config),
         *_quantization_checks(config.model),
         *(_dp_attention_checks(config) if config.model.dp_attention else ()),
         *(_node_checks(config) if config.parallel.nnodes > 1 else ()),
-        ("--threads", threads is None or 1 <= threads <= MAX_THREADS, f"must be in [1, {MAX_THREADS}]"),
-        ("--bootstrap-timeout", config.disaggregation.bootstrap_timeout > 0, "must be above 0 seconds"),
-        ("--transfer-timeout", config.disaggregation.transfer_timeout > 0, "must be above 0 seconds"),
-    )
-    for option, ok, rule in checks:
+    ):
         if not ok:
-            raise ConfigError(f"{option} {rule}")
+            raise OptionError(option, rule)
     check_config(config.kv_events, config.dp_size)
     router_key(config.server)
     router_tls(config.server)
@@ -100,11 +46,21 @@ def check_worker(config: WorkerConfig) -> None:
         read_keys(Path(config.server.api_key_file), "--api-key-file")
 
 
+def _role_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
+    """Yield checks of options that need a role, a backend or another option."""
+    disaggregation, speculative = config.disaggregation, config.speculative
+    needs_draft = (speculative.draft_model is not None) == (speculative.algorithm == "draft")
+    yield "--speculative-draft-model", needs_draft, "and --speculative-algorithm draft need each other"
+    is_decode = disaggregation.mode == "decode" or disaggregation.transfer_dtype == "auto"
+    yield "--transfer-dtype", is_decode, "is for decode workers, which determine how the KV cache reaches them"
+    can_share = disaggregation.transfer_backend == "shm" and disaggregation.mode != "null"
+    rule = "is for prefill and decode workers with the backend shm"
+    yield "--shared-pool", can_share or config.cache.shared_pool is None, rule
+
+
 def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     """Yield checks of the shape of a sharded model, and of settings that need a single rank."""
     parallel, is_whole = config.parallel, config.parallel.group_size == 1
-    yield "--tp-size", parallel.tp_size >= 1, "must be at least 1"
-    yield "--pp-size", parallel.pp_size >= 1, "must be at least 1"
     num_stages = len(parallel.pp_layers)
     rule = f"names the layers of {num_stages} pipeline stages, --pp-size of {parallel.pp_size}"
     yield "--pp-layers", num_stages in (0, parallel.pp_size), rule
@@ -132,12 +88,12 @@ def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
 
 def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None:
     """Check the options for several hosts. Raises ConfigError."""
-    if nnodes < 1:
-        raise ConfigError("--nnodes must be at least 1")
     if not 0 <= node_rank < nnodes:
-        raise ConfigError(f"--node-rank must be in [0, {nnodes - 1}] with --nnodes {nnodes}")
+        raise OptionError("--node-rank", f"must be in [0, {nnodes - 1}] with --nnodes {nnodes}")
     if (nnodes > 1) != (dist_init_addr is not None):
-        raise ConfigError("--nnodes above 1 and --dist-init-addr HOST:PORT (of node 0, on all nodes) need each other")
+        raise OptionError(
+            "--nnodes", "above 1 and --dist-init-addr HOST:PORT (of node 0, on all nodes) need each other"
+        )
 
 
 def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
@@ -149,21 +105,6 @@ def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     has_token = bool(config.disaggregation.cluster_token.secret)
     recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
     yield "--cluster-token-file", has_token, recipe
-
-
-def _scheduler_checks(config: SchedulerConfig) -> Iterator[tuple[str, bool, str]]:
-    at_least_one, above_zero = "must be at least 1", "must be above 0 seconds"
-    yield "--chunked-prefill-size", config.chunked_prefill_size >= 1, at_least_one
-    yield "--local-prefill-size", config.local_prefill_size >= 1, at_least_one
-    yield "--max-running-requests", config.max_running_requests >= 1, at_least_one
-    yield "--max-queued-requests", config.max_queued_requests >= 1, at_least_one
-    yield "--grammar-timeout", config.grammar_timeout > 0, above_zero
-    yield "--grammar-compile-budget", config.grammar_compile_budget > 0, above_zero
-    yield "--grammar-step-budget", config.grammar_step_budget > 0, above_zero
-    yield "--grammar-request-budget", config.grammar_request_budget > 0, above_zero
-    yield "--grammar-memory", config.grammar_memory >= 1 << 20, "must be at least 1 MiB"
-    yield "--num-reserved-decode-tokens", config.num_reserved_decode_tokens >= 1, at_least_one
-    yield "--request-timeout", config.request_timeout is None or config.request_timeout > 0, above_zero
 
 
 def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
@@ -181,14 +122,6 @@ def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]
     yield "--quantization", config.model.quantization is None, alone
 
 
-def stage_sizes(text: str, option: str) -> tuple[int, ...]:
-    """Return numbers separated by commas. Raises ConfigError."""
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{option} {text!r}: give a number of layers for each stage, such as 10,20") from None
-
-
 def router_key(server: ServerConfig) -> str | None:
     """Return the key with which a worker authenticates at its router. None: no key. Raises ConfigError."""
     if server.router_key_file is None:
@@ -204,7 +137,7 @@ def router_tls(server: ServerConfig) -> ssl.SSLContext | None:
     try:
         return trust_only(Path(path).read_bytes(), f"--router-certificate {path}")
     except OSError as error:
-        raise ConfigError(f"--router-certificate {path}: {error.strerror}") from None
+        raise OptionError("--router-certificate", f"{path}: {error.strerror}") from None
 
 
 def server_tls(server: ServerConfig) -> TlsFiles | None:
@@ -220,36 +153,3 @@ def router_urls(options: Sequence[str]) -> tuple[str, ...]:
     """
     words = (word for option in options for word in option.split(","))
     return tuple(dict.fromkeys(parse_url(word) for word in words))
-
-
-def named_values(words: Sequence[str], option: str) -> dict[str, str]:
-    """Return the values of words NAME=VALUE, by name. Raises ConfigError."""
-    values = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"{option} {word!r}: give NAME=VALUE")
-        values[name] = value
-    return values
-
-
-def num_bytes(text: str, option: str) -> int:
-    """Return the bytes of a number with an optional suffix K, M, G or T (also KB or KiB), powers of 1024.
-
-    Raises ConfigError.
-    """
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{option} {text!r}: give a number of bytes, such as 512M or 4G")
-    number, suffix = match.groups()
-    return int(number) << (10 * (" KMGT".index(suffix.upper()) if suffix else 0))
-
-
-def _is_fraction(value: float | None) -> bool:
-    """Return whether a value is in (0, 1]. None, which selects a default, is valid."""
-    return value is None or 0.0 < value <= 1.0
-
-
-def _is_positive(value: int | None) -> bool:
-    """Return whether a value is at least 1. None, which selects a default, is valid."""
-    return value is None or value >= 1

@@ -1,4 +1,7 @@
-"""Addresses for `splitserve serve --join ROUTER_URL`: they are derived from the route to the router."""
+"""Options of `splitserve serve` about its process and its addresses.
+
+With `--join ROUTER_URL`, addresses are derived from the route to the router.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
+from splitserve.core.options import Config, option
 from splitserve.worker.checks import router_urls
 
 logger = logging.getLogger(__name__)
@@ -21,6 +26,54 @@ DEFAULT_PORT, DEFAULT_BOOTSTRAP_PORT = 30000, 8998
 # Seconds to wait for the address of a name, or for a route to it: a machine may start before its network.
 PATIENCE = 60.0
 _PAUSE = 0.5
+
+
+class LaunchConfig(Config, frozen=True, kw_only=True):
+    """Options of `splitserve serve` from which addresses, secrets and the life of the process follow."""
+
+    disable_cuda_graph: bool = option(
+        False,
+        "On GPUs: launch each kernel of a decode step instead of replaying a CUDA graph.",
+        aliases="--enforce-eager",
+        section="Model",
+    )
+    disaggregation_host: str | None = option(
+        None, "Address at which other workers reach this one. Default: --host.", section="Disaggregation"
+    )
+    disaggregation_bootstrap_port: int | None = option(
+        None,
+        "On prefill workers: port of the bootstrap server. 0: any free one. Default: 8998, with --join 0. On "
+        "decode workers: port for requests that name none.",
+        ge=0,
+        le=65535,
+        section="Disaggregation",
+    )
+    cluster_token_file: Path | None = option(
+        None,
+        "File with the token of the cluster. Prefill and decode workers need it to listen beyond loopback.",
+        metavar="FILE",
+        env="SPLITSERVE_CLUSTER_TOKEN_FILE",
+        section="Disaggregation",
+    )
+    host: str | None = option(
+        None,
+        "Address to listen on. Default: 127.0.0.1, with --join the local address that routes to the router.",
+        section="Addresses and keys",
+    )
+    port: int | None = option(
+        None, "Port to listen on. 0: any free one. Default: 30000, with --join 0.", ge=0, le=65535
+    )
+    router: list[str] | None = option(
+        None, "Router to register with, repeatable.", metavar="URL[,URL]", aliases="--pdlb-url"
+    )
+    join: str | None = option(
+        None, "Register with the router at URL and advertise the local address that routes to it.", metavar="URL"
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests may take to finish on shutdown.", ge=0, section="Process"
+    )
+    ready_file: Path | None = option(None, "Write a JSON file with URL and process ids when ready.", metavar="FILE")
+    exit_with_parent: bool = option(False, "End when standard input ends.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +91,7 @@ class WorkerAddress:
 def settle_place(
     host: str | None, port: int | None, bootstrap_port: int | None, router: Sequence[str], join: str | None
 ) -> WorkerAddress:
-    """Return the addresses; open ones (None) are derived from `join`, if given. Raises ConfigError."""
+    """Return the addresses; open ones (None) are derived from `join`, if given. Raises OptionError."""
     urls = router_urls([*([] if join is None else [join]), *router])
     if join is None:
         bootstrap_port = DEFAULT_BOOTSTRAP_PORT if bootstrap_port is None else bootstrap_port
@@ -61,7 +114,7 @@ def address_towards(
 ) -> str:
     """Return this machine's address on its route to that URL. The URL's host can reach it, unless a NAT is in between.
 
-    Raises ConfigError if there is no route for `patience` seconds.
+    Raises OptionError if there is no route for `patience` seconds.
     """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -78,7 +131,7 @@ def patiently(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Return the result of `look_up`, retried on OSError for `patience` seconds. Raises ConfigError."""
+    """Return the result of `look_up`, retried on OSError for `patience` seconds. Raises OptionError."""
     deadline = now() + patience
     is_told = False
     while True:
@@ -86,8 +139,8 @@ def patiently(
             return look_up()
         except OSError as error:
             if now() >= deadline:
-                raise ConfigError(
-                    f"{option} {what}: no way there ({error}): check it, or name --host yourself"
+                raise OptionError(
+                    option, f"{what}: no way there ({error}): check it, or name --host yourself"
                 ) from None
             if not is_told:
                 logger.warning("no way to %s yet, trying for %g s: %s", what, patience, error)

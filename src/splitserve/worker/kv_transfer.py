@@ -15,7 +15,7 @@ import msgspec
 
 from splitserve.core.clock import SystemClock
 from splitserve.core.config import DisaggregationConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
@@ -180,9 +180,10 @@ def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | N
     if config.mode is not DisaggregationMode.DECODE or config.transfer_dtype == "auto":
         return None
     if not _is_on_cpu(engine):
-        raise ConfigError(
-            f"--transfer-dtype {config.transfer_dtype} needs a KV pool on the CPU, and this one is on "
-            f"{engine.pool.device}: leave it at auto"
+        raise OptionError(
+            "--transfer-dtype",
+            f"{config.transfer_dtype} needs a KV pool on the CPU, and this one is on "
+            f"{engine.pool.device}: leave it at auto",
         )
     return Arrivals(engine.layout, engine.regions, config.transfer_dtype)
 

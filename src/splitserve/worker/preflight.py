@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.machine import parse_cpus
 from splitserve.engine.fit import check_worker_fit, text_config
 from splitserve.engine.sources import resolve_model
@@ -34,18 +34,18 @@ def check_preflight(config: WorkerConfig, folder: Path) -> None:
             "model there"
         )
     if model.context_length is not None and model.context_length < MIN_TOKENS:
-        raise ConfigError(
-            f"--context-length {model.context_length}: too small for a chat request; give {MIN_TOKENS} or more"
+        raise OptionError(
+            "--context-length", f"{model.context_length}: too small for a chat request; give {MIN_TOKENS} or more"
         )
     positions = text_config(folder).get("max_position_embeddings")
     if model.context_length is not None and isinstance(positions, int) and model.context_length > positions:
-        raise ConfigError(
-            f"--context-length {model.context_length}: {model.model} has positions for {positions} tokens; give "
-            f"{positions} or less"
+        raise OptionError(
+            "--context-length",
+            f"{model.context_length}: {model.model} has positions for {positions} tokens; give {positions} or less",
         )
     if cache.max_total_tokens is not None and cache.max_total_tokens < MIN_TOKENS:
-        raise ConfigError(
-            f"--max-total-tokens {cache.max_total_tokens}: too small for one request; give {MIN_TOKENS} or more"
+        raise OptionError(
+            "--max-total-tokens", f"{cache.max_total_tokens}: too small for one request; give {MIN_TOKENS} or more"
         )
     if config.speculative.draft_model is not None:
         resolve_model(config.speculative.draft_model)
@@ -60,22 +60,24 @@ def _check_cpus(text: str | None) -> None:
     try:
         others = parse_cpus(text) - own
     except ValueError as error:
-        raise ConfigError(f"--cpu-affinity {text}: {error}; give core numbers such as 0-3,8") from None
+        raise OptionError("--cpu-affinity", f"{text}: {error}; give core numbers such as 0-3,8") from None
     if others:
-        raise ConfigError(f"--cpu-affinity {text}: this process may not use core {min(others)}; it has {sorted(own)}")
+        raise OptionError(
+            "--cpu-affinity", f"{text}: this process may not use core {min(others)}; it has {sorted(own)}"
+        )
 
 
 def _check_device(device: str) -> None:
     match = _DEVICE.fullmatch(device)
     if match is None:
-        raise ConfigError(f"--device {device}: choose auto, cpu, cuda or cuda:N")
+        raise OptionError("--device", f"{device}: choose auto, cpu, cuda or cuda:N")
     if not device.startswith("cuda"):
         return
     if lack := missing_of_cuda("CUDA"):
-        raise ConfigError(f"--device {device}: needs {lack}; or give --device cpu")
+        raise OptionError("--device", f"{device}: needs {lack}; or give --device cpu")
     count = _num_gpus()
     if int(match[1] or 0) >= count:
-        raise ConfigError(f"--device {device}: this process sees {count} GPUs; check CUDA_VISIBLE_DEVICES")
+        raise OptionError("--device", f"{device}: this process sees {count} GPUs; check CUDA_VISIBLE_DEVICES")
 
 
 def _num_gpus() -> int:

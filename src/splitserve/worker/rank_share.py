@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from splitserve.core.config import CacheConfig, ModelConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.core.parallel import place_on_node
 from splitserve.worker.scheduler_link import SchedulerStart
@@ -31,8 +31,9 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
         num_needed, smaller = group_here, "smaller ones"
         needs = f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {group_here}"
     if device.startswith("cuda:") and num_needed > 1:
-        raise ConfigError(
-            f"--device {device} is one GPU, and {needs}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)"
+        raise OptionError(
+            "--device",
+            f"{device} is one GPU, and {needs}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)",
         )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()

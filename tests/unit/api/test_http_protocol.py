@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from splitserve.api.http_server import HttpServer, bind, port_of
 from splitserve.api.intake import Intake, RequestMemory
-from splitserve.core.config import LimitsConfig
+from splitserve.core.limits import LimitsConfig
 
 Talk = Callable[[int], Awaitable[None]]
 # Seconds in which everything here happens, but for hangs.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from splitserve.api.error_response import shortened
 from splitserve.api.json_body import check_fields, is_batch, parse_object
 from splitserve.api.validation import unknown_fields
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
+from splitserve.core.limits import LimitsConfig
 
 LIMITS = LimitsConfig()
 

@@ -53,7 +53,7 @@ def test_a_file_with_a_model_alone_is_a_pair():
         ("worker_args: [--join, x]", "worker_args: --join is not for here"),
         ("router: {args: [--port, '1']}", "router.args: --port is not for here; say router.port"),
         ("router: {port: 70000}", "router.port: must be in"),
-        ("supervision: {backoff: 0}", "supervision.backoff: must be above 0 seconds"),
+        ("supervision: {backoff: 0}", "supervision.backoff: must be above 0 and finite, not 0"),
         ("supervision: {scale_down: never}", "supervision.scale_down: Invalid enum value 'never'"),
         ("name: A b", "name: small letters"),
         ("pools: [", "it is no YAML"),

@@ -229,5 +229,5 @@ def test_the_rank_goes_to_both_workers_unless_the_client_named_one() -> None:
 
 @pytest.mark.parametrize("wrong", [{"balance_abs_threshold": -1}, {"balance_rel_threshold": 0.5}])
 def test_thresholds_below_the_least_load_are_refused(wrong) -> None:
-    with pytest.raises(ConfigError, match="--balance-abs-threshold must be 0 or more, --balance-rel-threshold 1"):
+    with pytest.raises(ConfigError, match=r"--balance-.*-threshold must be (0 or more|at least 1), not"):
         LBArgs(**wrong)

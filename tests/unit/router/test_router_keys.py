@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def test_a_malformed_key_file_is_refused_without_telling_a_key(tmp_path: Path, t
 @pytest.mark.parametrize("option", ["api_key_file", "operator_key_file"])
 def test_a_key_file_that_is_not_there_is_named_with_its_option(tmp_path: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} .*No such file"):
-        build_router_app(replace(LBArgs(), **{option: tmp_path / "none"}))
+        build_router_app(LBArgs(**{option: tmp_path / "none"}))
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, "Bearer no-such-key"])

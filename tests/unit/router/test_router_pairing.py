@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
+from splitserve.core.limits import LimitsConfig
 from splitserve.router.pairing import check_num_samples, pair_body, random_room
 
 

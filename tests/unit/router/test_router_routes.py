@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import WorkerUnavailableError
+from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.args import PrefillConfig

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.batch import RequestStep, SampleSpec
+from splitserve.core.config import MIN_NGRAM_MATCH
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.speculation import MIN_MATCH, NgramProposer, Text, continuation
+from splitserve.scheduler.speculation import NgramProposer, Text, continuation
 
 # Few different tokens, so that there is much to be found.
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -14,7 +15,7 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 def naive(tokens: list[int], max_match: int, count: int) -> list[int]:
     n = len(tokens)
-    for length in range(min(max_match, n - 1), MIN_MATCH - 1, -1):
+    for length in range(min(max_match, n - 1), MIN_NGRAM_MATCH - 1, -1):
         for end in range(n - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[n - length :]:
                 text = list(tokens)

@@ -9,9 +9,9 @@ import pytest
 
 from splitserve.api.grammars import MAX_GRAMMAR_DEPTH, grammar_of, openai_grammar
 from splitserve.api.schemas import CompletionBody, NativeSampling
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
+from splitserve.core.limits import LimitsConfig
 
 from .conftest import StartWorker, Worker
 

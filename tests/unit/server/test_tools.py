@@ -11,9 +11,9 @@ import pytest
 from splitserve.api.schemas import ChatBody
 from splitserve.api.tokenizer import ChatTemplate, Tokenizer
 from splitserve.api.tools import BARE, TAGGED, ToolCallParser, ToolForm, ToolUse, readable_calls
-from splitserve.core.config import LimitsConfig
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
+from splitserve.core.limits import LimitsConfig
 from splitserve.engine.grammar_process import XGrammarCompiler
 
 MAX_CHARS = LimitsConfig().max_grammar_chars

@@ -117,7 +117,7 @@ def test_no_process_starts_with_a_wrong_option(
         (["--cluster-token-file", "/nowhere"], "--cluster-token-file /nowhere: No such file"),
         (["--max-messages", "many"], "--max-messages: "),
         (["--rate-limit", "5"], "give --api-key-file, too"),
-        (["--threads", "100000"], "--threads 100000: it must be in [1, 1024]"),
+        (["--threads", "100000"], "--threads must be in [1, 1024], not 100000"),
         (["--decode-tp-size", "2"], "sizes that would do: 1, 3, 9"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
 from splitserve.engine.attention import flashinfer
 from splitserve.engine.attention.base import AttentionBackend, PagedKV
 from splitserve.engine.attention.kernels import KernelBackend, is_supported
@@ -23,14 +23,14 @@ _HINT = "pip install 'splitserve[cuda]'"
 def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> AttentionBackend:
     """Return the backend. `name`: one of ATTENTION_BACKENDS. Raises ConfigError if the named one is not available."""
     if name == "flashinfer" and pool.device.type != "cuda":
-        raise ConfigError(f"--attention-backend flashinfer is for GPUs, and this pool is on {pool.device}: use auto")
+        raise OptionError("--attention-backend", f"flashinfer is for GPUs, and this pool is on {pool.device}: use auto")
     if name != "torch" and pool.device.type == "cuda":
         library, problem = find_flashinfer()
         problem = problem or flashinfer.problem_with(pool)
         if problem is None:
             return flashinfer.FlashInferBackend(pool, library)
         if name == "flashinfer":
-            raise ConfigError(f"--attention-backend flashinfer cannot serve {loaded.name}: {problem}. Use auto.")
+            raise OptionError("--attention-backend", f"flashinfer cannot serve {loaded.name}: {problem}. Use auto.")
         logger.warning("attention is torch's, and decode steps are not replayed as CUDA graphs: %s", problem)
     # Without instructions for bfloat16, torch converts its numbers one by one.
     widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()

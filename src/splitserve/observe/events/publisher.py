@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import zmq
 
 from splitserve.core.config import KVEventsConfig
-from splitserve.core.errors import ConfigError, clause
+from splitserve.core.errors import ConfigError, OptionError, clause
 from splitserve.observe.events.schema import EventBatch, KVEvent, encode
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def offset_endpoint_port(endpoint: str, data_parallel_rank: int) -> str:
     if endpoint.startswith("tcp://"):
         base, _, port = endpoint.rpartition(":")
         if not port.isdecimal():
-            raise ConfigError(f"--kv-events-config: {endpoint!r} has no port: write tcp://HOST:PORT")
+            raise OptionError("--kv-events-config", f": {endpoint!r} has no port: write tcp://HOST:PORT")
         return f"{base}:{int(port) + data_parallel_rank if int(port) else '*'}"
     return f"{endpoint}_dp{data_parallel_rank}" if data_parallel_rank else endpoint
 
@@ -233,9 +233,10 @@ def check_config(config: KVEventsConfig, dp_size: int) -> None:
     fixed = [address for address in taken if not address.endswith(":*")]
     twice = sorted({address for address in fixed if fixed.count(address) > 1})
     if twice:
-        raise ConfigError(
-            f"--kv-events-config: {twice[0]} would be used twice: each of the {dp_size} data parallel ranks has a port "
-            "of its own, counted up from that of endpoint and of replay_endpoint: put these further apart"
+        raise OptionError(
+            "--kv-events-config",
+            f": {twice[0]} would be used twice: each of the {dp_size} data parallel ranks has a port "
+            "of its own, counted up from that of endpoint and of replay_endpoint: put these further apart",
         )
 
 
@@ -243,12 +244,13 @@ def _check_endpoint(endpoint: str, dp_size: int) -> None:
     """Raise ConfigError for an address that ZeroMQ cannot use."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None:
-        raise ConfigError(f"--kv-events-config: {endpoint!r} is no address: write tcp://HOST:PORT or ipc://PATH")
+        raise OptionError("--kv-events-config", f": {endpoint!r} is no address: write tcp://HOST:PORT or ipc://PATH")
     last = int(match["port"] or 0) + dp_size - 1
     if last > MAX_PORT:
-        raise ConfigError(
-            f"--kv-events-config: {endpoint!r} needs the ports up to {last} for {dp_size} data parallel ranks, and "
-            f"{MAX_PORT} is the last: choose a lower port"
+        raise OptionError(
+            "--kv-events-config",
+            f": {endpoint!r} needs the ports up to {last} for {dp_size} data parallel ranks, and "
+            f"{MAX_PORT} is the last: choose a lower port",
         )
 
 
@@ -268,7 +270,7 @@ class EventPublisherFactory:
     def check(cls, name: str) -> None:
         """Raise ConfigError for an unknown name."""
         if name not in cls._makers:
-            raise ConfigError(f"--kv-events-config: there is no publisher {name!r}, only {', '.join(cls._makers)}")
+            raise OptionError("--kv-events-config", f": there is no publisher {name!r}, only {', '.join(cls._makers)}")
 
     @classmethod
     def create(cls, config: KVEventsConfig, attn_dp_rank: int = 0) -> EventPublisher:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 
 # The library reads it on import. The default logs a lot.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -225,9 +225,10 @@ def check_reaches_gpus() -> None:
     """Check that the library is not the build for memory of the CPU only. Raises ConfigError."""
     name, version = _installed()
     if name == _WITHOUT_CUDA:
-        raise ConfigError(
-            f"--transfer-option staging=gpu: {name} {version} takes every address for the CPU's. Install "
-            f"{_DISTRIBUTION}=={version} in its place, or leave it at staging=host"
+        raise OptionError(
+            "--transfer-option",
+            f"staging=gpu: {name} {version} takes every address for the CPU's. Install "
+            f"{_DISTRIBUTION}=={version} in its place, or leave it at staging=host",
         )
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
 from splitserve.transfer.transports.base import TransportOptions
 
 # Key in TransportOptions.extra.
@@ -26,7 +26,7 @@ def threads_of(options: TransportOptions) -> int:
 def thread_count(wanted: str) -> int:
     """Return the value of the option as a number. Raises ConfigError."""
     if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
-        raise ConfigError(f"--transfer-option {OPTION}={wanted}: a number from 1 to {MAX_THREADS}")
+        raise OptionError("--transfer-option", f"{OPTION}={wanted}: a number from 1 to {MAX_THREADS}")
     return int(wanted)
 
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
 from splitserve.core.layout import Region
 from splitserve.transfer.transports.aux_data import AuxData, AuxDataCodec
 from splitserve.transfer.transports.staging import ProcessStaging, StagingBuffer
@@ -53,7 +53,7 @@ class StagingChoice:
     def __init__(self, wanted: str, find_device: FindDevice = find_device) -> None:
         """`wanted`: one of STAGINGS. Raises ConfigError for anything else."""
         if wanted not in STAGINGS:
-            raise ConfigError(f"--transfer-option staging={wanted}: choose one of {', '.join(STAGINGS)}")
+            raise OptionError("--transfer-option", f"staging={wanted}: choose one of {', '.join(STAGINGS)}")
         # Codec of small writes to and from the registered memory.
         self.aux: AuxData = AuxDataCodec()
         self._wanted = wanted
@@ -72,9 +72,10 @@ class StagingChoice:
             memory = DeviceMemory(device, regions)
             self._device, self.aux = (device, memory), DeviceAuxDataCodec(device, memory)
         elif self._wanted == GPU:
-            raise ConfigError(
-                "--transfer-option staging=gpu needs a KV pool on a GPU: start the worker with --device cuda, or leave "
-                "it at staging=host"
+            raise OptionError(
+                "--transfer-option",
+                "staging=gpu needs a KV pool on a GPU: start the worker with --device cuda, or leave "
+                "it at staging=host",
             )
 
     def to_send(self, num_slots: int, slot_bytes: int) -> StagingBuffer:
