@@ -26,13 +26,12 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
-from splitserve.tools.bench.backends import choose_backends
 from splitserve.tools.bench.load import Endpoint, ask, run_load
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.serve_figures import Handover, LoadFigures, ServeFigures, Slo, serve_report
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
-from splitserve.tools.bench.systems import Running, RunningServer, ServedSystem, Server
+from splitserve.tools.bench.systems import Running, RunningServer, ServedSystem, Server, choose_backends
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.metrics import Transfers, read_transfers

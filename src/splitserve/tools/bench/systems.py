@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
+from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
@@ -28,6 +29,7 @@ from splitserve.tools.bench.load import Endpoint, ask
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Job, Prompt
 from splitserve.tools.client import RequestFailedError
+from splitserve.transfer.transports import missing
 from splitserve.worker.scheduler_link import OPENMP_ENVIRONMENT
 
 # Seconds for a system to start.
@@ -208,3 +210,20 @@ class TransformersSystem:
                 raise RequestFailedError(
                     f"{self.name} ended with code {code} (a kill at {self.timeout:g} s gives -9):\n{tail}"
                 )
+
+
+def choose_backends(named: Sequence[str], default: Iterable[str], option: str, console: Console) -> list[str]:
+    """Return the backends to measure. Raises ConfigError if a named one is absent.
+
+    An absent default backend is left out with a remark on `console`.
+    """
+    chosen = []
+    for backend in named or default:
+        problem = missing(backend)
+        if problem is None:
+            chosen.append(backend)
+        elif named:
+            raise ConfigError(f"{option} {backend}: {problem}")
+        else:
+            console.print(f"{backend}: absent: {problem}", highlight=False, markup=False)
+    return chosen

@@ -32,10 +32,10 @@ from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import Arena
 from splitserve.process.console import progress
-from splitserve.tools.bench.backends import choose_backends
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
 from splitserve.tools.bench.report import Report, ReportOutput
 from splitserve.tools.bench.stats import median
+from splitserve.tools.bench.systems import choose_backends
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import (
     GIB,

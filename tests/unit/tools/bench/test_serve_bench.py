@@ -9,7 +9,7 @@ import pytest
 
 from splitserve.cli.bench_serve import with_defaults
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench import backends, serve
+from splitserve.tools.bench import serve, systems
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.serve import ServeBenchOptions, run_serve_bench
 from splitserve.tools.bench.serve_figures import Handover, LoadFigures, ServeFigures, Slo, serve_report
@@ -60,14 +60,14 @@ def report(*systems):
 
 
 @pytest.fixture
-def systems():
+def pair():
     moved = Transfers(count=5, num_bytes=5e9, seconds=10.0, exposed_seconds=1.0)
     return figures("null", None, 2.0), figures("disaggregated", "tcp", 2.1, transfers=moved)
 
 
 @pytest.fixture
-def both(systems):
-    return report(*systems)
+def both(pair):
+    return report(*pair)
 
 
 def options(**changed):
@@ -119,9 +119,9 @@ def test_idle_ttft_is_set_against_the_colocated_system_of_the_same_chunk_size(bo
     assert report(figures("external", None, 2.0)).figures[0]["idle_ttft_of_null"] is None
 
 
-def test_what_compute_hid_is_what_was_not_exposed(systems):
-    assert systems[0].transfer is None
-    handover = systems[1].transfer
+def test_what_compute_hid_is_what_was_not_exposed(pair):
+    assert pair[0].transfer is None
+    handover = pair[1].transfer
     assert (handover.num_bytes, handover.seconds, handover.exposed_seconds) == pytest.approx((1e9, 2.0, 0.2))
     assert (handover.hidden, handover.gb_per_s) == pytest.approx((0.9, 0.5))
 
@@ -170,7 +170,7 @@ def test_wrong_options_are_refused_before_anything_starts():
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(backends, "missing", lambda backend: "it needs a library: pip install it")
+    monkeypatch.setattr(systems, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--transfer-backend nixl: .*pip install it"):
         run_serve_bench(options(backends=("nixl",)))
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench import backends, transfer
+from splitserve.tools.bench import systems, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
 from splitserve.tools.bench.report import ReportOutput
 from splitserve.tools.bench.transfer import (
@@ -165,7 +165,7 @@ def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own(m
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(backends, "missing", lambda backend: "it needs a library: pip install it")
+    monkeypatch.setattr(systems, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--backend nixl: .*pip install it"):
         run_bench("nixl")
 
@@ -176,7 +176,7 @@ def test_a_backend_that_cannot_be_measured_is_refused():
 
 
 def test_absent_backends_are_named_with_their_hint_and_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(backends, "missing", lambda backend: f"{backend} needs a library: pip install it")
+    monkeypatch.setattr(systems, "missing", lambda backend: f"{backend} needs a library: pip install it")
     assert run_bench() == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "nixl: absent: nixl needs a library: pip install it" in said
