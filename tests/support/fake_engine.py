@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.core.batch import (
-    LAST_DRAWN,
+    LAST_SAMPLED,
     RequestResult,
     RequestStep,
     SampleSpec,
     StepPlan,
     StepResult,
     TokenLogprob,
-    specs_to_draw,
+    specs_to_sample,
     verified,
 )
 from splitserve.core.errors import EngineError, RanksLostError
@@ -123,7 +123,7 @@ class FakeEngine:
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step of a pipeline. Steps in flight must not depend on each other's tokens, and end in order."""
         for step in plan.requests:
-            assert LAST_DRAWN not in step.token_ids
+            assert LAST_SAMPLED not in step.token_ids
             earlier = [s for before in self._under_way for s in before.requests if s.row == step.row]
             if earlier:
                 assert earlier[-1].sample is None, f"{step.rid} goes on from a token that is not drawn yet"
@@ -153,7 +153,7 @@ class FakeEngine:
             return RequestResult(error=self._failures.pop(step.rid))
         slots, window_slots = where
         flat, second = self._pool.reshape(-1), self._window_pool.reshape(-1)
-        token_ids = [self._drawn[step.row] if token == LAST_DRAWN else token for token in step.token_ids]
+        token_ids = [self._drawn[step.row] if token == LAST_SAMPLED else token for token in step.token_ids]
         flat[slots[step.start :]] = _values(token_ids, step.start)
         if window_slots is not None:
             assert (window_slots[step.start :] >= 0).all(), "a token is computed that has no window page"
@@ -173,7 +173,7 @@ class FakeEngine:
                 states[i] ^= _rotated(int(np.bitwise_xor.reduce(second[seen])))
         if step.sample.grammar is not None and not step.sample.grammar.is_ready():
             return RequestResult(input_logprobs=scored)
-        specs = specs_to_draw(step.sample)
+        specs = specs_to_sample(step.sample)
         drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
         chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
         result = verified(step.sample, drawn, chosen, scored)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, SampleSpec, StepPlan, StepResult
+from splitserve.core.batch import LAST_SAMPLED, InputLogprobSpec, RequestStep, SampleSpec, StepPlan, StepResult
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import SplitserveError
 from splitserve.core.layout import KVLayout
@@ -130,7 +130,7 @@ class HandLoop:
     def _step(self, row: int) -> RequestStep:
         prompt, output, start = self._work.prompts[row], self.outcome.tokens[row], self._computed[row]
         end = start + 1 if output else min(start + self._work.chunk, len(prompt))
-        token_ids = (LAST_DRAWN,) if output else prompt[start:end]
+        token_ids = (LAST_SAMPLED,) if output else prompt[start:end]
         sample = scored = None
         if end >= len(prompt):
             params = ResolvedSampling(temperature=0.0, ignore_eos=True)

@@ -8,7 +8,7 @@ after each proposal. Proposals are accepted up to the first that differs from th
 sampled token follows the accepted ones. So a step yields the same tokens as that many steps without speculation.
 
 Steps run one after the other. A step may be prepared while the step before it still runs. If it continues from a token
-that the earlier step is still to sample, the plan has LAST_DRAWN, which the engine replaces by that token.
+that the earlier step is still to sample, the plan has LAST_SAMPLED, which the engine replaces by that token.
 
 An engine of several pipeline stages has several steps in flight, one in each stage. They pass every stage in the order
 in which they were begun, and end in it. None needs a token that another one is still to sample.
@@ -36,7 +36,7 @@ from splitserve.core.sampling import ResolvedSampling
 TopLogprobs = tuple[tuple[int, float], ...]
 
 # Stands for a token id: the last token sampled for the same row of the page table, in the step before.
-LAST_DRAWN = -1
+LAST_SAMPLED = -1
 
 
 # Objects made for each request in each step are structs that the garbage collector does not track: creating them takes
@@ -79,7 +79,7 @@ class RequestStep(msgspec.Struct, frozen=True, gc=False):
     rid: str
     # Row of the page table that holds this request's page numbers; pages for all tokens of this step are in it.
     row: int
-    # Tokens to compute, at positions [start, start + len(token_ids)). Never empty. Either ids or LAST_DRAWN alone.
+    # Tokens to compute, at positions [start, start + len(token_ids)). Never empty. Either ids or LAST_SAMPLED alone.
     token_ids: Sequence[int]
     start: int
     # None if the prompt is not finished by this step: nothing is sampled.
@@ -158,7 +158,7 @@ class PipelinedEngine(Protocol):
         for no stage. Returns this process's share of the step as a function. It runs exactly once, in one other thread,
         in the order of the calls, and returns when the step has ended in all stages.
 
-        No plan contains LAST_DRAWN. Steps in flight are of different requests, except that chunks of a prompt may
+        No plan contains LAST_SAMPLED. Steps in flight are of different requests, except that chunks of a prompt may
         follow each other: the later chunk finds the KV of the earlier one in each stage, because the stages keep the
         order.
 
@@ -168,7 +168,7 @@ class PipelinedEngine(Protocol):
         ...
 
 
-def specs_to_draw(spec: SampleSpec) -> list[SampleSpec]:
+def specs_to_sample(spec: SampleSpec) -> list[SampleSpec]:
     """Return how to sample after the last real token, and after each proposal if those before it are accepted."""
     proposals = spec.proposals
     if not proposals:
@@ -182,18 +182,18 @@ def specs_to_draw(spec: SampleSpec) -> list[SampleSpec]:
 
 def verified(
     spec: SampleSpec,
-    drawn: Sequence[int],
+    sampled: Sequence[int],
     logprobs: Sequence[TokenLogprob | None],
     input_logprobs: tuple[TokenLogprob, ...] = (),
 ) -> RequestResult:
-    """Return the result of a step with the sampled tokens `drawn`, in the order of `specs_to_draw`.
+    """Return the result of a step with the sampled tokens `sampled`, in the order of `specs_to_sample`.
 
     The rule of speculation for every engine: each token is sampled with its own parameters and variate, as if it were
     the only one, and a proposal is accepted while it equals the token sampled in its place. So proposals never change
     an output, only the number of steps.
     """
     count = 0
-    while count < len(spec.proposals) and spec.proposals[count] == drawn[count]:
+    while count < len(spec.proposals) and spec.proposals[count] == sampled[count]:
         count += 1
     accepted = tuple(logprob for logprob in logprobs[:count] if logprob is not None)
-    return RequestResult(drawn[count], logprobs[count], input_logprobs, count, accepted)
+    return RequestResult(sampled[count], logprobs[count], input_logprobs, count, accepted)

@@ -206,7 +206,7 @@ def _refuse_on_ranks(cache: CacheConfig, draft_model: str | None) -> None:
     if draft_model is not None:
         raise ConfigError(
             f"A draft model ({draft_model}) cannot be served beside a model that is cut over ranks: leave it out "
-            "(guesses from the text itself, ngram, are possible), or use one rank."
+            "(draft tokens from the text itself, ngram, are possible), or use one rank."
         )
     if cache.shared_pool is not None:
         raise ConfigError("A shared pool is for models on one rank: leave shared_pool out, or use one rank.")
@@ -276,9 +276,9 @@ def _engine(
 ) -> BuiltEngine:
     name = model.attention_backend
     attention = choose_attention(name, loaded, pool)
-    guesser = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
+    drafted = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
     # Shared pools are in memory of the CPU.
-    return BuiltEngine(loaded, pool, attention, guesser, 0 if shared else model.cuda_graph_max_batch, shared, window)
+    return BuiltEngine(loaded, pool, attention, drafted, 0 if shared else model.cuda_graph_max_batch, shared, window)
 
 
 def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:

@@ -30,17 +30,17 @@ class DraftingRunner:
 
     def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
         """Return `rooms[i]` proposals that follow steps[i], and store the draft's KV of all but the last."""
-        guesses: list[list[int]] = [[] for _ in steps]
+        proposals: list[list[int]] = [[] for _ in steps]
         for count in range(max(rooms, default=0)):
             asked = [i for i, room in enumerate(rooms) if room > count]
-            plan = StepPlan(tuple(_next_step(steps[i], guesses[i]) for i in asked))
+            plan = StepPlan(tuple(_next_step(steps[i], proposals[i]) for i in asked))
             for i, result in zip(asked, self._draft.execute(plan).requests, strict=True):
                 if result.token_id is None:
                     raise EngineError(
-                        f"the draft model has no guess for request {plan.requests[i].rid}: {result.error}"
+                        f"the draft model has no proposal for request {plan.requests[i].rid}: {result.error}"
                     )
-                guesses[i].append(result.token_id)
-        return guesses
+                proposals[i].append(result.token_id)
+        return proposals
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Return `execute` for this plan, without reading in advance: steps with proposals do not overlap."""
@@ -54,21 +54,21 @@ class DraftingRunner:
         return result
 
 
-def _next_step(step: RequestStep, guesses: list[int]) -> RequestStep:
+def _next_step(step: RequestStep, proposals: list[int]) -> RequestStep:
     """Return the draft model's own step, after the given proposals."""
     spec = step.sample
     assert spec is not None
-    output_ids = [*spec.output_ids, *guesses]
-    spec = replace(spec, position=spec.position + len(guesses), output_ids=output_ids, return_logprob=False)
-    token_ids = guesses[-1:] or step.token_ids
-    return RequestStep(step.rid, step.row, token_ids, step.start + len(guesses), spec)
+    output_ids = [*spec.output_ids, *proposals]
+    spec = replace(spec, position=spec.position + len(proposals), output_ids=output_ids, return_logprob=False)
+    token_ids = proposals[-1:] or step.token_ids
+    return RequestStep(step.rid, step.row, token_ids, step.start + len(proposals), spec)
 
 
 def _unseen(step: RequestStep, outcome: RequestResult) -> RequestStep | None:
     """Return the part of a step that the draft model must still compute. None: no part will be needed."""
-    num_guesses = len(step.sample.proposals) if step.sample else 0
-    if num_guesses == 0:
+    num_proposals = len(step.sample.proposals) if step.sample else 0
+    if num_proposals == 0:
         return RequestStep(step.rid, step.row, step.token_ids, step.start)
-    if outcome.num_accepted < num_guesses:
+    if outcome.num_accepted < num_proposals:
         return None
-    return RequestStep(step.rid, step.row, step.token_ids[-1:], step.start + num_guesses)
+    return RequestStep(step.rid, step.row, step.token_ids[-1:], step.start + num_proposals)

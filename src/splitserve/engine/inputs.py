@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.core.batch import LAST_DRAWN, RequestStep, StepPlan
+from splitserve.core.batch import LAST_SAMPLED, RequestStep, StepPlan
 from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import IntArray, PagedBatch
 
@@ -48,13 +48,13 @@ class StepInputs:
     offsets: IntArray
     # Rows of the page table with last tokens that go to `places` of the step, [n] each, on the device; None: no such
     # row.
-    drawn_rows: torch.Tensor | None = None
+    last_sampled_rows: torch.Tensor | None = None
     places: torch.Tensor | None = None
 
-    def fill_in(self, drawn: torch.Tensor) -> None:
-        """Fill in the last sampled tokens. `drawn`: last token of every row of the page table."""
-        if self.drawn_rows is not None:
-            self.token_ids[0, self.places] = drawn[self.drawn_rows]
+    def fill_in(self, sampled: torch.Tensor) -> None:
+        """Fill in the last sampled tokens. `sampled`: last token of every row of the page table."""
+        if self.last_sampled_rows is not None:
+            self.token_ids[0, self.places] = sampled[self.last_sampled_rows]
 
 
 def build_inputs(
@@ -78,16 +78,16 @@ def build_inputs(
         window_pages=None if window_table is None else tuple(window_table[p].astype(np.int64) for p in pages),
     )
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
-    if token_ids.max() >= vocab_size or token_ids.min() < LAST_DRAWN:
+    if token_ids.max() >= vocab_size or token_ids.min() < LAST_SAMPLED:
         raise EngineError(f"a token of this step is not in the model's vocabulary of {vocab_size}")
-    places = np.flatnonzero(token_ids == LAST_DRAWN)
-    rows = np.array([r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN], dtype=np.int64)
+    places = np.flatnonzero(token_ids == LAST_SAMPLED)
+    rows = np.array([r.row for r in plan.requests if r.token_ids[0] == LAST_SAMPLED], dtype=np.int64)
     return StepInputs(
         token_ids=to_device(token_ids, device).unsqueeze(0),
         positions=to_device(batch.positions, device).unsqueeze(0),
         batch=batch,
         offsets=batch.offsets,
-        drawn_rows=to_device(rows, device) if len(rows) else None,
+        last_sampled_rows=to_device(rows, device) if len(rows) else None,
         places=to_device(places, device) if len(rows) else None,
     )
 

@@ -34,7 +34,7 @@ from splitserve.core.batch import (
     StepPlan,
     StepResult,
     TokenLogprob,
-    specs_to_draw,
+    specs_to_sample,
     verified,
 )
 from splitserve.core.errors import EngineError, RanksLostError, clause
@@ -45,10 +45,10 @@ from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_i
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.parallel.steps import Rows, StepCalls, encode, step_order
 from splitserve.engine.probe import LanguageHead
-from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, draw, score, score_drawn
+from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, sample_tokens, score, score_sampled
 
 # A sampled token, its logprob if requested, and its error.
-Drawn = tuple[int, TokenLogprob | None, str]
+SampledToken = tuple[int, TokenLogprob | None, str]
 # Logprobs of a request's prompt tokens, or their error.
 Scored = tuple[TokenLogprob, ...] | str
 
@@ -57,7 +57,7 @@ _MAX_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class _Draws:
+class _Samples:
     """The samples of a step: their specs, the rows to sample after, and the tokens that grammars allow there."""
 
     specs: Sequence[SampleSpec]
@@ -90,15 +90,15 @@ class ModelRunner:
         # Owned and written by the scheduler; read at the start of a step.
         self._page_table = page_table
         self._window_table = window_table
-        self._tell = tell
+        self._send = tell
         self._meets = meets
-        self._num_told = 0
+        self._num_sent = 0
         self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
         # Last sampled token of each row of the page table, on the device.
-        self._drawn = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
+        self._last_sampled = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
         # Last sampled tokens on the host, to be sent to the other ranks.
-        self._drawn_on_host = np.zeros(len(page_table), np.int64)
+        self._last_sampled_on_host = np.zeros(len(page_table), np.int64)
         self._bitmasks = MaskCollector(loaded.vocab_size, loaded.eos_token_ids)
         # CUDA graphs of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
@@ -117,7 +117,7 @@ class ModelRunner:
         """Prepare a step and send it to the other ranks at once. They may compute their share before this rank does.
 
         Several steps may be begun before the first has been computed. A request may be in two of them with chunks of
-        its prompt, in their order; LAST_DRAWN is allowed only if the step that samples it has ended. The returned
+        its prompt, in their order; LAST_SAMPLED is allowed only if the step that samples it has ended. The returned
         function must be called, in the same order, and may be called by another thread. Both raise EngineError; if
         `begin` does, nothing was sent. Either raises RanksLostError if no step can be computed any more.
         """
@@ -136,25 +136,25 @@ class ModelRunner:
 
     def _begin(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepResult]:
         with _errors_of(plan):
-            specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_draw(r.sample)]
-            draws = _Draws(specs, _rows_to_draw(plan, inputs), self._bitmasks.begin(specs))
-            told = self._tell_of(plan, inputs, draws.rows)
-        return functools.partial(self._compute, plan, inputs, draws, told)
+            specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_sample(r.sample)]
+            samples = _Samples(specs, _rows_to_sample(plan, inputs), self._bitmasks.begin(specs))
+            sent_rows = self._send_order(plan, inputs, samples.rows)
+        return functools.partial(self._compute, plan, inputs, samples, sent_rows)
 
-    def _tell_of(self, plan: StepPlan, inputs: StepInputs, drawn: Rows) -> Sequence[Rows] | None:
+    def _send_order(self, plan: StepPlan, inputs: StepInputs, sampled: Rows) -> Sequence[Rows] | None:
         """Send a step to the other ranks. Return the rows of each call of the head they will make.
 
         None: no rank waits.
         """
-        if self._tell is None:
+        if self._send is None:
             return () if self._meets else None
         specs = ((i, r.input_logprobs) for i, r in enumerate(plan.requests))
         scored = [_rows_to_score(spec, inputs.offsets[i]) for i, spec in specs if spec is not None]
-        head_rows = [rows[part] for rows in (*scored, drawn) for part in self._parts(rows)]
-        order = step_order(self._num_told, plan, inputs.batch, self._drawn_on_host, head_rows)
-        self._num_told += 1
+        head_rows = [rows[part] for rows in (*scored, sampled) for part in self._parts(rows)]
+        order = step_order(self._num_sent, plan, inputs.batch, self._last_sampled_on_host, head_rows)
+        self._num_sent += 1
         try:
-            self._tell(encode(order))
+            self._send(encode(order))
         except Exception as error:
             raise RanksLostError(
                 f"The other ranks of this worker could not be sent a step: {type(error).__name__}: {clause(error)}. "
@@ -162,37 +162,39 @@ class ModelRunner:
             ) from error
         return head_rows
 
-    def _compute(self, plan: StepPlan, inputs: StepInputs, draws: _Draws, told: Sequence[Rows] | None) -> StepResult:
-        calls = StepCalls(self._head, told)
+    def _compute(
+        self, plan: StepPlan, inputs: StepInputs, samples: _Samples, sent_rows: Sequence[Rows] | None
+    ) -> StepResult:
+        calls = StepCalls(self._head, sent_rows)
         with _errors_of(plan), torch.inference_mode():
             try:
-                return self._step(plan, inputs, draws, calls)
+                return self._step(plan, inputs, samples, calls)
             except Exception as error:
                 # The other ranks wait in the next call.
                 calls.make_up(error)
                 raise
 
-    def _step(self, plan: StepPlan, inputs: StepInputs, draws: _Draws, calls: StepCalls) -> StepResult:
-        inputs.fill_in(self._drawn)
+    def _step(self, plan: StepPlan, inputs: StepInputs, samples: _Samples, calls: StepCalls) -> StepResult:
+        inputs.fill_in(self._last_sampled)
         calls.run_body(lambda: self._hidden_states(inputs))
         scored = self._score_inputs(plan, inputs, calls)
-        sampled = self._sample(draws, calls)
+        sampled = self._sample(samples, calls)
         if not sampled:
             self._finish()
         results = _results_of(plan, scored, sampled)
-        self._keep_drawn(plan, results)
+        self._keep_sampled(plan, results)
         return StepResult(tuple(results))
 
-    def _keep_drawn(self, plan: StepPlan, results: Sequence[RequestResult]) -> None:
-        """Store the sampled tokens for later steps with LAST_DRAWN."""
-        drawn = [
+    def _keep_sampled(self, plan: StepPlan, results: Sequence[RequestResult]) -> None:
+        """Store the sampled tokens for later steps with LAST_SAMPLED."""
+        sampled = [
             (step.row, r.token_id) for step, r in zip(plan.requests, results, strict=True) if r.token_id is not None
         ]
-        if drawn:
-            on_host = np.array(drawn).T
-            rows, tokens = to_device(on_host, self._drawn.device)
-            self._drawn[rows] = tokens
-            self._drawn_on_host[on_host[0]] = on_host[1]
+        if sampled:
+            on_host = np.array(sampled).T
+            rows, tokens = to_device(on_host, self._last_sampled.device)
+            self._last_sampled[rows] = tokens
+            self._last_sampled_on_host[on_host[0]] = on_host[1]
 
     def _finish(self) -> None:
         """Wait for the device if nothing else has: transports read the step's KV outside torch's order."""
@@ -249,17 +251,17 @@ class ModelRunner:
                 failure = error.message
         return failure or tuple(found)
 
-    def _sample(self, draws: _Draws, calls: StepCalls) -> list[Drawn]:
+    def _sample(self, samples: _Samples, calls: StepCalls) -> list[SampledToken]:
         """Return the token after each of the rows."""
-        sampled: list[Drawn] = []
-        for part, logits in self._logits(calls, draws.rows):
-            specs = draws.specs[part]
-            tokens = draw(logits, specs, self._loaded.eos_token_ids, draws.allowed.rows(part))
+        sampled: list[SampledToken] = []
+        for part, logits in self._logits(calls, samples.rows):
+            specs = samples.specs[part]
+            tokens = sample_tokens(logits, specs, self._loaded.eos_token_ids, samples.allowed.rows(part))
             errors = [
-                NOT_NUMBERS if token == NO_TOKEN else draws.allowed.error(part.start + i)
+                NOT_NUMBERS if token == NO_TOKEN else samples.allowed.error(part.start + i)
                 for i, token in enumerate(tokens)
             ]
-            sampled += zip(tokens, score_drawn(logits, specs, tokens), errors, strict=True)
+            sampled += zip(tokens, score_sampled(logits, specs, tokens), errors, strict=True)
         return sampled
 
 
@@ -269,7 +271,7 @@ def _rows_to_score(spec: InputLogprobSpec, offset: int) -> range:
     return range(first, first + len(spec.targets))
 
 
-def _rows_to_draw(plan: StepPlan, inputs: StepInputs) -> list[int]:
+def _rows_to_sample(plan: StepPlan, inputs: StepInputs) -> list[int]:
     """Return the rows to sample after: the last row of each sampled request, and the row before each proposal."""
     rows: list[int] = []
     for request, end in zip(plan.requests, inputs.offsets[1:].tolist(), strict=True):
@@ -293,12 +295,12 @@ def _errors_of(plan: StepPlan) -> Iterator[None]:
         ) from error
 
 
-def _results_of(plan: StepPlan, scored: Mapping[int, Scored], drawn: Sequence[Drawn]) -> list[RequestResult]:
+def _results_of(plan: StepPlan, scored: Mapping[int, Scored], sampled: Sequence[SampledToken]) -> list[RequestResult]:
     """Return the result of each request. A failed row fails its own request only.
 
-    `scored`: by request number. `drawn`: for each row that samples, in order.
+    `scored`: by request number. `sampled`: for each row that samples, in order.
     """
-    rest = iter(drawn)
+    rest = iter(sampled)
     results = []
     for i, request in enumerate(plan.requests):
         input_logprobs = scored.get(i, ())

@@ -145,7 +145,9 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ]
 
 
-def score_drawn(logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]) -> list[TokenLogprob | None]:
+def score_sampled(
+    logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]
+) -> list[TokenLogprob | None]:
     """Return the logprob of each row's token; None if not requested, or if there is no token."""
     asked = [i for i, spec in enumerate(specs) if spec.return_logprob and tokens[i] != NO_TOKEN]
     found: list[TokenLogprob | None] = [None] * len(specs)
@@ -165,7 +167,7 @@ NO_TOKEN = -1
 NOT_NUMBERS = "the logits are not numbers. Serve the model with dtype bfloat16 or float32"
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int], bitmask: Bitmask | None = None
 ) -> list[int]:
     """Return the next token of each row of raw logits [n, vocab_size], float32; `specs[i]` is of row i. NaN: NO_TOKEN.
@@ -182,8 +184,8 @@ def draw(
         rows = to_device(np.array(random), logits.device)
         tokens = tokens.index_copy(0, rows, _draw_random(logits.index_select(0, rows), [specs[i] for i in random]))
     # One transfer to the host returns both.
-    drawn: list[int] = tokens.masked_fill(is_broken, NO_TOKEN).tolist()
-    return drawn
+    sampled: list[int] = tokens.masked_fill(is_broken, NO_TOKEN).tolist()
+    return sampled
 
 
 def _draw_random(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:

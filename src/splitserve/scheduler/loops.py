@@ -7,7 +7,7 @@ overlapped   the step runs in the engine's thread while the scheduler works:
     scheduler         | commit n-1 | plan n+1 | wait | commit n | plan n+2 | wait
 
 Between two steps only their results are exchanged: step n+1 was planned before the tokens of step n were known, and the
-engine fills them in (LAST_DRAWN). Messages are received while a step runs, and the next step is planned anew after
+engine fills them in (LAST_SAMPLED). Messages are received while a step runs, and the next step is planned anew after
 each. A request that step n finished is still in step n+1: the token sampled for it there is dropped, and its pages are
 set aside until n+1 has ended (PagedKVCache). If the plan needs the result of step n, the two steps do not overlap.
 """

@@ -7,7 +7,7 @@ room. The rest of the budget may go to draft tokens of the decodes (speculation.
 page, another one is retracted (retraction.py), and resumes before any new request is admitted.
 
 A step may be planned while the step before it is in flight. Requests change only when its result is there. The plan
-assumes their state after it: tokens computed and one more sampled, with the id LAST_DRAWN in the plan. There is no
+assumes their state after it: tokens computed and one more sampled, with the id LAST_SAMPLED in the plan. There is no
 plan before the result in two cases: a request must be retracted, because its KV must be complete first; or sampling
 depends on the ids of earlier tokens (penalties, grammars).
 
@@ -27,7 +27,7 @@ from itertools import chain, repeat
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import (
-    LAST_DRAWN,
+    LAST_SAMPLED,
     InputLogprobSpec,
     RequestResult,
     RequestStep,
@@ -282,7 +282,7 @@ def step_of(request: Request, start: int, end: int) -> RequestStep:
     if num_missing == 1 and output_ids:
         token_ids = output_ids[-1:]
     else:
-        token_ids = request.tokens(start, end) if num_missing > 0 else (LAST_DRAWN,)
+        token_ids = request.tokens(start, end) if num_missing > 0 else (LAST_SAMPLED,)
     sample = None
     if end - start >= num_missing:
         with_logprob, num_top = request.return_logprob, request.num_top_logprobs

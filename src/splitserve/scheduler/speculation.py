@@ -74,11 +74,11 @@ class Speculation:
                 budget -= room
         if not chosen:
             return
-        for i, guesses in zip(chosen, self._propose([steps[i] for i in chosen], rooms), strict=True):
+        for i, proposals in zip(chosen, self._propose([steps[i] for i in chosen], rooms), strict=True):
             step, sample = steps[i], steps[i].sample
-            if guesses and sample is not None:
-                sample = replace(sample, proposals=guesses)
-                steps[i] = replace(step, token_ids=[*step.token_ids, *guesses], sample=sample)
+            if proposals and sample is not None:
+                sample = replace(sample, proposals=proposals)
+                steps[i] = replace(step, token_ids=[*step.token_ids, *proposals], sample=sample)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Count the proposals of a step."""
@@ -139,14 +139,14 @@ class NgramProposer:
 
     def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
         texts: dict[str, Text] = {}
-        guesses = []
+        proposals = []
         for step, room in zip(steps, rooms, strict=True):
             spec = step.sample
             assert spec is not None
             texts[step.rid] = text = self._text(step.rid, spec)
-            guesses.append(continuation(text.follow(spec.output_ids), self._max_match, room))
+            proposals.append(continuation(text.follow(spec.output_ids), self._max_match, room))
         self._texts = texts
-        return guesses
+        return proposals
 
     def _text(self, rid: str, spec: SampleSpec) -> Text:
         text = self._texts.get(rid)

@@ -14,7 +14,7 @@ from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarMatcher, 
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.bitmask import MaskCollector, forbid
 from splitserve.engine.grammar_host import GrammarHost
-from splitserve.engine.sampler import draw
+from splitserve.engine.sampler import sample_tokens
 from support.tiny_models import make_tiny_model
 
 # The tiny models' tokens: 0-255 are in the order of the byte alphabet, then five special ones. Their logits are padded.
@@ -170,7 +170,7 @@ def test_a_drawn_token_is_allowed_however_it_is_drawn_and_biased(compiler, encod
     logits[:, encode("a")] = 50.0
     grammar = matcher(compiler, "regex", "[xyz]+")
     specs = [spec_of(grammar, logit_bias={encode("b")[0]: 100.0}, **params)] * 8
-    assert set(draw(logits, specs, frozenset([EOS]), bitmask_of(specs))) <= set(encode("xyz"))
+    assert set(sample_tokens(logits, specs, frozenset([EOS]), bitmask_of(specs))) <= set(encode("xyz"))
 
 
 def test_parts_of_a_step_get_the_rows_that_are_theirs(compiler, encode):
@@ -180,7 +180,8 @@ def test_parts_of_a_step_get_the_rows_that_are_theirs(compiler, encode):
     filled = MaskCollector(VOCAB_SIZE, frozenset([EOS])).begin(specs)
     logits = torch.zeros(4, VOCAB_SIZE)
     drawn = [
-        draw(logits[part], specs[part], frozenset([EOS]), filled.rows(part)) for part in (slice(0, 3), slice(3, 6))
+        sample_tokens(logits[part], specs[part], frozenset([EOS]), filled.rows(part))
+        for part in (slice(0, 3), slice(3, 6))
     ]
     assert drawn == [encode("abc"), encode("d")]
 

@@ -12,7 +12,7 @@ from splitserve.core.batch import SampleSpec
 from splitserve.core.errors import EngineError
 from splitserve.core.sampling import ResolvedSampling, uniform_at
 from splitserve.engine import sampler
-from splitserve.engine.sampler import NO_TOKEN, WIDTH, descend, draw, score, variates_of
+from splitserve.engine.sampler import NO_TOKEN, WIDTH, descend, sample_tokens, score, variates_of
 
 VOCAB = 40
 EOS = frozenset({3, 7})
@@ -105,7 +105,7 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 @given(specs=st.lists(SPECS, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_every_row_gets_the_token_that_the_slow_way_gives(specs: list[SampleSpec], seed: int) -> None:
     logits = random_logits(len(specs), seed)
-    for token, row, spec in zip(draw(logits, specs, EOS), logits.numpy(), specs, strict=True):
+    for token, row, spec in zip(sample_tokens(logits, specs, EOS), logits.numpy(), specs, strict=True):
         assert token in draw_by_hand(row, spec)
 
 
@@ -113,8 +113,8 @@ def test_every_row_gets_the_token_that_the_slow_way_gives(specs: list[SampleSpec
 @given(specs=st.lists(SPECS, min_size=2, max_size=6), seed=st.integers(0, 1000))
 def test_a_row_draws_the_same_alone_and_in_company(specs: list[SampleSpec], seed: int) -> None:
     logits = random_logits(len(specs), seed)
-    together = draw(logits, specs, EOS)
-    assert together == [draw(logits[i : i + 1], [spec], EOS)[0] for i, spec in enumerate(specs)]
+    together = sample_tokens(logits, specs, EOS)
+    assert together == [sample_tokens(logits[i : i + 1], [spec], EOS)[0] for i, spec in enumerate(specs)]
 
 
 def spec_of(position: int | None = None, output: tuple[int, ...] = (), **params: object) -> SampleSpec:
@@ -125,13 +125,13 @@ def spec_of(position: int | None = None, output: tuple[int, ...] = (), **params:
 def test_raw_logits_are_left_alone() -> None:
     logits = random_logits(1, 0)
     before = logits.clone()
-    draw(logits, [spec_of(logit_bias={1: 50.0}, repetition_penalty=2.0, min_new_tokens=2)], EOS)
+    sample_tokens(logits, [spec_of(logit_bias={1: 50.0}, repetition_penalty=2.0, min_new_tokens=2)], EOS)
     assert torch.equal(logits, before)
 
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
-    drawn = draw(logits, [spec_of(position=i, seed=9) for i in range(4000)], frozenset())
+    drawn = sample_tokens(logits, [spec_of(position=i, seed=9) for i in range(4000)], frozenset())
     assert np.bincount(drawn, minlength=4) / 4000 == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
 
 
@@ -140,23 +140,23 @@ def test_noise_of_a_millionth_changes_no_draw_of_a_large_vocabulary() -> None:
     logits = random_logits(500, 3, vocab=30_000)
     specs = [spec_of(position=i, seed=1, temperature=0.8) for i in range(500)]
     noise = 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-    assert draw(logits, specs, EOS) == draw(logits + noise, specs, EOS)
+    assert sample_tokens(logits, specs, EOS) == sample_tokens(logits + noise, specs, EOS)
 
 
 def test_the_smallest_temperature_is_as_good_as_greedy() -> None:
     logits = random_logits(20, 4)
     specs = [spec_of(position=i, temperature=1e-6) for i in range(20)]
-    assert draw(logits, specs, EOS) == logits.argmax(-1).tolist()
+    assert sample_tokens(logits, specs, EOS) == logits.argmax(-1).tolist()
 
 
 def test_a_flat_row_is_ranked_beyond_the_best_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_HEAD", 4)
     flat, steep = torch.linspace(1.0, 1.1, VOCAB), torch.linspace(0.0, 80.0, VOCAB)
     specs = [spec_of(position=i, top_p=0.5) for i in range(100)]
-    from_flat = draw(flat.expand(100, VOCAB), specs, EOS)
+    from_flat = sample_tokens(flat.expand(100, VOCAB), specs, EOS)
     assert min(from_flat) >= VOCAB // 2 - 1
     assert len(set(from_flat)) > 10
-    assert set(draw(torch.stack((flat, steep)).repeat(50, 1), specs, EOS)[1::2]) == {VOCAB - 1}
+    assert set(sample_tokens(torch.stack((flat, steep)).repeat(50, 1), specs, EOS)[1::2]) == {VOCAB - 1}
 
 
 def test_eos_and_stop_ids_wait_for_the_least_number_of_tokens() -> None:
@@ -164,7 +164,7 @@ def test_eos_and_stop_ids_wait_for_the_least_number_of_tokens() -> None:
     logits[0, 3], logits[0, 9], logits[0, 20] = 9.0, 8.0, 7.0
 
     def greedy(output: tuple[int, ...], **params: object) -> int:
-        return draw(logits, [spec_of(output=output, temperature=0.0, stop_token_ids=(9,), **params)], EOS)[0]
+        return sample_tokens(logits, [spec_of(output=output, temperature=0.0, stop_token_ids=(9,), **params)], EOS)[0]
 
     assert greedy((1,), min_new_tokens=2) == 20
     assert greedy((1, 1), min_new_tokens=2) == 3
@@ -176,9 +176,9 @@ def test_a_row_that_is_not_numbers_has_no_token_whichever_way_it_is_drawn(params
     logits = torch.zeros(3, VOCAB)
     logits[1, 5] = torch.nan
     specs = [SampleSpec(params, 1, [1], ())] * 3
-    first, none, last = draw(logits, specs, EOS)
+    first, none, last = sample_tokens(logits, specs, EOS)
     assert none == NO_TOKEN
-    assert [first, last] == draw(logits[[0, 2]], specs[:2], EOS)
+    assert [first, last] == sample_tokens(logits[[0, 2]], specs[:2], EOS)
     assert NO_TOKEN not in (first, last)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.core.batch import LAST_DRAWN, StepPlan
+from splitserve.core.batch import LAST_SAMPLED, StepPlan
 from splitserve.core.errors import EngineError, RanksLostError, clause
 from splitserve.engine.attention.base import AttentionBackend, IntArray, PagedBatch
 from splitserve.engine.inputs import to_device
@@ -35,11 +35,11 @@ Rows = Sequence[int]
 class StepCalls:
     """The calls of one step, on the driver."""
 
-    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], told: Sequence[Rows] | None) -> None:
-        """`told`: rows of each call of the head that the other ranks were sent; None: no rank waits in any call."""
+    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], sent_rows: Sequence[Rows] | None) -> None:
+        """`sent_rows`: rows of each call of the head, as sent to the other ranks. None: no rank waits in any call."""
         self._head = head
-        self._is_shared = told is not None
-        self._left = deque(told or ())
+        self._is_shared = sent_rows is not None
+        self._left = deque(sent_rows or ())
         # [T, hidden_size], once the body was called.
         self._hidden: torch.Tensor | None = None
         # Error of a call, after which the ranks are out of step.
@@ -84,7 +84,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=Fal
 
     # Counts from 0, to detect lost or repeated orders.
     number: int
-    # Tokens of all requests, one after the other; none is LAST_DRAWN.
+    # Tokens of all requests, one after the other; none is LAST_SAMPLED.
     token_ids: bytes
     # Per request: tokens computed before, tokens to compute.
     starts: bytes
@@ -130,13 +130,13 @@ def decode(order: bytes) -> StepOrder:
 
 
 def step_order(
-    number: int, plan: StepPlan, batch: PagedBatch, drawn: npt.NDArray[np.int64], head_rows: Sequence[Sequence[int]]
+    number: int, plan: StepPlan, batch: PagedBatch, sampled: npt.NDArray[np.int64], head_rows: Sequence[Sequence[int]]
 ) -> StepOrder:
-    """Build the order of a step. `drawn`: the last sampled token, by row of the page table."""
+    """Build the order of a step. `sampled`: the last sampled token, by row of the page table."""
     token_ids = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in plan.requests])
-    last = [r.row for r in plan.requests if r.token_ids[0] == LAST_DRAWN]
+    last = [r.row for r in plan.requests if r.token_ids[0] == LAST_SAMPLED]
     if last:
-        token_ids[token_ids == LAST_DRAWN] = drawn[last]
+        token_ids[token_ids == LAST_SAMPLED] = sampled[last]
     return StepOrder(
         number=number,
         token_ids=token_ids.tobytes(),

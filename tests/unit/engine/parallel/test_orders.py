@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitserve.core.batch import LAST_DRAWN, InputLogprobSpec, RequestStep, SampleSpec, StepPlan
+from splitserve.core.batch import LAST_SAMPLED, InputLogprobSpec, RequestStep, SampleSpec, StepPlan
 from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.base import PagedBatch
@@ -61,8 +61,8 @@ def step(row: int, token_ids: tuple[int, ...], start: int, *, draws: bool = True
 def test_a_follower_computes_what_the_driver_does(world: World) -> None:
     world.driver.execute(StepPlan((step(0, (5, 6, 7, 8, 9), 0, scores=3), step(1, (11, 12), 0, draws=False))))
     # The last tokens are the driver's alone to know.
-    world.driver.execute(StepPlan((step(1, (13, 14, 15), 2), step(0, (LAST_DRAWN,), 5))))
-    world.driver.execute(StepPlan((step(0, (LAST_DRAWN,), 6), step(1, (LAST_DRAWN,), 5))))
+    world.driver.execute(StepPlan((step(1, (13, 14, 15), 2), step(0, (LAST_SAMPLED,), 5))))
+    world.driver.execute(StepPlan((step(0, (LAST_SAMPLED,), 6), step(1, (LAST_SAMPLED,), 5))))
     assert len(world.orders) == 3
     world.follow()
     world.assert_same_kv()
@@ -119,7 +119,7 @@ def test_an_order_that_contradicts_itself_is_refused(world: World) -> None:
 
 
 def test_orders_survive_the_wire() -> None:
-    plan = StepPlan((step(0, (LAST_DRAWN,), 4), step(1, (7, 8, 9), 0)))
+    plan = StepPlan((step(0, (LAST_SAMPLED,), 4), step(1, (7, 8, 9), 0)))
     batch = PagedBatch(np.array([4, 0]), np.array([1, 3]), (np.array([3, 9]), np.array([1])), PAGE_SIZE)
     order = step_order(6, plan, batch, np.array([42, 0]), [range(1), [3]])
     assert isinstance(order, StepOrder)
@@ -161,7 +161,7 @@ def test_what_fails_when_all_ranks_are_done_fails_its_step_alone(world: World, m
     def fails(*_: object) -> None:
         raise ValueError("bad parameters")
 
-    monkeypatch.setattr("splitserve.engine.runner.draw", fails)
+    monkeypatch.setattr("splitserve.engine.runner.sample_tokens", fails)
     with pytest.raises(EngineError, match="bad parameters"):
         world.driver.execute(StepPlan((step(0, (5, 6), 0),)))
     world.follow()
@@ -171,7 +171,7 @@ def test_what_fails_when_all_ranks_are_done_fails_its_step_alone(world: World, m
     world.assert_same_kv()
 
 
-@pytest.mark.parametrize("name", ["score", "draw"])
+@pytest.mark.parametrize("name", ["score", "sample_tokens"])
 def test_a_driver_that_fails_between_calls_of_the_model_makes_the_rest_of_them(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -209,7 +209,7 @@ def test_a_rank_that_meets_others_in_the_body_alone_is_out_of_step_where_that_fa
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr("splitserve.engine.runner.draw", fails)
+        patch.setattr("splitserve.engine.runner.sample_tokens", fails)
         with pytest.raises(EngineError, match="no more"):
             runner.execute(plan)
     with monkeypatch.context() as patch:
