@@ -36,8 +36,7 @@ from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.limits import RequestLimits
 from splitserve.scheduler.lockstep import Member
-from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
-from splitserve.scheduler.pipeline import PipelinedLoop
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight
 from splitserve.scheduler.ports import KVEventFeed, Outbox, SchedulerPorts
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch

@@ -12,7 +12,7 @@ from typing import Any
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.clock import ManualClock
-from splitserve.scheduler.pipeline import PipelinedLoop
+from splitserve.scheduler.loops import PipelinedLoop
 from support.fake_engine import FakeEngine
 from support.fake_grammar import HeldPool
 from support.sim import ColocatedWorld

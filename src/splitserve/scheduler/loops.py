@@ -1,4 +1,4 @@
-"""Loops that drive a scheduler, each for all roles. The loop of pipelines is in pipeline.py.
+"""Loops that drive a scheduler, each for all roles.
 
 normal       one action after the other: receive, plan, run the step, commit its result.
 overlapped   the step runs in the engine's thread while the scheduler works:
@@ -10,16 +10,29 @@ Between two steps only their results are exchanged: step n+1 was planned before 
 engine fills them in (LAST_SAMPLED). Messages are received while a step runs, and the next step is planned anew after
 each. A request that step n finished is still in step n+1: the token sampled for it there is dropped, and its pages are
 set aside until n+1 has ended (PagedKVCache). If the plan needs the result of step n, the two steps do not overlap.
+
+pipelined    each pipeline stage computes a micro-batch:
+
+    first stage    | step 1 | step 2 | step 3 | step 4 | ...
+    last stage              | step 1 | step 2 | step 3 | ...
+    scheduler                        ^ commit 1, plan 3, begin it
+
+Up to as many steps are in flight as there are stages, and they end in the order in which they began. This process is
+the last stage: its share of each step runs in the engine's thread, one after the other, while the scheduler works.
+Steps in flight are of different requests, because each continues from known tokens; only chunks of a prompt follow each
+other. So one request alone advances one stage at a time, and as many requests as stages keep all stages busy. Before a
+request is retracted, all steps in flight end.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from splitserve.core.batch import ModelEngine, StepResult
+from splitserve.core.batch import ModelEngine, PipelinedEngine, StepResult
 from splitserve.core.errors import EngineError
 from splitserve.scheduler.running import ScheduledBatch
 from splitserve.scheduler.scheduler import Scheduler
@@ -46,7 +59,7 @@ class NormalLoop:
     def run(self, is_stopping: Callable[[], bool]) -> None:
         while not is_stopping():
             if not self.run_once():
-                self._scheduler.rest(patience(self._scheduler))
+                self._scheduler.rest(longest_wait(self._scheduler))
 
     def run_once(self) -> bool:
         """Run one turn. Return False if there was nothing to compute."""
@@ -97,7 +110,7 @@ class OverlappedLoop:
         following = self._prepare(now)
         if now is None:
             if following is None:
-                self._scheduler.rest(patience(self._scheduler))
+                self._scheduler.rest(longest_wait(self._scheduler))
             return self._begin(following)
         if not now.result.done():
             self._scheduler.wait(STEP_WAIT)
@@ -136,5 +149,75 @@ class OverlappedLoop:
         return StepInFlight(step.batch, result)
 
 
-def patience(scheduler: Scheduler) -> float:
+class PipelinedLoop:
+    """A loop that keeps `pp_size` steps in flight. Their last stage runs in `engine_thread`, one at a time.
+
+    `wake` ends the scheduler's wait, from any thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: PipelinedEngine,
+        engine_thread: Executor,
+        wake: Callable[[], None],
+        pp_size: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._engine = engine
+        self._engine_thread = engine_thread
+        self._wake = wake
+        self._pp_size = pp_size
+        # Steps in flight, in the order in which they end.
+        self.under_way: deque[StepInFlight] = deque()
+
+    def run(self, is_stopping: Callable[[], bool]) -> None:
+        while not is_stopping():
+            self.turn()
+
+    def turn(self) -> None:
+        """Begin as many steps as possible, wait for an event, and commit steps that have ended."""
+        self._scheduler.receive()
+        self._fill()
+        if not self.under_way:
+            self._scheduler.rest(longest_wait(self._scheduler))
+            return
+        if not self.under_way[0].result.done():
+            self._scheduler.wait(STEP_WAIT)
+        # End no more steps than these in one turn, however short steps are: messages are received between turns.
+        for step in tuple(self.under_way):
+            if not step.result.done():
+                return
+            self.under_way.popleft()
+            self._end(step)
+            # Begin a new step at once, because the first stage is idle.
+            self._fill()
+
+    def _fill(self) -> None:
+        while len(self.under_way) < self._pp_size:
+            batch = self._scheduler.plan([step.batch for step in self.under_way])
+            if batch is None:
+                return
+            try:
+                run = self._engine.begin(batch.plan)
+            except EngineError as error:
+                self._scheduler.fail_step(batch, error)
+                continue
+            self._scheduler.step_began(batch)
+            result = self._engine_thread.submit(run)
+            result.add_done_callback(lambda _: self._wake())
+            self.under_way.append(StepInFlight(batch, result))
+
+    def _end(self, step: StepInFlight) -> None:
+        self._scheduler.step_ended()
+        try:
+            result = step.result.result()
+        except EngineError as error:
+            self._scheduler.fail_step(step.batch, error)
+        else:
+            self._scheduler.commit(step.batch, result)
+
+
+def longest_wait(scheduler: Scheduler) -> float:
+    """Return the maximum seconds that a loop waits while there is nothing to compute."""
     return IDLE_WAIT if scheduler.role.is_idle() else BUSY_WAIT

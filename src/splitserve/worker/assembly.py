@@ -23,8 +23,7 @@ from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
 from splitserve.scheduler.limits import RequestLimits
 from splitserve.scheduler.lockstep import GroupEngine, LockstepEngine, Member
-from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop
-from splitserve.scheduler.pipeline import PipelinedLoop
+from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop, PipelinedLoop
 from splitserve.scheduler.ports import FrontEndPipe, KVEventFeed, Outbox, SchedulerPorts
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
