@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
-from splitserve.core.machine import parse_cpus
+from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.engine.attention import bridge
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.kernels.layers import use_kernels
@@ -152,8 +152,7 @@ def _set_affinity(cpus: str | None) -> None:
 
 def _set_threads(threads: int | None) -> None:
     if threads is None:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        threads = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        threads = num_cores()
     if threads < 1:
         raise ConfigError(f"threads is {threads}: it must be at least 1.")
     torch.set_num_threads(threads)
