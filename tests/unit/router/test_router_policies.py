@@ -121,7 +121,7 @@ def test_round_robin_takes_turns_whatever_the_wish():
 def test_each_kind_of_worker_may_have_its_own_policy():
     args = LBArgs(policy="least_load", decode_policy="session")
     assert [args.policy_of(mode) for mode in DisaggregationMode] == ["least_load", "least_load", "session"]
-    with pytest.raises(ConfigError, match="--prefill-policy 'best': choose one of round_robin"):
+    with pytest.raises(ConfigError, match="--prefill-policy best: choose one of round_robin"):
         LBArgs(prefill_policy="best")
 
 
