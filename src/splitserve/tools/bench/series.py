@@ -10,6 +10,7 @@ excess   A point's cost over the least cost at any smaller size. Time grows fast
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -60,17 +61,23 @@ class Series:
         return seconds * {"ms": 1e3, "µs": 1e6}[self.time_unit]
 
     def growths(self) -> list[float | None]:
-        """Return the growth at each point. None for the first."""
-        pairs = zip(self.points, self.points[1:], strict=False)
-        return [None, *(math.log(b.seconds / a.seconds) / math.log(b.work / a.work) for a, b in pairs)]
+        """Return the growth at each point. None for the first, and beside a time too short to measure, which is 0."""
+        return [
+            None,
+            *(
+                math.log(b.seconds / a.seconds) / math.log(b.work / a.work) if a.seconds and b.seconds else None
+                for a, b in itertools.pairwise(self.points)
+            ),
+        ]
 
     def worst(self) -> tuple[SeriesPoint, float]:
         """Return the point with the largest excess, and its excess. Raises ValueError with fewer than two points."""
         found: list[tuple[SeriesPoint, float]] = []
         least = self.points[0].cost
         for point in self.points[1:]:
-            found.append((point, point.cost / least))
-            least = min(least, point.cost)
+            # A cost of 0 was too short to measure, so nothing is compared with it.
+            found.append((point, point.cost / least if least else 1.0))
+            least = min(least or point.cost, point.cost or least)
         return max(found, key=lambda pair: pair[1])
 
     @property

@@ -54,6 +54,12 @@ def test_noise_within_the_tolerance_is_no_growth():
     assert not series({1: 1.0, 2: 2.4, 4: 4.2, 8: 9.6}.__getitem__).outgrows_work
 
 
+def test_a_time_too_short_to_measure_is_compared_with_nothing():
+    found = series({1: 0.0, 2: 1.0, 4: 0.0, 8: 16.0}.__getitem__)
+    assert found.growths() == [None] * 4
+    assert found.worst() == (found.points[3], pytest.approx(4.0))
+
+
 def test_sizes_take_turns_and_the_first_round_does_not_count():
     calls = []
     clock = itertools.count()
