@@ -10,7 +10,7 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
-from splitserve.scheduler.speculation import NgramProposer, Speculation
+from splitserve.scheduler.speculation import NgramProposer
 from splitserve.transfer.metadata import MetadataBuffers
 from support.pair import PairWorld
 from support.real_engine import real_engine
@@ -34,10 +34,9 @@ def test_a_hand_over_moves_the_latents_of_its_tokens_and_no_more(model: Path, de
     loaded = load_model(ModelConfig(model=str(model), device="cpu", threads=1))
     reference = greedy_reference(transformers.AutoModelForCausalLM.from_pretrained(model).eval())
     settings = {"num_pages": 128, "token_budget": 32, "make_engine": real_engine(loaded)}
-    decode = settings | {"page_size": decode_page_size, "num_pages": 300}
+    # Proposals: several queries of a request in one step.
+    decode = settings | {"page_size": decode_page_size, "num_pages": 300, "proposer": NgramProposer(4)}
     world = PairWorld(3, prefill_settings=settings | {"page_size": 16}, decode_settings=decode)
-    # Guesses: several queries of a request in one step.
-    world.decode.running.speculation = Speculation(NgramProposer(4), world.decode.cache, 4)
     rng = random.Random(2)
     prompts = [[rng.randrange(250) for _ in range(length)] * 2 for length in (1, 8, 20, 50)]
     for i, prompt in enumerate(prompts):

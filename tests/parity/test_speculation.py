@@ -9,7 +9,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
-from splitserve.scheduler.speculation import NgramProposer, Speculation
+from splitserve.scheduler.speculation import NgramProposer
 from support.pair import PairWorld
 from support.real_engine import real_engine
 from support.sim import ColocatedWorld, SimWorker
@@ -51,9 +51,13 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
     return requests
 
 
+def proposals(proposer) -> dict:
+    """Return settings of a worker. `proposer`: None is that of the draft model, if there is one."""
+    return {"proposer": proposer, "num_draft_tokens": NUM_DRAFT_TOKENS}
+
+
 def colocated(requests, engine, proposer, **settings) -> SimWorker:
-    world = ColocatedWorld(page_size=PAGE_SIZE, token_budget=32, make_engine=engine, **settings)
-    speculate(world, proposer)
+    world = ColocatedWorld(page_size=PAGE_SIZE, token_budget=32, make_engine=engine, **proposals(proposer), **settings)
     for request in requests:
         world.submit(request)
     world.run_until_idle()
@@ -63,22 +67,13 @@ def colocated(requests, engine, proposer, **settings) -> SimWorker:
 
 def disaggregated(requests, engine, proposer, **settings) -> SimWorker:
     prefill = {"num_pages": 512, "page_size": 8, "token_budget": 32, "make_engine": engine}
-    decode = {"page_size": PAGE_SIZE, "make_engine": engine, **settings}
+    decode = {"page_size": PAGE_SIZE, "make_engine": engine, **proposals(proposer), **settings}
     world = PairWorld(7, prefill_settings=prefill, decode_settings=decode, num_slots=32)
-    speculate(world.decode, proposer)
     for room, request in enumerate(requests):
         world.submit(request.rid, request.prompt_ids, request.params, room=room, return_logprob=True)
     world.run_until_idle()
     world.check_nothing_is_held()
     return world.decode
-
-
-def speculate(worker: SimWorker, proposer) -> None:
-    """`proposer`: "draft" is the engine's own."""
-    if proposer == "draft":
-        proposer = worker.engine
-    if proposer is not None:
-        worker.running.speculation = Speculation(proposer, worker.cache, NUM_DRAFT_TOKENS)
 
 
 def logprobs_of(worker: SimWorker, rid: str) -> list[float]:
@@ -98,8 +93,8 @@ def test_answers_are_those_of_a_run_without_it(tiny, other, run):
     plain = run(requests, real_engine(loaded), None, num_pages=512)
     runs = {
         "ngram": run(requests, real_engine(loaded), NgramProposer(4), num_pages=512),
-        "other": run(requests, real_engine(loaded, other), "draft", num_pages=512),
-        "same, tight": run(requests, real_engine(loaded, loaded), "draft", **TIGHT),
+        "other": run(requests, real_engine(loaded, other), None, num_pages=512),
+        "same, tight": run(requests, real_engine(loaded, loaded), None, **TIGHT),
     }
     for name, speculating in runs.items():
         for rid in (request.rid for request in requests):
@@ -117,8 +112,9 @@ def test_answers_are_those_of_a_run_without_it(tiny, other, run):
 @pytest.mark.parametrize("tiny", ["llama"], indirect=True)
 def test_a_draft_finds_its_kv_of_a_cached_prefix(tiny):
     loaded, _ = tiny
-    world = ColocatedWorld(page_size=PAGE_SIZE, num_pages=64, make_engine=real_engine(loaded, loaded))
-    speculate(world, "draft")
+    world = ColocatedWorld(
+        page_size=PAGE_SIZE, num_pages=64, make_engine=real_engine(loaded, loaded), **proposals(None)
+    )
     prompt = list(range(40))
     for rid, tail in (("cold", [50]), ("warm", [60])):
         params = ResolvedSampling(max_new_tokens=21, min_new_tokens=21, temperature=0.0)

@@ -140,7 +140,7 @@ def test_a_prompt_of_prefill_that_came_first_is_not_passed_by_local_ones() -> No
         world.submit_local(f"s{i}", [i] * 6, short)
     happen_until(world, lambda: world.decode.tokens("s0"))
     world.submit("long", list(range(48)), GREEDY, room=1)
-    happen_until(world, lambda: world.decode.running.admits_before is not None)
+    happen_until(world, lambda: world.decode.role.first_without_room is not None)
     for i in range(3, 30):
         world.submit_local(f"s{i}", [i] * 6, short)
     happen_until(world, lambda: world.decode.finish("long") is not None)

@@ -11,7 +11,6 @@ from splitserve.core.messages import AbortRequest, GenerateRequest, RoleReply, R
 from splitserve.core.request import DisaggregationMode, FinishType
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import expected_tokens
-from support.sim import ColocatedWorld
 from support.switching import DECODE, NULL, PREFILL, SwitchingWorker, SwitchWorld
 
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
@@ -55,7 +54,7 @@ def test_no_request_notices_that_roles_change(seed: int, late: bool) -> None:
                 worker.submit(AbortRequest(rid=rid))
         worker = rng.choice(world.workers)
         if worker.goal is None and can_leave(world, worker):
-            worker.builder.fails = rng.random() < 0.1
+            worker.fails = rng.random() < 0.1
             world.begin_switch(worker, rng.choice([PREFILL, DECODE, NULL]))
         for _ in range(rng.randrange(200 if tight else 400)):
             world.happen()
@@ -94,11 +93,11 @@ def test_what_a_role_has_cached_the_next_one_finds() -> None:
     world.check_nothing_is_held()
 
 
-def order(worker: SwitchingWorker | ColocatedWorld, step: RoleStep, **more: object) -> None:
+def order(worker: SwitchingWorker, step: RoleStep, **more: object) -> None:
     worker.submit(RoleRequest(call_id=1, step=step, **more))  # type: ignore[arg-type]
 
 
-def answer(worker: SwitchingWorker | ColocatedWorld) -> RoleReply | None:
+def answer(worker: SwitchingWorker) -> RoleReply | None:
     worker.turn()
     replies, worker.replies = worker.replies, []
     assert len(replies) < 2
@@ -160,10 +159,10 @@ def test_a_role_that_cannot_be_installed_leaves_the_old_one_in_its_place(monkeyp
     order(worker, RoleStep.SETTLE, timeout=1.0)
     assert answer(worker) == RoleReply(call_id=1)
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise EngineError("no memory for its graphs")
 
-    monkeypatch.setattr("support.switching.SimRole.install", fail)
+    monkeypatch.setattr("splitserve.scheduler.role_assembly.RoleAssembly.install", fail)
     order(worker, RoleStep.COMMIT)
     reply = answer(worker)
     assert reply is not None
@@ -175,12 +174,6 @@ def test_a_role_that_cannot_be_installed_leaves_the_old_one_in_its_place(monkeyp
         worker.turn()
     assert worker.tokens("r1") == expected_tokens([1, 2, 3], GREEDY, 8)
     world.check_nothing_is_held()
-
-
-def test_a_worker_whose_role_is_fixed_says_so() -> None:
-    world = ColocatedWorld()
-    order(world, RoleStep.PREPARE, mode=DECODE)
-    assert answer(world) == RoleReply(call_id=1, error="its role is fixed", status_code=400)
 
 
 def test_a_settled_prefill_worker_lets_decode_workers_wait_until_it_has_changed_or_not(
@@ -195,7 +188,7 @@ def test_a_settled_prefill_worker_lets_decode_workers_wait_until_it_has_changed_
         asked += 1
         return []
 
-    monkeypatch.setattr(worker.installed.manager, "take_requested_prompts", take_requested)
+    monkeypatch.setattr(worker.managers[0], "take_requested_prompts", take_requested)
     order(worker, RoleStep.PREPARE, mode=NULL)
     assert answer(worker) == RoleReply(call_id=1)
     order(worker, RoleStep.SETTLE, timeout=1.0)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from splitserve.cache.window_pages import least_window_pages
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import FakeEngine, expected_tokens
@@ -126,7 +127,8 @@ def test_a_prompt_on_its_way_to_decode_takes_nothing_of_what_steps_need():
 def test_one_worker_under_pressure(seed, late):
     rng = random.Random(seed)
     window, page_size, token_budget = rng.choice([1, 3, 9, 20]), rng.choice([1, 4]), rng.choice([5, 16])
-    least = -(-window // page_size) + 2 + -(-token_budget // page_size)
+    num_steps = {None: 1, "overlapped": 2, "pipelined": 3}[late]
+    least = least_window_pages(window, page_size, num_steps * token_budget)
     num_pages = least + rng.choice([30, 60]) * 4 // page_size
     world = ColocatedWorld(
         **hybrid(window, least + rng.choice([0, 4, 20]), num_pages=num_pages, token_budget=token_budget)

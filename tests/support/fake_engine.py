@@ -29,6 +29,7 @@ from splitserve.core.batch import (
 from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import ResolvedSampling, mix64
+from splitserve.scheduler.speculation import Proposer
 
 Slots = npt.NDArray[np.uint64]
 
@@ -36,15 +37,13 @@ Slots = npt.NDArray[np.uint64]
 class FakeEngine:
     """Fake engine with its own pool, or with the shared `pool`.
 
-    `page_table` is the scheduler's, int32 [rows, pages per row]. With a `window`, each sampled token depends on the
-    last `window` slots only. With `num_window_pages` too, the engine has two layers: a full one, and one with the
-    window and a pool of its own. Then `window_table` is the scheduler's, and each sampled token depends on all slots of
-    the first layer and the last `window` slots of the second.
+    With a `window`, each sampled token depends on the last `window` slots only. With `num_window_pages` too, the engine
+    has two layers: a full one, and one with the window and a pool of its own. Then each sampled token depends on all
+    slots of the first layer and the last `window` slots of the second.
     """
 
     def __init__(
         self,
-        page_table: npt.NDArray[np.int32],
         num_pages: int,
         page_size: int,
         vocab_size: int = 512,
@@ -55,10 +54,11 @@ class FakeEngine:
         # Windows of the first layer and of the second layer. None: no window, or no second layer.
         self._window = None if num_window_pages else window
         self._second_window = window if num_window_pages else None
-        self.window_table: npt.NDArray[np.int32] | None = None
+        # The scheduler's tables, int32: [rows, pages per row], and [pages] if there are window pages.
+        self._table: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
+        self._window_table: npt.NDArray[np.int32] | None = None
         self._window_pool: Slots = np.zeros((num_window_pages, page_size), dtype=np.uint64)
         self.vocab_size = vocab_size
-        self._table = page_table
         self._failure: EngineError | RanksLostError | None = None
         # Errors of requests that fail in their next step, by request id.
         self._failures: dict[str, str] = {}
@@ -74,6 +74,11 @@ class FakeEngine:
         windows = [self._window, self._second_window] if num_window_pages else [self._window]
         components = (KVComponent("k", i, "float32", 1, 0, 1, 2, window=w) for i, w in enumerate(windows))
         self.layout = KVLayout(page_size, num_pages, tuple(components), num_window_pages)
+
+    def start(self, page_table: npt.NDArray[np.int32], window_table: npt.NDArray[np.int32] | None) -> Proposer | None:
+        """Use these tables from here on. There is no proposer."""
+        self._table, self._window_table = page_table, window_table
+        return None
 
     def regions(self) -> tuple[Region, ...]:
         pools = (self._pool, self._window_pool) if self._second_window else (self._pool,)
@@ -100,9 +105,9 @@ class FakeEngine:
 
     def _window_pages(self, pages: Sequence[int]) -> list[int]:
         """Return the window page of each page, -1 if it has none."""
-        if self.window_table is None:
+        if self._window_table is None:
             return [-1] * len(pages)
-        found: list[int] = self.window_table[list(pages)].tolist()
+        found: list[int] = self._window_table[list(pages)].tolist()
         return found
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -190,10 +195,10 @@ class FakeEngine:
 
     def _window_slots(self, step: RequestStep) -> npt.NDArray[np.int64] | None:
         """Return the slots in the second layer, -1 for a token without one. None: there is no second layer."""
-        if self.window_table is None:
+        if self._window_table is None:
             return None
         page_size, tokens = self._pool.shape[1], np.arange(step.end)
-        pages = self.window_table[self._table[step.row, tokens // page_size]].astype(np.int64)
+        pages = self._window_table[self._table[step.row, tokens // page_size]].astype(np.int64)
         slots: npt.NDArray[np.int64] = np.where(pages >= 0, pages * page_size + tokens % page_size, -1)
         return slots
 

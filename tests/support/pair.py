@@ -7,6 +7,7 @@ message, one copy of a write, or an advance of the clock. The outcome must not d
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from typing import Any
 
 from splitserve.cache.shared_pages import SharedPages
@@ -15,19 +16,36 @@ from splitserve.core.config import DisaggregationConfig
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.ports import Outbox
-from splitserve.scheduler.roles.colocated import Role
-from splitserve.scheduler.roles.decode import DecodeRole
-from splitserve.scheduler.roles.prefill import PrefillRole
-from splitserve.scheduler.running import RunningSet
 from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
-from splitserve.transfer.peers import BootstrapAddress, Directory
+from splitserve.transfer.peers import BootstrapAddress
 from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
 from support.sim import SimSettings, SimWorker
+
+
+def simulated_manager(
+    worker: SimWorker,
+    mode: DisaggregationMode,
+    ports: KVManagerPorts,
+    config: DisaggregationConfig,
+    metadata: MetadataBuffers,
+) -> KVManager:
+    """Return a KV manager over the fake transport of `ports`."""
+    shared = worker.settings.shared
+    ports.transport.register([*worker.engine.regions(), metadata.region()])
+    args = KVArgs(
+        backend="fake",
+        model="fake",
+        layout=worker.engine.layout,
+        metadata_row_bytes=metadata.row_bytes,
+        num_metadata_rows=metadata.size,
+        shared_pool=shared.identity if shared else "",
+        generation=shared.generation if shared else 0,
+    )
+    return KVManager(mode, ports, KVManagerMemory(metadata, shared=shared), KVManagerIdentity(args), config)
 
 
 class DisaggregatedWorker(SimWorker):
@@ -36,47 +54,22 @@ class DisaggregatedWorker(SimWorker):
     def __init__(
         self,
         mode: DisaggregationMode,
-        clock: ManualClock,
-        transport: FakeTransport,
-        channel: Channel,
-        directory: Directory | None,
+        ports: KVManagerPorts,
         config: DisaggregationConfig,
         num_slots: int,
         shared: SharedPages | None = None,
         **settings: Any,
     ) -> None:
-        metadata, slots = MetadataBuffers(num_slots), ReqToMetadataIdxAllocator(num_slots)
-
-        def make_role(worker: SimWorker, running: RunningSet, outbox: Outbox) -> Role:
-            transport.register([*worker.engine.regions(), metadata.region()])
-            args = KVArgs(
-                backend="fake",
-                model="fake",
-                layout=worker.engine.layout,
-                metadata_row_bytes=metadata.row_bytes,
-                num_metadata_rows=num_slots,
-                shared_pool=shared.identity if shared else "",
-                generation=shared.generation if shared else 0,
-            )
-            self.manager = KVManager(
-                mode,
-                KVManagerPorts(clock, channel, transport, directory),
-                KVManagerMemory(metadata, shared=shared),
-                KVManagerIdentity(args),
-                config,
-            )
-            role = PrefillRole if mode is DisaggregationMode.PREFILL else DecodeRole
-            return role(running, worker.cache, outbox, clock, TransferKit(self.manager, metadata, slots))
-
-        is_prefill = mode is DisaggregationMode.PREFILL
-        if not is_prefill:
+        self._ports, self._config, self._num_slots = ports, config, num_slots
+        if mode is DisaggregationMode.DECODE:
             settings.setdefault("pre_alloc_size", 64)
-        super().__init__(
-            clock,
-            make_role,
-            lambda r: r.num_prefill_tokens if is_prefill else r.num_tokens_at_most,
-            SimSettings(**{"prefix": shared is None, "shared": shared} | settings),
-        )
+        assert isinstance(ports.clock, ManualClock)
+        super().__init__(ports.clock, mode, SimSettings(**{"prefix": shared is None, "shared": shared} | settings))
+
+    def open_transfer(self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack) -> TransferKit:
+        metadata, slots = MetadataBuffers(self._num_slots), ReqToMetadataIdxAllocator(self._num_slots)
+        self.manager = simulated_manager(self, mode, self._ports, self._config, metadata)
+        return TransferKit(self.manager, metadata, slots)
 
 
 class PairLinks:
@@ -119,29 +112,15 @@ class PairWorld(PairLinks):
         self.clock = ManualClock()
         self.control = Wires(step=True)
         self.data = FakeNetwork(step=True, late_fences=late_fences)
-        config = config or DisaggregationConfig()
         directory = FakeDirectory()
-        self.prefill = DisaggregatedWorker(
-            DisaggregationMode.PREFILL,
-            self.clock,
-            FakeTransport(self.data),
-            Channel(self.control, "prefill"),
-            None,
-            config,
-            num_slots,
-            **(prefill_settings or {}),
-        )
+
+        def worker(mode: DisaggregationMode, settings: dict[str, Any] | None) -> DisaggregatedWorker:
+            ports = KVManagerPorts(self.clock, Channel(self.control, str(mode)), FakeTransport(self.data), directory)
+            return DisaggregatedWorker(mode, ports, config or DisaggregationConfig(), num_slots, **(settings or {}))
+
+        self.prefill = worker(DisaggregationMode.PREFILL, prefill_settings)
         directory.entries[self.ADDRESS] = [self.prefill.manager.prefill_info()]
-        self.decode = DisaggregatedWorker(
-            DisaggregationMode.DECODE,
-            self.clock,
-            FakeTransport(self.data),
-            Channel(self.control, "decode"),
-            directory,
-            config,
-            num_slots,
-            **(decode_settings or {}),
-        )
+        self.decode = worker(DisaggregationMode.DECODE, decode_settings)
 
     def submit(self, rid: str, prompt: list[int], params: ResolvedSampling, *, room: int, **more: Any) -> None:
         """Send the same request to both workers at the same time, as a router does."""

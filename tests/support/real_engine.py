@@ -8,52 +8,53 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from splitserve.core.batch import RequestStep, StepPlan, StepResult
+from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.layout import Region
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, PagesCopy, layout_for
 from splitserve.engine.runner import ModelRunner
+from splitserve.scheduler.speculation import Proposer
 from support.sim import EngineMaker, EngineWithMemory
 
 
 class RealEngine:
-    """Runner with its own pool over weights that may be shared. With a draft model it is a Proposer, too."""
+    """Runner with its own pool over weights that may be shared. With a draft model it has a proposer."""
 
     def __init__(
         self,
         loaded: LoadedModel,
-        page_table: npt.NDArray[np.int32],
         num_pages: int,
         page_size: int,
         draft: LoadedModel | None = None,
         num_window_pages: int = 0,
     ) -> None:
-        draft_layers = draft.layers if draft else ()
-        self.layout = layout_for(
-            loaded.layers, loaded.dtype_name, page_size=page_size, num_pages=num_pages, draft=draft_layers
+        self._loaded, self._draft = loaded, draft
+        layout = layout_for(
+            loaded.layers,
+            loaded.dtype_name,
+            page_size=page_size,
+            num_pages=num_pages,
+            draft=draft.layers if draft else (),
         )
-        self.layout = replace(self.layout, num_window_pages=num_window_pages)
+        self.layout = replace(layout, num_window_pages=num_window_pages)
         self._pool = KVPool(self.layout, loaded.device)
-        self._page_table = page_table
-        self._loaded = loaded
-        target = ModelRunner(loaded, TorchSdpaBackend(self._pool), page_size, page_table)
-        self._runner: ModelRunner | DraftingRunner = target
-        if draft is not None:
-            attention = TorchSdpaBackend(self._pool.draft_token_to_kv_pool)
-            self._runner = DraftingRunner(target, ModelRunner(draft, attention, page_size, page_table))
+        self._runner: ModelRunner | DraftingRunner | None = None
 
-    @property
-    def window_table(self) -> npt.NDArray[np.int32] | None:
-        return self._pool.window_table
-
-    @window_table.setter
-    def window_table(self, table: npt.NDArray[np.int32] | None) -> None:
-        """Set the window table, before the first step."""
-        self._pool.window_table = table
-        attention, page_size = TorchSdpaBackend(self._pool), self.layout.page_size
-        self._runner = ModelRunner(self._loaded, attention, page_size, self._page_table, window_table=table)
+    def start(self, page_table: npt.NDArray[np.int32], window_table: npt.NDArray[np.int32] | None) -> Proposer | None:
+        """Use these tables from here on. Return the proposer of draft tokens, if there is a draft model."""
+        page_size = self.layout.page_size
+        self._pool.window_table = window_table
+        attention = TorchSdpaBackend(self._pool)
+        target = ModelRunner(self._loaded, attention, page_size, page_table, window_table=window_table)
+        self._runner = target
+        if self._draft is None:
+            return None
+        attention = TorchSdpaBackend(self._pool.draft_token_to_kv_pool)
+        drafting = DraftingRunner(target, ModelRunner(self._draft, attention, page_size, page_table))
+        self._runner = drafting
+        return drafting
 
     def regions(self) -> tuple[Region, ...]:
         return self._pool.regions()
@@ -71,21 +72,22 @@ class RealEngine:
     def restore(self, copy: PagesCopy, first: int, pages: Sequence[int]) -> None:
         self._pool.restore(copy, first, pages)
 
-    def propose(self, steps: Sequence[RequestStep], rooms: Sequence[int]) -> list[list[int]]:
-        assert isinstance(self._runner, DraftingRunner)
-        return self._runner.propose(steps, rooms)
-
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._runner.execute(plan)
+        return self.runner.execute(plan)
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        return self._runner.prepare(plan)
+        return self.runner.prepare(plan)
+
+    @property
+    def runner(self) -> ModelRunner | DraftingRunner:
+        assert self._runner is not None
+        return self._runner
 
 
 def real_engine(loaded: LoadedModel, draft: LoadedModel | None = None, num_window_pages: int = 0) -> EngineMaker:
     """Return an engine maker for SimWorker's `make_engine`."""
 
-    def make(page_table: npt.NDArray[np.int32], num_pages: int, page_size: int) -> EngineWithMemory:
-        return RealEngine(loaded, page_table, num_pages, page_size, draft, num_window_pages)
+    def make(num_pages: int, page_size: int) -> EngineWithMemory:
+        return RealEngine(loaded, num_pages, page_size, draft, num_window_pages)
 
     return make

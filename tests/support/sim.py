@@ -10,58 +10,56 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from splitserve.cache.host_memory import HostCopies, HostMemory, HostTier
-from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
-from splitserve.cache.pages import DecodeReqToTokenPool, PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import NoPrefixCache, PrefixCache, RadixCache
+from splitserve.cache.host_memory import HostCopies
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.cache.window_pages import WindowPages
-from splitserve.core.batch import ModelEngine, PipelinedEngine, TokenLogprob
+from splitserve.core.batch import ModelEngine, TokenLogprob
 from splitserve.core.clock import ManualClock
-from splitserve.core.config import SchedulePolicy
+from splitserve.core.config import (
+    CacheConfig,
+    DisaggregationConfig,
+    KVEventsConfig,
+    ParallelConfig,
+    SchedulePolicy,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
-from splitserve.core.request import FinishReason, Request
+from splitserve.core.request import DisaggregationMode, FinishReason
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent
-from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
-from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.scheduler.limits import RequestLimits
+from splitserve.scheduler.assembly import WorkerPorts, assemble_scheduler
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight
-from splitserve.scheduler.ports import KVEventFeed, Outbox, SchedulerPorts
-from splitserve.scheduler.retraction import Retraction
-from splitserve.scheduler.role_switch import SchedulerRoleSwitch
-from splitserve.scheduler.roles.colocated import ColocatedRole, Role
+from splitserve.scheduler.role_assembly import EnginePort, PageTable
+from splitserve.scheduler.roles.colocated import Role
 from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.scheduler import Scheduler
-from splitserve.scheduler.speculation import Proposer, Speculation
+from splitserve.scheduler.speculation import Proposer
+from splitserve.transfer.manager import TransferKit
 from support.fake_engine import FakeEngine
 from support.fake_grammar import FakeCompiler, HeldPool, InlinePool
-
-RoleMaker = Callable[["SimWorker", RunningSet, Outbox], Role]
 
 
 class EngineWithMemory(ModelEngine, HostCopies, Protocol):
     """Engine together with the pool that it computes into."""
 
     layout: KVLayout
-    # Set if the layout has window pages.
-    window_table: npt.NDArray[np.int32] | None
+
+    def start(self, page_table: PageTable, window_table: PageTable | None) -> Proposer | None:
+        """Use these tables from here on. Return the engine's own proposer of draft tokens, if it has one."""
+        ...
 
     def regions(self) -> tuple[Region, ...]: ...
 
 
-# (page table, number of pages, page size) -> engine
-EngineMaker = Callable[[npt.NDArray[np.int32], int, int], EngineWithMemory]
+# (number of pages, page size) -> engine
+EngineMaker = Callable[[int, int], EngineWithMemory]
 
 
 class ListInbox:
@@ -78,51 +76,34 @@ class ListInbox:
         return None
 
 
-class LateSteps:
-    """Overlapped loop in one thread. All work of a step, from first read to last write, is done at its end."""
+class LateLoop:
+    """Overlapped or pipelined loop in one thread. All work of a step, from first read to last write, is at its end."""
 
-    def __init__(self, scheduler: Scheduler, engine: ModelEngine, rng: random.Random) -> None:
-        self._engine_thread = HeldPool()
-        self._loop = OverlappedLoop(scheduler, engine, self._engine_thread, wake=lambda: None)
+    def __init__(self, loop: OverlappedLoop | PipelinedLoop, thread: HeldPool, rng: random.Random) -> None:
+        self._loop = loop
+        self._thread = thread
         self._rng = rng
         self._ends = rng.choice([0.2, 0.6, 1.0])
-        self.under_way: StepInFlight | None = None
+        # Steps in flight of the overlapped loop.
+        self._under_way: StepInFlight | None = None
 
     @property
-    def is_computing(self) -> bool:
-        return self.under_way is not None
-
-    def run_once(self) -> bool:
-        """Run one turn, after ending the step in flight at random. Return False if there was nothing to compute."""
-        if self._rng.random() < self._ends:
-            self._engine_thread.finish_all()
-        before, self.under_way = self.under_way, self._loop.turn(self.under_way)
-        return before is not None or self.under_way is not None
-
-
-class LatePipeline:
-    """Pipelined loop in one thread. All work of a step, from first read to last write, is done at its end."""
-
-    def __init__(self, scheduler: Scheduler, engine: PipelinedEngine, rng: random.Random, pp_size: int) -> None:
-        self._engine_thread = HeldPool()
-        self._loop = PipelinedLoop(scheduler, engine, self._engine_thread, wake=lambda: None, pp_size=pp_size)
-        self._rng = rng
-        self._ends = rng.choice([0.2, 0.6, 1.0])
-
-    @property
-    def is_computing(self) -> bool:
-        return bool(self._loop.under_way)
+    def steps(self) -> list[StepInFlight]:
+        """Steps in flight."""
+        if isinstance(self._loop, PipelinedLoop):
+            return list(self._loop.under_way)
+        return [self._under_way] if self._under_way else []
 
     def run_once(self) -> bool:
         """Run one turn, after ending some steps in flight at random. Return False if there was nothing to compute."""
-        while self._rng.random() < self._ends and not self._are_all_done():
-            self._engine_thread.finish_next()
-        before = self.is_computing
-        self._loop.turn()
-        return before or self.is_computing
-
-    def _are_all_done(self) -> bool:
-        return all(step.result.done() for step in self._loop.under_way)
+        while self._rng.random() < self._ends and not all(step.result.done() for step in self.steps):
+            self._thread.finish_next()
+        before = bool(self.steps)
+        if isinstance(self._loop, PipelinedLoop):
+            self._loop.turn()
+        else:
+            self._under_way = self._loop.turn(self._under_way)
+        return before or bool(self.steps)
 
 
 class IndexingPublisher(NullEventPublisher):
@@ -148,10 +129,11 @@ class SimSettings:
     # Bytes for copies of retracted requests, and for evicted pages of the prefix cache.
     host_memory: int = 1 << 30
     prefix_host_memory: int = 0
-    # None: the worker has no rows beyond those of running requests.
-    pre_alloc_size: int | None = None
+    # Rows beyond those of running requests.
+    pre_alloc_size: int = 0
     # Admission.
     token_budget: int = 2048
+    # On decode workers: prompt tokens computed locally per step. None: the token budget.
     prompt_budget: int | None = None
     max_running: int = 64
     max_queued: int = 1000
@@ -178,90 +160,97 @@ class SimSettings:
     # Publisher of KV events. None: an index that is compared with the caches at the end.
     publisher: EventPublisher | None = None
 
+    def config(self, mode: DisaggregationMode) -> WorkerConfig:
+        """Return the settings in the form that workers have."""
+        return WorkerConfig(
+            cache=CacheConfig(
+                page_size=self.page_size, enable_prefix_cache=self.prefix, prefix_host_memory=self.prefix_host_memory
+            ),
+            scheduler=SchedulerConfig(
+                chunked_prefill_size=self.token_budget,
+                local_prefill_size=self.token_budget if self.prompt_budget is None else self.prompt_budget,
+                max_running_requests=self.max_running,
+                max_queued_requests=self.max_queued,
+                max_queued_grammars=self.max_queued,
+                num_preallocated_rows=self.pre_alloc_size,
+                num_reserved_decode_tokens=self.num_reserved_decode_tokens,
+                retraction_host_memory=self.host_memory,
+                schedule_policy=self.policy,
+                enable_priority=self.has_priorities,
+                overlap_schedule=self.late_steps is not None or self.pp_size is not None,
+                request_timeout=self.default_timeout,
+            ),
+            speculative=SpeculativeConfig(num_draft_tokens=self.num_draft_tokens),
+            disaggregation=DisaggregationConfig(mode=mode),
+            # The publisher itself is a port.
+            kv_events=KVEventsConfig(publisher="zmq" if self.tells else "null"),
+            parallel=ParallelConfig(pp_size=self.pp_size or 1),
+        )
+
 
 class SimWorker:
     """Worker under a manual clock. Its messages to the front end are collected by request and checked on arrival."""
 
-    def __init__(
-        self,
-        clock: ManualClock,
-        make_role: RoleMaker,
-        tokens_at_most: Callable[[Request], int],
-        settings: SimSettings,
-    ) -> None:
+    def __init__(self, clock: ManualClock, mode: DisaggregationMode, settings: SimSettings) -> None:
         self.clock = clock
+        self.settings = settings
         self.longest = settings.num_pages * settings.page_size
-        self._record = BlockRecord(settings.page_size) if settings.tells else None
-        self.engine, self.cache = self._engine_and_cache(settings)
+        num_pages = settings.shared.num_pages if settings.shared else settings.num_pages
+        self.engine = settings.make_engine(num_pages, settings.page_size)
         self.inbox = settings.inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
-        outbox = Outbox(self._collect, clock)
-        self.running = self._running_set(settings, tokens_at_most)
-        # Set by `make_role` if the role can change.
-        self.role_switch: SchedulerRoleSwitch | None = None
-        role = make_role(self, self.running, outbox)
-        self._told = settings.publisher or IndexingPublisher()
-        self._feed = KVEventFeed(self._record, self._told)
-        self.scheduler = Scheduler(
-            role,
-            self.running,
-            self.cache,
-            SchedulerPorts(self.inbox, outbox, self._feed, clock),
-            RequestLimits(
-                self.longest,
-                settings.max_queued,
-                settings.eos_token_ids,
-                settings.has_priorities,
-                settings.default_timeout,
-            ),
-            self._grammars(settings),
-            self.role_switch,
-            settings.group,
+        self._published = settings.publisher or IndexingPublisher()
+        step_thread = HeldPool()
+        ports = WorkerPorts(
+            inbox=self.inbox,
+            send=self._collect,
+            wake=lambda: None,
+            clock=clock,
+            publisher=self._published,
+            open_transfer=self.open_transfer,
+            compiler=settings.grammar_compiler or FakeCompiler(settings.eos_token_ids),
+            step_thread=step_thread,
+            grammar_pool=settings.grammar_pool or InlinePool(),
+            role_thread=InlinePool(),
+            member=settings.group,
         )
-        self._late: LateSteps | LatePipeline | None = None
-        if settings.late_steps and settings.pp_size:
-            self._late = LatePipeline(self.scheduler, self.fake_engine, settings.late_steps, settings.pp_size)
-        elif settings.late_steps:
-            self._late = LateSteps(self.scheduler, self.engine, settings.late_steps)
-        self._loop = self._late or NormalLoop(self.scheduler, self.engine)
+        parts = assemble_scheduler(settings.config(mode), self._port(), ports, None, ExitStack())
+        self.scheduler, self.cache, self._feed = parts.scheduler, parts.cache, parts.kv_events
+        self._loop: LateLoop | NormalLoop = NormalLoop(self.scheduler, self.engine)
+        if settings.late_steps and not isinstance(parts.loop, NormalLoop):
+            self._loop = LateLoop(parts.loop, step_thread, settings.late_steps)
 
-    def _engine_and_cache(self, settings: SimSettings) -> tuple[EngineWithMemory, PagedKVCache]:
-        page_size, shared = settings.page_size, settings.shared
-        rows = (
-            ReqToTokenPool(settings.max_running, self.longest, page_size)
-            if settings.pre_alloc_size is None
-            else DecodeReqToTokenPool(settings.max_running, self.longest, page_size, settings.pre_alloc_size)
-        )
-        engine = settings.make_engine(rows.table, shared.num_pages if shared else settings.num_pages, page_size)
-        prefixes: PrefixCache = NoPrefixCache()
-        if settings.prefix:
-            prefixes = RadixCache(page_size) if self._record is None else RecordedRadixCache(self._record)
-        pages = PageAllocator(shared.num_pages, shared.owned()) if shared else PageAllocator(settings.num_pages)
-        host = None
-        if settings.prefix_host_memory:
-            host = HostTier(HostMemory(engine, settings.prefix_host_memory), page_size, self._record)
-        windows = _window_pages(engine, settings.token_budget)
-        return engine, PagedKVCache(pages, rows, prefixes, page_size, shared, host, engine.layout.window, windows)
+    def open_transfer(
+        self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
+    ) -> TransferKit | None:
+        """Open the KV transfer of a role. None: the null role."""
+        assert mode is DisaggregationMode.NULL
+        return None
 
-    def _running_set(self, settings: SimSettings, tokens_at_most: Callable[[Request], int]) -> RunningSet:
-        reserved, proposer = settings.num_reserved_decode_tokens, settings.proposer
-        return RunningSet(
-            self.cache,
-            PoolAdmission(self.cache, num_reserved_decode_tokens=reserved, tokens_at_most=tokens_at_most),
-            Retraction(self.cache, self.engine, settings.host_memory),
-            WaitingOrder(settings.policy, self.cache, has_priorities=settings.has_priorities),
-            token_budget=settings.token_budget,
-            max_running=settings.max_running,
-            speculation=Speculation(proposer, self.cache, settings.num_draft_tokens) if proposer else None,
-            prompt_budget=settings.prompt_budget,
-            pp_size=settings.pp_size or 1,
+    def _port(self) -> EnginePort:
+        engine, settings = self.engine, self.settings
+        layout, windows = engine.layout, [component.window for component in engine.layout.components]
+
+        def start(page_table: PageTable, window_table: PageTable | None) -> tuple[ModelEngine, Proposer | None]:
+            proposer = engine.start(page_table, window_table if layout.num_window_pages else None)
+            return engine, settings.proposer or proposer
+
+        return EnginePort(
+            layout=layout,
+            memory=engine,
+            max_tokens_per_request=self.longest,
+            eos_token_ids=settings.eos_token_ids,
+            start=start,
+            window=max(window or 0 for window in windows) if layout.num_window_pages else None,
+            window_of_all=layout.window,
+            has_windows=any(window is not None for window in windows),
+            shared=settings.shared,
         )
 
-    def _grammars(self, settings: SimSettings) -> GrammarQueue:
-        compiler = settings.grammar_compiler or FakeCompiler(settings.eos_token_ids)
-        bounds = GrammarLimits(timeout=60.0, max_waiting=settings.max_queued, cache_bytes=1 << 30)
-        return GrammarQueue(compiler, settings.grammar_pool or InlinePool(), self.clock, lambda: None, bounds)
+    @property
+    def running(self) -> RunningSet:
+        return self.role.running
 
     @property
     def role(self) -> Role:
@@ -281,7 +270,7 @@ class SimWorker:
         return self._loop.run_once()
 
     def is_idle(self) -> bool:
-        is_computing = self._late is not None and self._late.is_computing
+        is_computing = isinstance(self._loop, LateLoop) and bool(self._loop.steps)
         return self.role.is_idle() and not (is_computing or self.inbox.messages or self.scheduler.grammars)
 
     def tokens(self, rid: str) -> list[int]:
@@ -302,15 +291,15 @@ class SimWorker:
 
     def check_what_was_told(self) -> None:
         """Assert that the published KV events match the caches."""
-        if self._record is None:
+        if self._feed.record is None:
             return
-        held = self._record.blocks()
+        held = self._feed.record.blocks()
         assert sum(GPU in media for media in held.values()) == self.cache.prefix.num_pages
         num_host_pages = self.cache.host.num_pages if self.cache.host else 0
         assert sum(CPU_PINNED in media for media in held.values()) == num_host_pages
-        if isinstance(self._told, IndexingPublisher):
+        if isinstance(self._published, IndexingPublisher):
             self._feed.publish()
-            assert self._told.index.blocks() == held
+            assert self._published.index.blocks() == held
 
     def check_nothing_is_held(self) -> None:
         self.check()
@@ -334,24 +323,11 @@ class SimWorker:
             earlier.append(output)
 
 
-def _window_pages(engine: EngineWithMemory, token_budget: int) -> WindowPages | None:
-    layout = engine.layout
-    if not layout.num_window_pages:
-        return None
-    window = max(component.window or 0 for component in layout.components)
-    windows = WindowPages(layout.num_pages, layout.num_window_pages, layout.page_size, window, step_tokens=token_budget)
-    engine.window_table = windows.table
-    return windows
-
-
 class ColocatedWorld(SimWorker):
     """One null worker with its clock."""
 
     def __init__(self, **settings: Any) -> None:
-        def make_role(worker: SimWorker, running: RunningSet, outbox: Outbox) -> Role:
-            return ColocatedRole(running, worker.cache, outbox, worker.clock)
-
-        super().__init__(ManualClock(), make_role, lambda r: r.num_tokens_at_most, SimSettings(**settings))
+        super().__init__(ManualClock(), DisaggregationMode.NULL, SimSettings(**settings))
 
     def run_until_idle(self, max_turns: int = 20_000) -> None:
         for _ in range(max_turns):

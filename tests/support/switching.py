@@ -7,6 +7,7 @@ the replies to its role requests, and sends requests to the pairs or colocated w
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from typing import Any
 
 from splitserve.core.clock import ManualClock
@@ -15,122 +16,76 @@ from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.messages import GenerateRequest, RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.ports import Outbox
-from splitserve.scheduler.role_switch import SchedulerRoleSwitch
-from splitserve.scheduler.roles.colocated import ColocatedRole, Role
-from splitserve.scheduler.roles.decode import DecodeRole
-from splitserve.scheduler.roles.prefill import PrefillRole
-from splitserve.scheduler.running import RunningSet
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
+from splitserve.transfer.manager import KVManager, KVManagerPorts, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
-from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
-from splitserve.transfer.wire import KVArgs, PrefillInfo
+from splitserve.transfer.wire import PrefillInfo
 from support.control import Channel, FakeDirectory, Wires
-from support.fake_grammar import InlinePool
-from support.pair import PairLinks
-from support.sim import SimSettings, SimWorker
+from support.pair import PairLinks, simulated_manager
+from support.sim import LateLoop, SimSettings, SimWorker
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 
 
-class SimRole:
-    """PreparedRole over the fake transport. A prefill role is in the directory while it is open."""
-
-    def __init__(
-        self, world: SwitchWorld, worker: SwitchingWorker, mode: DisaggregationMode, running: RunningSet, outbox: Outbox
-    ) -> None:
-        self.mode = mode
-        self.manager: KVManager | None = None
-        self._world, self._worker, self._running, self._outbox = world, worker, running, outbox
-        if mode is NULL:
-            return
-        self.address = BootstrapAddress(f"{worker.name}-{world.new_number()}", 1)
-        self._transport = FakeTransport(world.data)
-        self._metadata, self._slots = MetadataBuffers(8), ReqToMetadataIdxAllocator(8)
-        self._transport.register([*worker.engine.regions(), self._metadata.region()])
-        args = KVArgs(
-            backend="fake",
-            model="fake",
-            layout=worker.engine.layout,
-            metadata_row_bytes=self._metadata.row_bytes,
-            num_metadata_rows=8,
-        )
-        # Each role has a directory client of its own.
-        directory = FakeDirectory()
-        directory.entries = world.entries
-        self.manager = KVManager(
-            mode,
-            KVManagerPorts(world.clock, Channel(world.control, self.address.host), self._transport, directory),
-            KVManagerMemory(self._metadata),
-            KVManagerIdentity(args),
-            DisaggregationConfig(),
-        )
-        if mode is PREFILL:
-            world.entries[self.address] = [self.manager.prefill_info()]
-
-    def install(self) -> Role:
-        clock, cache = self._world.clock, self._worker.cache
-        is_prefill = self.mode is PREFILL
-        self._running.admission.tokens_at_most = lambda r: r.num_prefill_tokens if is_prefill else r.num_tokens_at_most
-        self._running.admits_before = None
-        self._worker.installed = self
-        if self.manager is None:
-            return ColocatedRole(self._running, cache, self._outbox, clock)
-        make = PrefillRole if is_prefill else DecodeRole
-        return make(self._running, cache, self._outbox, clock, TransferKit(self.manager, self._metadata, self._slots))
-
-    def close(self) -> None:
-        if self.manager is None:
-            return
-        assert self.manager.num_rooms == 0, "a role is closed that still has rooms"
-        if self.mode is PREFILL:
-            self._world.entries[self.address] = LookupFailure("no prefill worker any more", is_definitive=True)
-        self.manager.close()
-        self._transport.close()
-        self._world.managers.remove(self.manager)
-
-
-class SimRoles:
-    """RoleBuilder. `fails`: the next role cannot be prepared."""
-
-    def __init__(self, world: SwitchWorld, worker: SwitchingWorker, running: RunningSet, outbox: Outbox) -> None:
-        self._parts = world, worker, running, outbox
-        self.fails = False
-
-    def prepare(self, mode: DisaggregationMode, bootstrap_url: str | None) -> SimRole:
-        if self.fails:
-            self.fails = False
-            raise WorkerUnavailableError("no port is left")
-        world, worker, running, outbox = self._parts
-        role = SimRole(world, worker, mode, running, outbox)
-        if role.manager is not None:
-            world.managers.append(role.manager)
-        return role
-
-
 class SwitchingWorker(SimWorker):
+    """Worker that can change its role. A prefill role is in the directory while it is open."""
+
     def __init__(self, world: SwitchWorld, name: str, mode: DisaggregationMode, **options: Any) -> None:
         self.name = name
+        self._world = world
         # The router's view of the worker.
         self.mode, self.takes_requests = mode, True
         self.num_switches = self.num_given_up = 0
         # Role that a switch in progress leads to. None: no switch.
         self.goal: DisaggregationMode | None = None
+        # Whether the next role cannot be prepared.
+        self.fails = False
+        # Bootstrap addresses and managers of its roles: of the current one, and of one that is prepared.
+        self.addresses: list[BootstrapAddress] = []
+        self.managers: list[KVManager] = []
+        super().__init__(world.clock, mode, SimSettings(pre_alloc_size=16, **options))
 
-        def make_role(_: SimWorker, running: RunningSet, outbox: Outbox) -> Role:
-            self.builder = SimRoles(world, self, running, outbox)
-            self.installed = self.builder.prepare(mode, None)
-            self.role_switch = SchedulerRoleSwitch(self.builder, self.installed, InlinePool(), lambda: None)
-            return self.installed.install()
+    @property
+    def address(self) -> BootstrapAddress:
+        """Bootstrap address of the current role."""
+        return self.addresses[0]
 
-        settings = SimSettings(pre_alloc_size=16, **options)
-        super().__init__(world.clock, make_role, lambda r: r.num_tokens_at_most, settings)
+    def open_transfer(
+        self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
+    ) -> TransferKit | None:
+        if self.fails:
+            self.fails = False
+            raise WorkerUnavailableError("no port is left")
+        if mode is NULL:
+            return None
+        world, address = self._world, BootstrapAddress(f"{self.name}-{self._world.new_number()}", 1)
+        transport, metadata, slots = FakeTransport(world.data), MetadataBuffers(8), ReqToMetadataIdxAllocator(8)
+        # Each role has a directory client of its own.
+        directory = FakeDirectory()
+        directory.entries = world.entries
+        ports = KVManagerPorts(world.clock, Channel(world.control, address.host), transport, directory)
+        manager = simulated_manager(self, mode, ports, DisaggregationConfig(), metadata)
+        self.addresses.append(address)
+        self.managers.append(manager)
+        if mode is PREFILL:
+            world.entries[address] = [manager.prefill_info()]
+
+        def close() -> None:
+            assert manager.num_rooms == 0, "a role is closed that still has rooms"
+            if mode is PREFILL:
+                world.entries[address] = LookupFailure("no prefill worker any more", is_definitive=True)
+            manager.close()
+            transport.close()
+            self.addresses.remove(address)
+            self.managers.remove(manager)
+
+        closing.callback(close)
+        return TransferKit(manager, metadata, slots)
 
     def turn(self) -> bool:
         has_computed = super().turn()
-        if not has_computed and self._late is None:
+        if not has_computed and not isinstance(self._loop, LateLoop):
             # Nothing is in flight: rest, as the worker's loop does.
             self.scheduler.rest(0.0)
         return has_computed
@@ -149,7 +104,6 @@ class SwitchWorld(PairLinks):
         self.data = FakeNetwork(step=True)
         # Prefill workers by bootstrap address.
         self.entries: dict[BootstrapAddress, list[PrefillInfo] | LookupFailure] = {}
-        self.managers: list[KVManager] = []
         self._number = 0
         self.workers = []
         for i, mode in enumerate(modes):
@@ -157,6 +111,11 @@ class SwitchWorld(PairLinks):
             self.workers.append(SwitchingWorker(self, f"w{i}", mode, late_steps=late_steps, **settings))
         # rid -> workers that serve it. The last one answers.
         self.served: dict[str, list[SwitchingWorker]] = {}
+
+    @property
+    def managers(self) -> list[KVManager]:
+        """Managers of all roles that are open."""
+        return [manager for worker in self.workers for manager in worker.managers]
 
     def new_number(self) -> int:
         self._number += 1
@@ -173,7 +132,7 @@ class SwitchWorld(PairLinks):
             chosen, bootstrap = [self.rng.choice(self.pool(NULL))], None
         elif pairs:
             chosen = [self.rng.choice(self.pool(PREFILL)), self.rng.choice(self.pool(DECODE))]
-            bootstrap = BootstrapInfo(*chosen[0].installed.address[:2], RoomKey(room))
+            bootstrap = BootstrapInfo(*chosen[0].address[:2], RoomKey(room))
         else:
             return False
         for worker in chosen:

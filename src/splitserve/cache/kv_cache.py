@@ -321,6 +321,12 @@ class PagedKVCache:
         self.flush()
         self.prefix, self.host = prefix, host
 
+    def replace_host(self, host: HostTier | None) -> None:
+        """Replace the host tier, if it is another one; the content of the old one is dropped."""
+        if self.host is not None and self.host is not host:
+            self.host.clear()
+        self.host = host
+
     def check(self, held: list[Request]) -> None:
         """Raise InvariantViolation unless `held` are all admitted requests and every page and row is accounted for."""
         self.prefix.check()

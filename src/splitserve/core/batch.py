@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from msgspec.structs import replace
@@ -148,6 +148,7 @@ class ModelEngine(Protocol):
         ...
 
 
+@runtime_checkable
 class PipelinedEngine(Protocol):
     """An engine in which stages compute different steps at the same time."""
 

@@ -44,8 +44,7 @@ class PoolAdmission:
     ) -> None:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
-        # Set by the role: another role has another bound.
-        self.tokens_at_most = tokens_at_most
+        self._tokens_at_most = tokens_at_most
         # The request refused last, and the state that must change before it is checked again. This saves time in a full
         # worker, where `try_admit` is called in each step.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
@@ -59,13 +58,13 @@ class PoolAdmission:
         state = (request, self._cache.num_releases, len(running))
         if state == self._refused:
             return False
-        num_tokens = min(request.num_tokens, self.tokens_at_most(request))
+        num_tokens = min(request.num_tokens, self._tokens_at_most(request))
         if self._lets_end(running, self._pages(num_tokens)) and self._cache.try_admit(
             request,
             num_tokens=num_tokens,
             headroom=self._headroom(request),
             max_prefix=max_prefix,
-            num_foreseen=min(request.num_tokens + self._num_reserved, self.tokens_at_most(request)),
+            num_foreseen=min(request.num_tokens + self._num_reserved, self._tokens_at_most(request)),
         ):
             return True
         self._refused = state
@@ -73,7 +72,7 @@ class PoolAdmission:
 
     def goes_on(self, request: Request, num_tokens: int) -> bool:
         """Return whether a request with `num_tokens` tokens may need another step in this worker."""
-        return num_tokens < self.tokens_at_most(request)
+        return num_tokens < self._tokens_at_most(request)
 
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
         """Return whether rule 2 holds if a request of `num_pages` is admitted."""
@@ -95,7 +94,7 @@ class PoolAdmission:
 
     def _foreseen(self, request: Request, more: int) -> int:
         """Return the most pages a request holds until it has `more` tokens or is finished."""
-        num_tokens = min(request.num_tokens + more, self.tokens_at_most(request))
+        num_tokens = min(request.num_tokens + more, self._tokens_at_most(request))
         return self._cache.num_pages_at_most(request, num_tokens)
 
     def _pages(self, num_tokens: int) -> int:

@@ -165,18 +165,18 @@ class KVEventFeed:
     """Publisher of changes of the cache. `record`: None if there is no subscriber; then nothing is recorded or sent."""
 
     def __init__(self, record: BlockRecord | None = None, publisher: EventPublisher | None = None) -> None:
-        self._record = record
+        self.record = record
         self._publisher = publisher or NullEventPublisher()
 
     def publish(self) -> None:
         """Publish what has changed since the last call, in one batch; called once a turn. Never waits."""
-        if self._record is not None:
-            self._publisher.publish(self._record.take_news())
+        if self.record is not None:
+            self._publisher.publish(self.record.take_news())
 
     def snapshot(self) -> bytes:
         """Return the whole index as JSON of an IndexSnapshot. An index that loads it continues with the next batch."""
         self.publish()
-        events = self._record.whole() if self._record is not None else []
+        events = self.record.whole() if self.record is not None else []
         return msgspec.json.encode(IndexSnapshot(self._publisher.next_sequence, time.time(), events))
 
 

@@ -17,36 +17,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from splitserve.core.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import RoleReply, RoleRequest, RoleStep
-from splitserve.core.request import DisaggregationMode
+from splitserve.scheduler.role_assembly import PreparedRole, RoleAssembly
 from splitserve.scheduler.roles.colocated import Role
 
 logger = logging.getLogger(__name__)
-
-
-class PreparedRole(Protocol):
-    """What a role needs beside the parts that all roles share. Its owner closes it, once."""
-
-    @property
-    def mode(self) -> DisaggregationMode: ...
-
-    def install(self) -> Role:
-        """Adapt the shared parts to this role and return it. Only while nothing is held. Raises SplitserveError."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class RoleBuilder(Protocol):
-    def prepare(self, mode: DisaggregationMode, bootstrap_url: str | None) -> PreparedRole:
-        """Open the parts of a role; may take seconds. From any thread, while another role serves.
-
-        Raises SplitserveError.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +40,8 @@ class SchedulerRoleSwitch:
     Used by the scheduler's thread alone.
     """
 
-    def __init__(self, builder: RoleBuilder, current: PreparedRole, pool: Executor, wake: Callable[[], None]) -> None:
-        self._builder = builder
+    def __init__(self, roles: RoleAssembly, current: PreparedRole, pool: Executor, wake: Callable[[], None]) -> None:
+        self._roles = roles
         self._current = current
         self._pool = pool
         self._wake = wake
@@ -103,7 +80,7 @@ class SchedulerRoleSwitch:
             case RoleStep.PREPARE:
                 if self.is_under_way:
                     raise WorkerUnavailableError("another switch of the role is under way: wait for its end")
-                future = self._pool.submit(self._builder.prepare, order.mode, order.bootstrap_url)
+                future = self._pool.submit(self._roles.prepare, order.mode, order.bootstrap_url)
                 self._preparing = order.call_id, future
                 future.add_done_callback(lambda _: self._wake())
                 return role, None
@@ -123,7 +100,7 @@ class SchedulerRoleSwitch:
     def _commit(self) -> Role:
         if self._prepared is None or not self._is_settled:
             raise WorkerUnavailableError("the role cannot change before its scheduler has settled: begin anew")
-        role = self._prepared.install()
+        role = self._roles.install(self._prepared)
         old, self._current, self._prepared = self._current, self._prepared, None
         self._is_settled = False
         try:

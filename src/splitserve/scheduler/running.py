@@ -83,9 +83,6 @@ class RunningSet:
         self.prompt_budget = token_budget if prompt_budget is None else prompt_budget
         # Micro-batches to keep in flight.
         self.pp_size = pp_size
-        # Rank of the first request in another queue that found no room. Waiting requests that rank behind it are not
-        # admitted. None: no such request.
-        self.admits_before: tuple[int, int] | None = None
         # Requests that are not admitted yet. They hold no pages and no row.
         self._waiting: dict[str, Request] = {}
         # Admitted requests that another worker computed. They wait for a free place in the running batch.
@@ -93,11 +90,14 @@ class RunningSet:
         # Admitted requests in order of arrival. Each has a row and pages.
         self.running: list[Request] = []
 
-    def plan(self, now: float, under_way: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
+    def plan(
+        self, now: float, under_way: Sequence[ScheduledBatch] = (), before_rank: tuple[int, int] | None = None
+    ) -> ScheduledBatch | None:
         """Return the next step; None if there is nothing to compute, or nothing that can be planned yet.
 
         `under_way`: the steps in flight, in order, with unknown results; more than one only in a pipeline. The caller
-        may drop a plan for a newer one.
+        may drop a plan for a newer one. `before_rank`: rank of the first request in another queue that found no room;
+        waiting requests that rank behind it are not admitted.
         """
         # The last step of each request.
         before: dict[Request, RequestStep] = {}
@@ -131,7 +131,7 @@ class RunningSet:
                 return None
             else:
                 budget += self._make_room(request, end, spans, now)
-        self._admit_waiting(min(budget, prompt_budget), spans, now)
+        self._admit_waiting(min(budget, prompt_budget), spans, now, before_rank)
         if not spans:
             return None
         requests, steps = tuple(spans), [step_of(request, start, end) for request, (start, end) in spans.items()]
@@ -238,14 +238,14 @@ class RunningSet:
         place.remove(request)
         self.retraction.retract(request, now)
 
-    def _admit_waiting(self, budget: int, spans: Spans, now: float) -> None:
+    def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> None:
         """Admit waiting requests in the policy's order; the first that does not fit stops those behind it."""
         if budget <= 0 or not self._waiting or len(self.running) >= self.max_running or len(self.retraction):
             return
         for request in list(self.order(self.waiting)):
             if budget <= 0 or len(self.running) >= self.max_running:
                 return
-            if self.admits_before is not None and request.rank > self.admits_before:
+            if before_rank is not None and request.rank > before_rank:
                 return
             if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
                 return

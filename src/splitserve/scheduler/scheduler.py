@@ -36,7 +36,6 @@ from splitserve.core.messages import (
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
-    RoleReply,
     RoleRequest,
     SchedulerState,
     StateReply,
@@ -50,7 +49,7 @@ from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.ports import SchedulerPorts
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.colocated import Role
-from splitserve.scheduler.running import RunningSet, ScheduledBatch, still_open
+from splitserve.scheduler.running import ScheduledBatch, still_open
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +58,18 @@ class Scheduler:
     def __init__(
         self,
         role: Role,
-        running: RunningSet,
         cache: PagedKVCache,
         ports: SchedulerPorts,
         limits: RequestLimits,
         grammars: GrammarQueue,
-        role_switch: SchedulerRoleSwitch | None = None,
+        role_switch: SchedulerRoleSwitch,
         group: Member | None = None,
     ) -> None:
-        """`role_switch`: None if the role is fixed. `group`: ranks that compute their steps together, or None."""
+        """`group`: ranks that compute their steps together. None: this rank steps independently."""
         self.role = role
         self._role_switch = role_switch
         self._group = group
         self.grammars = grammars
-        self._set = running
         self._cache = cache
         self._inbox = ports.inbox
         self._outbox = ports.outbox
@@ -100,7 +97,8 @@ class Scheduler:
         self._kv_events.publish()
 
     def plan(self, under_way: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
-        batch = self._set.plan(self._clock.now(), under_way)
+        role = self.role
+        batch = role.running.plan(self._clock.now(), under_way, role.first_without_room)
         if batch is None and not under_way and self._group is not None and self._group.is_called:
             return ScheduledBatch(StepPlan(()), ())
         return batch
@@ -116,8 +114,8 @@ class Scheduler:
         self._num_steps += 1
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
-        if self._set.speculation is not None:
-            self._set.speculation.observe(batch.plan, result)
+        if (speculation := self.role.running.speculation) is not None:
+            speculation.observe(batch.plan, result)
         num_output_tokens = self._outbox.num_output_tokens
         for request, outcome in zip(batch.requests, result.requests, strict=True):
             if outcome.error and not request.is_finished:
@@ -149,10 +147,10 @@ class Scheduler:
         self.wait(timeout)
 
     def state(self) -> SchedulerState:
-        prefix, queues, retraction = self._cache.prefix, self.role.queue_state(), self._set.retraction
-        speculation = self._set.speculation
+        prefix, queues, running = self._cache.prefix, self.role.queue_state(), self.role.running
+        retraction, speculation = running.retraction, running.speculation
         return SchedulerState(
-            num_running_reqs=len(self._set.running),
+            num_running_reqs=len(running.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
             num_grammar_queue_reqs=len(self.grammars),
             num_retracted_reqs=len(retraction),
@@ -177,7 +175,7 @@ class Scheduler:
             spec_decode_num_drafts_total=speculation.num_drafts if speculation else 0,
             spec_decode_num_draft_tokens_total=speculation.num_draft_tokens if speculation else 0,
             spec_decode_num_accepted_tokens_total=speculation.num_accepted_tokens if speculation else 0,
-            num_tokens_held=sum(r.num_tokens for r in self._set.requests()),
+            num_tokens_held=sum(r.num_tokens for r in running.requests()),
             num_invariant_violations_total=self._num_violations,
             **queues,
         )
@@ -185,7 +183,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise InvariantViolation unless every page, row and slot is accounted for."""
         self._cache.check(self.role.holders())
-        self._set.retraction.check()
+        self.role.running.retraction.check()
         queues = self.role.queue_state()
         if self.role.is_idle() and queues.get("metadata_slots_free") != queues.get("metadata_slots_total"):
             raise InvariantViolation(f"idle, but metadata slots are taken: {queues}")
@@ -214,15 +212,12 @@ class Scheduler:
                 self._switch_role(message)
 
     def _switch_role(self, order: RoleRequest) -> None:
-        if self._role_switch is None:
-            self._outbox.reply(RoleReply(call_id=order.call_id, error="its role is fixed", status_code=400))
-            return
         self.role, reply = self._role_switch.take(order, self.role, self._clock.now())
         if reply is not None:
             self._outbox.reply(reply)
 
     def _answer_role_orders(self, *, is_resting: bool = False) -> None:
-        if self._role_switch is None or not self._role_switch.is_under_way:
+        if not self._role_switch.is_under_way:
             return
         for reply in self._role_switch.poll(self.role, self._clock.now(), is_resting=is_resting):
             self._outbox.reply(reply)
@@ -254,7 +249,7 @@ class Scheduler:
         self._has_worked = True
         self._outbox.open(request)
         self._deadlines.watch(request)
-        if self._role_switch is not None and self._role_switch.is_held:
+        if self._role_switch.is_held:
             self._outbox.fail(request, WorkerUnavailableError("this worker is changing its role: send it to another"))
             return
         if request.params.grammar is None:
@@ -277,7 +272,7 @@ class Scheduler:
                 self._enter(request, error)
 
     def _end_failed_grammars(self) -> None:
-        for request in list(self._set.running):
+        for request in list(self.role.running.running):
             if request.grammar is not None and (failure := request.grammar.failure) is not None:
                 logger.warning("request %s ended by its grammar: %s", request.rid, failure.message)
                 self.role.abort(request.rid, failure)

@@ -34,7 +34,7 @@ from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_end import GRACE, end_rank, let_others_speak
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.transfer.transports import needs_shareable_pool
-from splitserve.worker.assembly import assemble_scheduler
+from splitserve.worker.assembly import assemble_worker
 from splitserve.worker.rank_group import DriverPlace, meet, pipe_net
 from splitserve.worker.rank_share import share_of_rank
 from splitserve.worker.scheduler_link import SchedulerStart
@@ -69,7 +69,7 @@ def main() -> int:
             publisher = EventPublisherFactory.create(start.config.kv_events, start.rank.dp_rank)
             closing.callback(publisher.shutdown)
             engine, place = _build_engine(start, lockstep, closing)
-            loop = assemble_scheduler(start.config, engine, pipe, start.bootstrap_url, closing, publisher, place)
+            loop = assemble_worker(start.config, engine, pipe, start.bootstrap_url, closing, publisher, place)
         except SplitserveError as error:
             pipe.send(SchedulerFailed(message=error.message))
             return 1

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from splitserve.core.config import WorkerConfig
 from splitserve.engine.pool import WindowDemand
+from splitserve.scheduler.assembly import step_tokens
 
 
 def window_demand(config: WorkerConfig) -> WindowDemand:
     scheduler = config.scheduler
-    # A chunk's pages are released when its step has ended; the next step is planned before that.
-    num_steps = max(2, config.parallel.pp_size) if scheduler.overlap_schedule else 1
     return WindowDemand(
         full_tokens_ratio=config.cache.swa_full_tokens_ratio,
-        step_tokens=num_steps * scheduler.chunked_prefill_size,
+        step_tokens=step_tokens(config),
         max_requests=scheduler.max_running_requests + scheduler.num_preallocated_rows,
         obstacle=_obstacle(config),
     )

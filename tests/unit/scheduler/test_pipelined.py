@@ -3,8 +3,6 @@
 Which order of events ever, the outcome is right: that is tests/sim's to prove.
 """
 
-import random
-
 import pytest
 
 from splitserve.core.batch import StepPlan
@@ -13,7 +11,6 @@ from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import expected_tokens
 from support.fake_grammar import multiples
-from support.guesser import RandomProposer
 from support.staged_engine import PipelineWorld
 
 PROMPT = list(range(5))
@@ -179,19 +176,6 @@ def test_who_needs_its_last_token_keeps_nobody_from_the_pipeline(history):
     world.run_to_the_end()
     assert world.tokens("b") == drawn(8)
     assert len(world.tokens("a")) in (5, 8)
-
-
-def test_pages_taken_for_guesses_stay_while_the_step_is_under_way():
-    world = Pipelined(
-        2, page_size=1, num_pages=100, proposer=RandomProposer(random.Random(1)), num_draft_tokens=4, prefix=False
-    )
-    for rid in "abc":
-        world.ask(rid, max_new_tokens=20)
-    world.run_to_the_end()
-    for rid in "abc":
-        assert world.tokens(rid) == drawn(20)
-    assert world.scheduler.state().spec_decode_num_drafts_total > 0
-    world.check_nothing_is_held()
 
 
 def test_messages_are_heard_however_short_the_steps_are():

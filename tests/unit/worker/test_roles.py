@@ -19,13 +19,13 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.retraction import Retraction
-from splitserve.scheduler.running import RunningSet
+from splitserve.scheduler.role_assembly import OpenTransfer, RoleAssembly, SharedParts
+from splitserve.scheduler.roles.colocated import Role
+from splitserve.worker.assembly import engine_port, transfer_opener
 from splitserve.worker.own_bootstrap import OwnBootstrap
 from splitserve.worker.rank_group import DriverPlace
-from splitserve.worker.roles import AssembledRole, RoleAssembly, Shared
 from support.tiny_models import make_tiny_model
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -43,28 +43,23 @@ class World:
         self.cache = PagedKVCache(
             PageAllocator(NUM_PAGES), ReqToTokenPool(4, NUM_PAGES * PAGE_SIZE, PAGE_SIZE), NoPrefixCache(), PAGE_SIZE
         )
-        self.admission = PoolAdmission(self.cache, num_reserved_decode_tokens=8, tokens_at_most=lambda r: 0)
-        self.running = RunningSet(
+        shared = SharedParts(
             self.cache,
-            self.admission,
             Retraction(self.cache, engine.pool, 0),
-            WaitingOrder(self.config.scheduler.schedule_policy, self.cache),
-            token_budget=2048,
-            max_running=4,
-        )
-        outbox = Outbox(lambda message: None, SystemClock())
-        shared = Shared(
-            engine,
-            engine.runner(self.cache.rows.table),
-            self.cache,
-            self.running,
-            outbox,
+            None,
+            Outbox(lambda message: None, SystemClock()),
             ManualClock(),
             self.record,
+            pp_size=1,
         )
-        self.roles = RoleAssembly(self.config, shared, DriverPlace(), lambda: None)
+        port = engine_port(engine, DriverPlace())
+        port.start(self.cache.rows.table, None)
+        self.roles = RoleAssembly(self.config, port, shared, self.open_transfer(self.config))
 
-    async def become(self, mode: DisaggregationMode) -> AssembledRole:
+    def open_transfer(self, config: WorkerConfig) -> OpenTransfer:
+        return transfer_opener(config, self.engine, DriverPlace(), lambda: None)
+
+    async def become(self, mode: DisaggregationMode) -> Role:
         """The role before stays open: nobody here listens to it."""
         url = None
         if mode is PREFILL:
@@ -73,9 +68,10 @@ class World:
             url = await bootstrap.open(0)
         prepared = self.roles.prepare(mode, url)
         self.closing.callback(prepared.close)
-        assert prepared.install().mode is mode
+        role = self.roles.install(prepared)
+        assert role.mode is mode
         self.cache.check([])
-        return prepared
+        return role
 
     def compute(self) -> None:
         """A request comes, computes its prompt and leaves it to the cache."""
@@ -169,12 +165,12 @@ async def test_a_prefill_worker_promises_room_for_prompts_and_others_for_answers
     world = make_world()
     request = Request("r", PROMPT, ResolvedSampling(max_new_tokens=10))
     for mode, num_tokens in ((PREFILL, 24), (NULL, 34), (DECODE, 34), (PREFILL, 24)):
-        world.running.admits_before = (0, 0)
-        await world.become(mode)
-        assert world.admission.tokens_at_most(request) == num_tokens
+        running = (await world.become(mode)).running
+        # It goes on while it has fewer tokens than its bound.
+        assert running.admission.goes_on(request, num_tokens - 1)
+        assert not running.admission.goes_on(request, num_tokens)
         # Of a step: decode leaves time to those that generate.
-        assert world.running.prompt_budget == (256 if mode is DECODE else 2048)
-        assert world.running.admits_before is None
+        assert running.prompt_budget == (256 if mode is DECODE else 2048)
 
 
 async def test_a_role_that_cannot_be_prepared_leaves_nothing_open(
@@ -193,9 +189,9 @@ async def test_a_role_that_cannot_be_prepared_leaves_nothing_open(
         (DisaggregationConfig(host="192.0.2.1"), DECODE, "cluster-token-file"),
         (DisaggregationConfig(transfer_backend="cuda_ipc"), PREFILL, "cuda_ipc"),
     ):
-        world.roles._config = msgspec.structs.replace(config, disaggregation=wrong)
-        with pytest.raises(ConfigError, match=words):
-            world.roles.prepare(mode, "http://127.0.0.1:1")
-    world.roles._config = msgspec.structs.replace(config, cache=CacheConfig(shared_pool="/dev/shm/pool"))
-    with pytest.raises(ConfigError, match="--shared-pool"):
-        world.roles.prepare(NULL, None)
+        open_transfer = world.open_transfer(msgspec.structs.replace(config, disaggregation=wrong))
+        with pytest.raises(ConfigError, match=words), ExitStack() as closing:
+            open_transfer(mode, "http://127.0.0.1:1", closing)
+    open_transfer = world.open_transfer(msgspec.structs.replace(config, cache=CacheConfig(shared_pool="/dev/shm/pool")))
+    with pytest.raises(ConfigError, match="--shared-pool"), ExitStack() as closing:
+        open_transfer(NULL, None, closing)

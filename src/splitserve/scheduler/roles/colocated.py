@@ -40,6 +40,16 @@ class QueueState(TypedDict, total=False):
 
 class Role(Protocol):
     mode: DisaggregationMode
+    # Requests that this worker computes.
+    running: RunningSet
+
+    @property
+    def first_without_room(self) -> tuple[int, int] | None:
+        """Rank of the first request outside `running` that found no room. None: no such request.
+
+        Waiting requests that rank behind it are not admitted.
+        """
+        ...
 
     def accept(self, request: Request) -> None:
         """Take a new request. Raises SplitserveError to reject it."""
@@ -80,14 +90,18 @@ class ColocatedRole:
     mode = DisaggregationMode.NULL
 
     def __init__(self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock) -> None:
-        self._set = running
+        self.running = running
         self._cache = cache
         self._outbox = outbox
         self._clock = clock
 
+    @property
+    def first_without_room(self) -> tuple[int, int] | None:
+        return None
+
     def accept(self, request: Request) -> None:
         request.timeline.enter("waiting", self._clock.now())
-        self._set.add(request)
+        self.running.add(request)
 
     def advance(self) -> None:
         return None
@@ -108,7 +122,7 @@ class ColocatedRole:
             self._outbox.tell(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
-        request = self._set.remove(rid)
+        request = self.running.remove(rid)
         if request is None:
             return
         if self._cache.holds(request):
@@ -119,13 +133,13 @@ class ColocatedRole:
             self._outbox.fail(request, error)
 
     def holders(self) -> list[Request]:
-        return self._set.holders()
+        return self.running.holders()
 
     def num_waiting(self) -> int:
-        return len(self._set.waiting)
+        return len(self.running.waiting)
 
     def is_idle(self) -> bool:
-        return self._set.is_empty()
+        return self.running.is_empty()
 
     def hold(self, is_held: bool) -> None:
         """Do nothing: no peer sends requests to this role."""
@@ -134,5 +148,5 @@ class ColocatedRole:
         return {}
 
     def _release(self, request: Request) -> None:
-        self._set.running.remove(request)
+        self.running.running.remove(request)
         self._cache.release(request, publish=True)

@@ -237,6 +237,10 @@ class DecodeRole(ColocatedRole):
         self._num_local = 0
         self._num_failed = 0
 
+    @property
+    def first_without_room(self) -> tuple[int, int] | None:
+        return self._prealloc.first_without_room
+
     def accept(self, request: Request) -> None:
         if request.bootstrap is None:
             self._num_local += 1
@@ -252,14 +256,15 @@ class DecodeRole(ColocatedRole):
         for entry in arrived:
             self._take_in(entry)
         # Free pages go to retracted requests before any new one.
-        waiting = self._set.waiting if self._prealloc else ()
+        waiting = self.running.waiting if self._prealloc else ()
         first_local = min((request.rank for request in waiting), default=None)
-        announced, failed = self._prealloc.pop_preallocated(may_admit=not len(self._set.retraction), before=first_local)
-        self._set.admits_before = self._prealloc.first_without_room
+        announced, failed = self._prealloc.pop_preallocated(
+            may_admit=not len(self.running.retraction), before=first_local
+        )
         self._transfer.extend(announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
-        for request in self._set.retraction.pop_uncopied():
+        for request in self.running.retraction.pop_uncopied():
             self._request_again(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
@@ -289,7 +294,7 @@ class DecodeRole(ColocatedRole):
         return [*super().holders(), *transferring]
 
     def num_waiting(self) -> int:
-        return len(self._prealloc) + len(self._transfer) + len(self._set.prebuilt) + super().num_waiting()
+        return len(self._prealloc) + len(self._transfer) + len(self.running.prebuilt) + super().num_waiting()
 
     def is_idle(self) -> bool:
         return super().is_idle() and not (self._prealloc or self._transfer or self._leases)
@@ -314,14 +319,16 @@ class DecodeRole(ColocatedRole):
         if request.is_finished:
             self._cache.release(request, publish=True)
         elif entry.is_retracted:
-            self._set.prebuilt.appendleft(request)
+            self.running.prebuilt.appendleft(request)
         else:
-            self._set.prebuilt.append(request)
+            self.running.prebuilt.append(request)
         self._outbox.tell(request)
 
     def _admit(self, entry: DecodeEntry) -> bool:
         """Admit a request if its prompt fits beside what running requests need. Return whether it was admitted."""
-        return self._set.admission.try_admit(entry.request, max_prefix=entry.num_tokens, running=self._set.holders())
+        return self.running.admission.try_admit(
+            entry.request, max_prefix=entry.num_tokens, running=self.running.holders()
+        )
 
     def _request_again(self, request: Request) -> None:
         """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot."""
@@ -332,7 +339,7 @@ class DecodeRole(ColocatedRole):
                 logger.warning("request %s is computed again here: %s", request.rid, error.message)
             else:
                 return
-        self._set.retraction.add(request, self._clock.now())
+        self.running.retraction.add(request, self._clock.now())
 
     def _leased(self, rid: str) -> Request | None:
         """Return a retracted request that cannot continue before its lease ends."""
@@ -354,7 +361,7 @@ class DecodeRole(ColocatedRole):
             self._cache.release(entry.request, publish=False)
         self._close_room(entry)
         if entry.is_retracted and not entry.request.is_finished:
-            self._set.retraction.add(entry.request, self._clock.now())
+            self.running.retraction.add(entry.request, self._clock.now())
 
     def _close_room(self, entry: DecodeEntry) -> None:
         if entry.metadata_index is not None:

@@ -140,6 +140,7 @@ class PrefillInflightQueue:
 
 class PrefillRole:
     mode = DisaggregationMode.PREFILL
+    first_without_room = None
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class PrefillRole:
         clock: Clock,
         kit: TransferKit,
     ) -> None:
-        self._set = running
+        self.running = running
         self._cache = cache
         self._outbox = outbox
         self._clock = clock
@@ -177,7 +178,7 @@ class PrefillRole:
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
             self._computing[entry.request.rid] = entry
-            self._set.add(entry.request)
+            self.running.add(entry.request)
         done, failed_in_flight = self._inflight.pop_finished()
         for entry in done:
             self._finish(entry)
@@ -222,10 +223,10 @@ class PrefillRole:
 
     def holders(self) -> list[Request]:
         entries = [*self._inflight.entries(), *self._leases.items()]
-        return [*self._set.running, *(e.request for e in entries if self._cache.holds(e.request))]
+        return [*self.running.running, *(e.request for e in entries if self._cache.holds(e.request))]
 
     def num_waiting(self) -> int:
-        return len(self._bootstrap) + len(self._set.waiting)
+        return len(self._bootstrap) + len(self.running.waiting)
 
     def is_idle(self) -> bool:
         return not (self._bootstrap or self._computing or self._inflight or self._leases)
@@ -267,7 +268,7 @@ class PrefillRole:
 
     def _stop_computing(self, entry: PrefillEntry) -> None:
         del self._computing[entry.request.rid]
-        self._set.remove(entry.request.rid)
+        self.running.remove(entry.request.rid)
         if self._cache.holds(entry.request):
             # The request keeps its pages until its bytes are sent, which may take longer than many steps.
             self._cache.stop_growing(entry.request)

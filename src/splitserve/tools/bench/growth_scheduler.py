@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Iterable, Sequence
 
+from splitserve.core.config import SchedulerConfig
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.process.settings import collect_rarely
@@ -51,7 +52,7 @@ def measure_scheduler(waiting: Sequence[int], repeats: int) -> list[Series]:
 def _turn(worker: InstantWorker, turns: int) -> float:
     began = time.perf_counter()
     for _ in range(turns):
-        worker.loop.run_once()
+        worker.turn()
     return (time.perf_counter() - began) / turns
 
 
@@ -63,7 +64,7 @@ def _queue(size: int) -> float:
         for message in _requests(name, count, max_new_tokens=2):
             worker.submit(message)
         began = time.perf_counter()
-        worker.run_until_idle()
+        worker.run_until(lambda: not worker.inbox.messages and worker.scheduler.role.is_idle())
     return time.perf_counter() - began
 
 
@@ -85,7 +86,7 @@ def _busy_worker(num_waiting: int) -> InstantWorker:
     worker = _worker(pages_each * _NUM_RUNNING, num_waiting, 2 * _NUM_RUNNING)
     for message in _requests("running", _NUM_RUNNING, _RUNNING_TOKENS):
         worker.submit(message)
-    worker.loop.run_once()
+    worker.turn()
     for message in _requests("waiting", num_waiting, _RUNNING_TOKENS):
         worker.submit(message)
     worker.scheduler.receive()
@@ -93,14 +94,14 @@ def _busy_worker(num_waiting: int) -> InstantWorker:
 
 
 def _worker(num_pages: int, num_waiting: int, max_running: int) -> InstantWorker:
-    return InstantWorker(
-        InstantEngine(),
-        ListInbox(),
-        num_pages=num_pages,
-        max_running=max_running,
+    settings = SchedulerConfig(
+        overlap_schedule=False,
+        max_running_requests=max_running,
+        num_preallocated_rows=0,
         # The earlier requests wait, too.
-        max_queued=num_waiting + num_pages,
+        max_queued_requests=num_waiting + num_pages,
     )
+    return InstantWorker(settings, num_pages, InstantEngine(), ListInbox())
 
 
 def _requests(name: str, count: int, max_new_tokens: int) -> Iterable[GenerateRequest]:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.pages import PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import RadixCache
 from splitserve.core.batch import RequestResult, StepPlan, StepResult
 from splitserve.core.clock import ManualClock
-from splitserve.core.config import SchedulePolicy
+from splitserve.core.config import SchedulerConfig, WorkerConfig
 from splitserve.core.grammar import CompiledGrammar, GrammarSpec
+from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.messages import FromScheduler, ToScheduler, encode
-from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
-from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
-from splitserve.scheduler.limits import RequestLimits
-from splitserve.scheduler.loops import NormalLoop
-from splitserve.scheduler.ports import KVEventFeed, Outbox, SchedulerPorts
-from splitserve.scheduler.retraction import Retraction
-from splitserve.scheduler.roles.colocated import ColocatedRole
-from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.scheduler import Scheduler
+from splitserve.observe.events.publisher import NullEventPublisher
+from splitserve.scheduler.assembly import WorkerPorts, assemble_scheduler
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
+from splitserve.scheduler.role_assembly import EnginePort
 
 PAGE_SIZE = 16
 
@@ -55,6 +49,9 @@ class ListInbox:
     def __init__(self) -> None:
         self.messages: list[ToScheduler] = []
 
+    def wake(self) -> None:
+        """Do nothing: nothing waits."""
+
     def drain(self) -> list[ToScheduler]:
         drained, self.messages = self.messages, []
         return drained
@@ -68,54 +65,54 @@ class InstantWorker:
 
     def __init__(
         self,
+        settings: SchedulerConfig,
+        num_pages: int,
         engine: InstantEngine,
         inbox: ListInbox,
-        *,
-        num_pages: int,
-        max_running: int,
-        max_queued: int,
-        token_budget: int = 2048,
-        num_reserved_decode_tokens: int = 512,
+        step_thread: Executor | None = None,
     ) -> None:
-        self.engine, self.inbox, clock = engine, inbox, ManualClock()
-        longest = num_pages * PAGE_SIZE
-        rows = ReqToTokenPool(max_running, longest, PAGE_SIZE)
-        cache = PagedKVCache(PageAllocator(num_pages), rows, RadixCache(PAGE_SIZE), PAGE_SIZE)
-        admission = PoolAdmission(
-            cache,
-            num_reserved_decode_tokens=num_reserved_decode_tokens,
-            tokens_at_most=lambda request: request.num_tokens_at_most,
+        """Assemble the worker. `step_thread`: for the overlapped loop."""
+        self.inbox = inbox
+        # The threads of these pools start with the first grammar or change of the role: there are none.
+        idle = ThreadPoolExecutor(1)
+        ports = WorkerPorts(
+            inbox=inbox,
+            send=_encode,
+            wake=inbox.wake,
+            clock=ManualClock(),
+            publisher=NullEventPublisher(),
+            open_transfer=lambda mode, bootstrap_url, closing: None,
+            compiler=_NoGrammars(),
+            step_thread=step_thread or idle,
+            grammar_pool=idle,
+            role_thread=idle,
         )
-        self.running = RunningSet(
-            cache,
-            admission,
-            Retraction(cache, engine, host_memory=1 << 30),
-            WaitingOrder(SchedulePolicy.FCFS, cache),
-            token_budget=token_budget,
-            max_running=max_running,
+        port = EnginePort(
+            layout=KVLayout(PAGE_SIZE, num_pages, (KVComponent("k", 0, "float32", 1, 0, 1, 1),)),
+            memory=engine,
+            max_tokens_per_request=num_pages * PAGE_SIZE,
+            start=lambda page_table, window_table: (engine, None),
         )
-        outbox = Outbox(_encode, clock)
-        limits = GrammarLimits(timeout=60.0, max_waiting=max_queued, cache_bytes=0)
-        # Its one thread is started by the first grammar, and no request has one.
-        grammars = GrammarQueue(_NoGrammars(), ThreadPoolExecutor(1), clock, lambda: None, limits)
-        self.scheduler = Scheduler(
-            ColocatedRole(self.running, cache, outbox, clock),
-            self.running,
-            cache,
-            SchedulerPorts(inbox, outbox, KVEventFeed(), clock),
-            RequestLimits(longest, max_queued, frozenset()),
-            grammars,
-        )
-        self.loop = NormalLoop(self.scheduler, engine)
+        parts = assemble_scheduler(WorkerConfig(scheduler=settings), port, ports, None, ExitStack())
+        self.scheduler, self._loop = parts.scheduler, parts.loop
+        self._under_way: StepInFlight | None = None
+
+    def turn(self) -> None:
+        """Run one turn of the loop."""
+        if isinstance(self._loop, OverlappedLoop):
+            self._under_way = self._loop.turn(self._under_way)
+        elif isinstance(self._loop, NormalLoop):
+            self._loop.run_once()
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run at least one turn, until `is_done`."""
+        while True:
+            self.turn()
+            if is_done():
+                return
 
     def submit(self, message: ToScheduler) -> None:
         self.inbox.messages.append(message)
-
-    def run_until_idle(self) -> None:
-        while True:
-            self.loop.run_once()
-            if self.scheduler.role.is_idle() and not self.inbox.messages:
-                return
 
 
 def _encode(message: FromScheduler) -> None:

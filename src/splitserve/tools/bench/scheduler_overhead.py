@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.config import SchedulerConfig
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.loops import OverlappedLoop, StepInFlight
 from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
 from splitserve.tools.bench.series import Series, SeriesPoint
 
@@ -50,7 +49,9 @@ class WakingInbox(ListInbox):
     def __init__(self) -> None:
         super().__init__()
         self._event = threading.Event()
-        self.wake = self._event.set
+
+    def wake(self) -> None:
+        self._event.set()
 
     def wait(self, timeout: float) -> None:
         self._event.wait(timeout)
@@ -63,41 +64,30 @@ class BusyWorker(InstantWorker):
     def __init__(self, loop: str, num_running: int, num_steps: int, engine_thread: ThreadPoolExecutor) -> None:
         # Tokens for the requested steps, and for the steps that admit the prompts.
         num_tokens = num_steps + 2 * (1 + num_running * _PROMPT_TOKENS // _TOKEN_BUDGET)
-        self._sleeping, inbox = SleepingEngine(), WakingInbox()
-        super().__init__(
-            self._sleeping,
-            inbox,
-            num_pages=num_running * -(-(_PROMPT_TOKENS + num_tokens) // PAGE_SIZE),
-            token_budget=_TOKEN_BUDGET,
-            max_running=num_running,
-            max_queued=num_running,
+        self._engine, inbox = SleepingEngine(), WakingInbox()
+        settings = SchedulerConfig(
+            overlap_schedule=loop == "overlapped",
+            chunked_prefill_size=_TOKEN_BUDGET,
+            max_running_requests=num_running,
+            num_preallocated_rows=0,
             num_reserved_decode_tokens=num_tokens,
         )
+        num_pages = num_running * -(-(_PROMPT_TOKENS + num_tokens) // PAGE_SIZE)
+        super().__init__(settings, num_pages, self._engine, inbox, engine_thread)
         params = ResolvedSampling(max_new_tokens=num_tokens, temperature=0.0)
         for i in range(num_running):
             ids = [(i * _PROMPT_TOKENS + j) for j in range(_PROMPT_TOKENS)]
             self.submit(GenerateRequest(rid=f"request-{i:024d}", prompt_ids=ids, params=params))
-        overlapped = OverlappedLoop(self.scheduler, self.engine, engine_thread, inbox.wake)
-        self._turn = self.loop.run_once if loop == "normal" else partial(self._turn_beside_a_step, overlapped)
-        self._under_way: StepInFlight | None = None
-        self._run_until(lambda: not self.running.waiting and len(self.running.running) == num_running)
+        running = self.scheduler.role.running
+        self.run_until(lambda: not running.waiting and len(running.running) == num_running)
 
     def seconds_a_step(self, num_steps: int) -> float:
         """Return the shortest time between the starts of two decode steps, over `num_steps` of them."""
-        began = self._sleeping.began
+        began = self._engine.began
         # The first step may have waited for its turn, and the next one for the first.
         first = len(began) + 2
-        self._run_until(lambda: len(began) > first + num_steps)
+        self.run_until(lambda: len(began) > first + num_steps)
         return min(b - a for a, b in itertools.pairwise(began[first:]))
-
-    def _run_until(self, is_done: Callable[[], bool]) -> None:
-        while True:
-            self._turn()
-            if is_done():
-                return
-
-    def _turn_beside_a_step(self, loop: OverlappedLoop) -> None:
-        self._under_way = loop.turn(self._under_way)
 
 
 def measure_overhead(sizes: Sequence[int], rounds: int, num_steps: int) -> list[Series]:
