@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from splitserve.process.authentication import InitiatorHandshake, StreamProtocol
+from splitserve.process.authentication import InitiatorHandshake
 from splitserve.ranks import node_wire
 from splitserve.ranks.node_wire import NODE_PROTOCOL, NodeConnection, NodeEnd, NodeEnding, NodeLostError, RankFailed
 
@@ -75,8 +75,9 @@ async def test_a_node_that_cannot_prove_the_token_is_rejected():
     ("greeting", "problem"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "does not use Splitserve's node protocol"),
-        (InitiatorHandshake(StreamProtocol("node", b"SSNW", 99), b"").hello, "node protocol version 2 against 99"),
+        (b"SSNW" + (99).to_bytes(2, "little") + bytes(18), "node protocol version 2 against 99"),
     ],
+    ids=["HTTP", "another version"],
 )
 async def test_who_speaks_otherwise_is_named(greeting, problem):
     async with streams() as (here, there):
