@@ -110,7 +110,11 @@ def forbid(logits: torch.Tensor, specs: Sequence[SampleSpec], bitmask: Bitmask) 
     import xgrammar
 
     rows = [i for i, spec in enumerate(specs) if spec.grammar is not None]
+    vocab_size = logits.shape[-1]
+    # Whole words: for a row that allows all of a number of tokens that is no multiple of 32, xgrammar 0.2 writes one
+    # element behind the row.
+    padded = logits.new_empty(len(logits), bitmask.shape[-1] * 32)
+    padded[:, :vocab_size] = logits
     allowed = to_device(bitmask, logits.device)
-    masked = logits.clone()
-    xgrammar.apply_token_bitmask_inplace(masked, allowed, vocab_size=logits.shape[-1], indices=rows)
-    return masked
+    xgrammar.apply_token_bitmask_inplace(padded, allowed, vocab_size=padded.shape[-1], indices=rows)
+    return padded[:, :vocab_size]

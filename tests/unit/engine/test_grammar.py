@@ -157,6 +157,20 @@ def test_only_rows_with_a_grammar_are_masked_and_the_logits_are_left_alone(compi
     assert set(torch.isfinite(masked[1]).nonzero()[:, 0].tolist()) == set(encode("xyz"))
 
 
+@pytest.mark.parametrize("vocab_size", [33, 63, 64, 261, 288])
+@pytest.mark.parametrize("num_allowed", [0, 1, "all"])
+def test_masks_change_no_other_row_whatever_the_size_of_the_vocabulary(vocab_size, num_allowed):
+    """A row that allows all tokens is one whose mask is late."""
+    num_rows, count = 4, vocab_size if num_allowed == "all" else num_allowed
+    bits = np.zeros((num_rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
+    bits[:, :count] = 1
+    logits = torch.zeros(num_rows, vocab_size)
+    specs = [spec_of(object() if row != 1 else None) for row in range(num_rows)]
+    masked = forbid(logits, specs, np.packbits(bits, axis=-1, bitorder="little").view(np.int32))
+    num_left = torch.isfinite(masked).sum(-1).tolist()
+    assert num_left == [count, vocab_size, count, count]
+
+
 def test_a_step_without_a_grammar_has_no_bitmask():
     assert MaskCollector(VOCAB_SIZE, frozenset([EOS])).begin([spec_of(None)]).rows(slice(None)) is None
 
