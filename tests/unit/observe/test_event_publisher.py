@@ -36,6 +36,10 @@ DEADLINE = 60.0
 ANY = "tcp://127.0.0.1:0"
 
 
+def kv_events_config(text):
+    return KVEventsConfig.from_cli(text, "--kv-events-config")
+
+
 def block(i):
     return BlockStored([i], None, [i, i], 2)
 
@@ -349,7 +353,7 @@ def test_each_rank_has_a_port_of_its_own():
 
 def test_the_publisher_is_chosen_by_name():
     assert isinstance(EventPublisherFactory.create(KVEventsConfig()), NullEventPublisher)
-    made = EventPublisherFactory.create(KVEventsConfig.from_cli(f'{{"publisher": "zmq", "endpoint": "{ANY}"}}'))
+    made = EventPublisherFactory.create(kv_events_config(f'{{"publisher": "zmq", "endpoint": "{ANY}"}}'))
     made.shutdown()
     assert isinstance(made, ZmqEventPublisher)
     with pytest.raises(ConfigError, match="no publisher 'pigeon', only null, zmq"):
@@ -361,7 +365,7 @@ def test_the_publisher_is_chosen_by_name():
 @pytest.mark.parametrize("text", ["", "[]", '{"publisher": 1}', '{"port": 1}', '{"buffer_steps": 0}'])
 def test_a_configuration_that_says_nonsense_is_refused(text):
     with pytest.raises(ConfigError, match="--kv-events-config"):
-        KVEventsConfig.from_cli(text)
+        kv_events_config(text)
 
 
 def test_an_address_in_use_is_an_error_of_the_configuration(publisher):
@@ -375,7 +379,7 @@ def test_a_publisher_connects_to_an_endpoint_without_a_wildcard():
     subscriber.setsockopt(zmq.SUBSCRIBE, b"")
     port = subscriber.bind_to_random_port("tcp://127.0.0.1")
     config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": None}
-    one = EventPublisherFactory.create(KVEventsConfig.from_cli(json.dumps(config)))
+    one = EventPublisherFactory.create(kv_events_config(json.dumps(config)))
     try:
         assert (one.endpoint, one.replay_endpoint) == ("", "")
         end = time.monotonic() + DEADLINE
@@ -419,6 +423,6 @@ def test_an_endpoint_is_bound_where_vllm_binds_it(endpoint, bound):
 )
 def test_a_wrong_address_is_an_error_before_any_socket_is_opened(config, problem):
     with pytest.raises(ConfigError, match=f"--kv-events-config.*{problem}"):
-        check_config(KVEventsConfig.from_cli(json.dumps({"publisher": "zmq", **config})), 2)
+        check_config(kv_events_config(json.dumps({"publisher": "zmq", **config})), 2)
     # Without a publisher nothing of it is used.
-    check_config(KVEventsConfig.from_cli(json.dumps(config)), 2)
+    check_config(kv_events_config(json.dumps(config)), 2)
