@@ -1,8 +1,8 @@
 """What `shm` alone can get wrong: the wrong host, the wrong memory, and a write that is cut into parts."""
 
-import subprocess
-import sys
+import os
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -145,43 +145,31 @@ def test_an_interrupted_write_ends_at_the_next_part():
     outgoing.close()
 
 
-# In a process of its own: threads of other tests open and close files of this one.
-WRITE_MANY_TIMES = """
-import os, time
-from support.transfer_peer import End
-from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports.base import WriteState
-
-def open_files():
-    return len(os.listdir("/proc/self/fd"))
-
-def write_and_drain():
-    session = dst.transport.open_session()
-    ticket = src.transport.write(session, copy_table([(0, 0, 0, 0, 64)]))
-    assert src.outcome(ticket).state is WriteState.DONE
-    src.transport.drain(session.session_id)
-    dst.transport.drain(session.session_id)
-    assert dst.transport.is_fenced(session.session_id)
-
-src, dst = End("shm", [64]), End("shm", [64])
-# After the first session the listener's thread has opened what it keeps.
-write_and_drain()
-before = open_files()
-for _ in range(10):
-    write_and_drain()
-# The thread of a connection closes it after the session is fenced.
-deadline = time.monotonic() + 20
-while open_files() > before:
-    assert time.monotonic() < deadline, f"{open_files()} files are open, {before} before"
-    time.sleep(0.001)
-src.close()
-dst.close()
-"""
-
-
 def test_nothing_stays_open_when_sessions_and_senders_are_gone():
-    done = subprocess.run([sys.executable, "-c", WRITE_MANY_TIMES], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    def write_and_drain():
+        session = dst.transport.open_session()
+        ticket = src.transport.write(session, copy_table([(0, 0, 0, 0, 64)]))
+        assert src.outcome(ticket).state is WriteState.DONE
+        src.transport.drain(session.session_id)
+        dst.transport.drain(session.session_id)
+        assert dst.transport.is_fenced(session.session_id)
+
+    src, dst = End("shm", [64]), End("shm", [64])
+    # After the first session the listener's thread has opened what it keeps.
+    write_and_drain()
+    before = open_files()
+    for _ in range(10):
+        write_and_drain()
+    # The thread of a connection closes it after the session is fenced.
+    deadline = time.monotonic() + 20
+    while open_files() > before:
+        assert time.monotonic() < deadline, f"{open_files()} files are open, {before} before"
+        time.sleep(0.001)
+    src.close()
+    dst.close()
 
 
 def test_another_system_than_linux_is_refused_with_another_backend(monkeypatch):
