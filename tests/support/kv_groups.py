@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.core.clock import ManualClock
 from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
@@ -24,10 +23,8 @@ from splitserve.transfer.manager import KVManager
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.sender import KVSender
-from splitserve.transfer.transports.fake import FakeNetwork
 from splitserve.transfer.wire import KVArgs
-from support.control import FakeDirectory, Wires
-from support.kv_world import BOOTSTRAP, NUM_ROWS, KVWorker
+from support.kv_world import BOOTSTRAP, NUM_ROWS, KVWorker, SteppedNetwork
 
 # Tokens of a room at most, for content that `fill` generates.
 MAX_TOKENS = 64
@@ -194,7 +191,7 @@ def _content(seed: int, name: str, layer: int, total_heads: int, row_bytes: int)
     return rng.integers(0, 256, (MAX_TOKENS, total_heads, row_bytes), dtype=np.uint8)
 
 
-class GroupWorld:
+class GroupWorld(SteppedNetwork):
     def __init__(
         self,
         prefill: RankLayouts,
@@ -205,10 +202,7 @@ class GroupWorld:
         prefill_options: dict[str, Any] | None = None,
         decode_options: dict[str, Any] | None = None,
     ) -> None:
-        self.clock = ManualClock(100.0)
-        self.network = FakeNetwork(step=step, late_fences=late_fences)
-        self.wires = Wires(step=step)
-        self.book = FakeDirectory()
+        super().__init__(step=step, late_fences=late_fences)
         self._shapes = prefill, decode
         self._options = prefill_options or {}, decode_options or {}
         self._graveyard: list[WorkerRanks] = []
@@ -260,18 +254,6 @@ class GroupWorld:
                 busy[0].let_through()
             while pairs := self.wires.busy():
                 self.wires.deliver(pairs[0])
-
-    def land(self) -> None:
-        """Complete all writes in flight."""
-        while busy := self.network.busy_sessions():
-            self.network.run_one(busy[0])
-
-    def pass_time(self, seconds: float, step: float = 1.0) -> None:
-        """Advance the clock and tick both workers."""
-        end = self.clock.now() + seconds
-        while self.clock.now() < end:
-            self.clock.advance(step)
-            self.tick(2)
 
     def set_row(self, room: int, index: int = 0, token: int = 42) -> None:
         """Fill the prefill driver's metadata row of a room."""

@@ -122,7 +122,32 @@ class KVWorker:
         return b"".join(component[page].tobytes() for component in self.pages)
 
 
-class KVWorld:
+class SteppedNetwork:
+    """Clock, network, messages and directory that the managers of two workers share. `tick` runs the managers."""
+
+    def __init__(self, *, step: bool, late_fences: bool) -> None:
+        self.clock = ManualClock(100.0)
+        self.network = FakeNetwork(step=step, late_fences=late_fences)
+        self.wires = Wires(step=step)
+        self.book = FakeDirectory()
+
+    def tick(self, times: int = 1) -> None:
+        raise NotImplementedError
+
+    def land(self) -> None:
+        """Complete all writes in flight."""
+        while busy := self.network.busy_sessions():
+            self.network.run_one(busy[0])
+
+    def pass_time(self, seconds: float, step: float = 1.0) -> None:
+        """Advance the clock and tick both workers."""
+        end = self.clock.now() + seconds
+        while self.clock.now() < end:
+            self.clock.advance(step)
+            self.tick(2)
+
+
+class KVWorld(SteppedNetwork):
     def __init__(
         self,
         *,
@@ -131,10 +156,7 @@ class KVWorld:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
     ) -> None:
-        self.clock = ManualClock(100.0)
-        self.network = FakeNetwork(step=step, late_fences=late_fences)
-        self.wires = Wires(step=step)
-        self.book = FakeDirectory()
+        super().__init__(step=step, late_fences=late_fences)
         self._graveyard: list[KVWorker] = []
         self.prefill = KVWorker(self, DisaggregationMode.PREFILL, "prefill", epoch=11, **(prefill or {}))
         self.decode = KVWorker(self, DisaggregationMode.DECODE, "decode", epoch=22, **(decode or {}))
@@ -175,18 +197,6 @@ class KVWorld:
     def num_rooms(self) -> int:
         """Return the number of room ends that the managers still track."""
         return self.prefill.manager.num_rooms + self.decode.manager.num_rooms
-
-    def land(self) -> None:
-        """Complete all writes in flight."""
-        while busy := self.network.busy_sessions():
-            self.network.run_one(busy[0])
-
-    def pass_time(self, seconds: float, step: float = 1.0) -> None:
-        """Advance the clock and tick both managers."""
-        end = self.clock.now() + seconds
-        while self.clock.now() < end:
-            self.clock.advance(step)
-            self.tick(2)
 
     def paired(
         self,
