@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -40,6 +40,8 @@ from splitserve.transfer.threads import LoopThread
 
 # Seconds in which running requests may finish when a block ends.
 _DRAIN_TIMEOUT = 10.0
+# Seconds in which the supervisor must start an ended worker again.
+_RESTART_TIMEOUT = 60.0
 
 
 class LocalCluster:
@@ -94,17 +96,26 @@ class LocalCluster:
         self._loop.submit(scale()).result()
 
     def restart(self, child: ChildProcess) -> None:
-        """End a worker at once, if it still runs, and start it again. It is still loading when this returns."""
+        """End a worker at once, if it still runs, and start it again. It is still loading when this returns.
+
+        Raises ClusterError.
+        """
         child.close()
 
         async def restart() -> bool:
             return self._supervisor.restart(child.name)
 
+        deadline = time.monotonic() + _RESTART_TIMEOUT
+
+        def wait_until(is_true: Callable[[], bool]) -> None:
+            while not is_true():
+                if time.monotonic() > deadline:
+                    raise self._error(f"{child.name} was not started again within {_RESTART_TIMEOUT:g} s")
+                time.sleep(POLL_INTERVAL)
+
         # False: the supervisor has not observed its end yet, or not removed it.
-        while not self._loop.submit(restart()).result():
-            time.sleep(POLL_INTERVAL)
-        while child.name not in self._placer.observe():
-            time.sleep(POLL_INTERVAL)
+        wait_until(lambda: self._loop.submit(restart()).result())
+        wait_until(lambda: child.name in self._placer.observe())
 
     @property
     def children(self) -> list[ChildProcess]:
