@@ -1,12 +1,16 @@
 """Entry point of `splitserve` and `python -m splitserve`. Installs signal handlers before the slow imports."""
 
 import sys
+import tempfile
 
-from splitserve.process.process_end import install, leave, watch_starter
+from splitserve.process.process_end import deferred, install, leave, watch_starter
 
 
 def main() -> None:
     install()
+    with deferred():
+        # The first call writes a probe file and removes it. Neither a signal nor the starter's end may come between.
+        tempfile.gettempdir()
     if "--exit-with-parent" in sys.argv:
         watch_starter()
     from splitserve.process.owned_folder import sweep

@@ -87,9 +87,9 @@ class RunningCommand:
     def check_nothing_is_left(self) -> None:
         """Assert that no process runs and that both folders are empty."""
         _, alive = psutil.wait_procs(list(self._children.values()), timeout=DEADLINE)
-        assert alive == []
+        assert alive == [], alive
         left = [*self.temporary.rglob("*"), *self._run_folder.rglob("*")]
-        assert left == []
+        assert left == [], left
 
     def _cpu_seconds(self) -> float:
         total = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -212,3 +213,35 @@ def test_leaving_runs_exit_handlers_and_no_teardown(code, expected):
         """
     )
     assert found == (expected, "buffered\nexit handler\n", "wrong\n" if expected == 1 else "")
+
+
+# Its starter ends while the first call of `tempfile.gettempdir` has its probe file. A thread that watches the starter
+# would end the process now.
+_STARTER_ENDS_DURING_THE_PROBE = """
+import os, sys, threading
+from splitserve.__main__ import main
+
+reader, writer = os.pipe()
+os.dup2(reader, 0)
+remove = os.unlink
+
+def unlink(path, **options):
+    global writer
+    if writer is not None:
+        os.close(writer)
+        writer = None
+        for thread in threading.enumerate():
+            if thread.name == "end-of-input":
+                thread.join()
+    remove(path, **options)
+
+os.unlink = unlink
+sys.argv = ["splitserve", "--exit-with-parent", "--version"]
+main()
+"""
+
+
+def test_the_end_of_the_starter_leaves_no_probe_file(tmp_path):
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", _STARTER_ENDS_DURING_THE_PROBE], env=env, timeout=60)
+    assert list(tmp_path.iterdir()) == []
