@@ -95,7 +95,7 @@ class PagedKVCache:
         # Window pages of layers with windows, if these have a smaller pool beside `pages`.
         self.windows = windows or NoWindowPages()
         self._holdings: dict[str, Holding] = {}
-        # Sum of the pages owed to all holdings.
+        # Pages that are reserved for requests but not allocated yet, of all holdings.
         self._owed = 0
         # Steps in flight, in the order in which they end.
         self._steps: deque[StepReservation] = deque()
@@ -237,10 +237,10 @@ class PagedKVCache:
         self.rows.write(row, 0, request.pages[:first])
 
     def stop_growing(self, request: Request) -> None:
-        """Declare that steps planned from here on compute nothing of the request, which may still hold its pages.
+        """Record that no later step computes tokens of the request, which keeps its pages.
 
-        It keeps the window pages of its window, and those that a step in flight uses. None of them counts as reserved
-        for steps.
+        Window pages stay if they are in its window or if a step in flight uses them. Those reserved for later steps are
+        released.
         """
         if isinstance(self.windows, NoWindowPages):
             return

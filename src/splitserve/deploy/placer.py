@@ -59,7 +59,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Resources for all its ranks, reserved on the node if the placer supports it.
     num_cpus: int = 0
     num_gpus: int = 0
-    # Whether it runs on the supervisor's node, if there is a choice.
+    # Whether to prefer the supervisor's own node over the others.
     is_near: bool = False
 
 

@@ -181,7 +181,7 @@ class Reconciler:
             slot.is_wanted = False
 
     def tick(self, now: float, seen: Mapping[str, Observation]) -> list[Action]:
-        """Return the actions to take now. `seen` must contain their effects from the next call on."""
+        """Return the actions to take now. `seen`: the processes after the actions of all earlier calls."""
         if self._is_ending and ROUTER not in self._slots:
             for slot in self._slots.values():
                 slot.is_wanted = False

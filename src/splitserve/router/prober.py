@@ -101,7 +101,7 @@ class Prober:
             logger.warning("worker is not ready url=%s mode=%s reason=%s", worker.url, worker.mode, problem)
 
     async def _meet(self, worker: Worker) -> str | None:
-        """Prove the worker together with a partner. Return the problem, or None."""
+        """Send a probe request through the worker and a partner. Return the problem, or None if it was answered."""
         partner = self._partner(worker)
         if partner is None:
             worker.proof.wait_for_partner(f"no {_PARTNER_OF[worker.mode]} worker is there that could be its partner")

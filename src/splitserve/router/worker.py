@@ -77,7 +77,7 @@ class WorkerProof:
 
 class UpstreamCall(Protocol):
     def break_off(self) -> None:
-        """Fail the call now, with the worker's `broken_off` as the reason. Does not wait."""
+        """Fail the call now, with `Worker.broken_off` as the reason. Does not wait."""
         ...
 
 

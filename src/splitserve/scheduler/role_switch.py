@@ -106,7 +106,7 @@ class SchedulerRoleSwitch:
         try:
             old.close()
         except Exception:
-            # The new role is installed; the rest of the old one costs memory, but no request.
+            # The new role works. What the old role could not close only occupies memory.
             logger.exception("what the %s role needed could not be closed", old.mode)
         logger.info("the role is %s now, and was %s", role.mode, old.mode)
         return role

@@ -134,7 +134,7 @@ class KVReceiver(Room):
             self.advance(KVEvent.PAIRED)
 
     def take_status(self, source: Source, status: TransferStatus) -> None:
-        """Apply the final status of a source: its loan ends."""
+        """Apply the final status of a source, which has stopped writing into our pages."""
         self._checksums[source.session_id] = status.checksum
         self.loans.discard(source.session_id)
         if status.failure is not None:

@@ -106,7 +106,7 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
         return self._checksum_difference(target, pairs)
 
     def checksums(self, other: KVArgs) -> bool:
-        """Return whether rooms between the two are compared end to end: one of them requires it."""
+        """Return whether the two check each transfer by checksums. One side that requires it is enough."""
         return self.wants_checksum or other.wants_checksum
 
     def _checksum_difference(self, target: KVArgs, pairs: Sequence[HeadPair]) -> str | None:

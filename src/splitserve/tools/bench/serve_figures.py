@@ -149,7 +149,7 @@ class ServeFigures:
     # Prompt tokens per step. None: the worker's default.
     chunk_tokens: int | None
     threads: str
-    # Load in words, and its numbers if it has them.
+    # Description of the load. The two numbers below it are None if they do not apply to it.
     load_shape: str
     concurrency: int | None
     request_rate: float | None

@@ -43,7 +43,7 @@ class FaultInjector:
         """
         while not is_over.is_set():
             victim = self.rng.choice(self.cluster.children_of(self.role))
-            # Faults with stages are the most frequent.
+            # Fault -> relative frequency. Faults that hit a chosen stage of a request are the most frequent.
             kinds: dict[Callable[[ChildProcess], Awaitable[str]], int] = {
                 self._kill: 6,
                 self._stop: 4,

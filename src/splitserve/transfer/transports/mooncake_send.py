@@ -100,7 +100,7 @@ class MooncakeOutgoing:
         return not sockets.is_broken(self._socket)
 
     def interrupt(self) -> None:
-        """Do nothing: the socket is shut, and `write` polls it."""
+        """Do nothing: `write` polls the socket, and ends when the caller has shut it."""
 
     def close(self) -> None:
         """Release the engine. The staging buffer, a copy of our pages, is released after the last transfer from it."""

@@ -125,8 +125,9 @@ class NixlWelcome(msgspec.Struct, frozen=True, array_like=True):
     regions: list[tuple[int, int]]
     # Id of the boot of the receiver's machine.
     boot_id: str
-    # The session's gate, and the process that has it open.
+    # File with the session's gate.
     gate: FileRef
+    # Process that has the file open.
     pid: int
 
 
