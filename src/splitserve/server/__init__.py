@@ -2,5 +2,5 @@
 
 Follow one request: `app.py` builds the routes, `native.py` and `openai.py` read the prompts of a body,
 `generate_route.py` serves it. `requests.py` admits it, `generation.py` runs it over `scheduler_group.py` and
-`scheduler_client.py`, `answer.py` is the growing answer.
+`scheduler_client.py` and grows the answers.
 """

@@ -25,10 +25,9 @@ from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.observe.worker_metrics import gb_per_s
-from splitserve.server.answer import Delta, SampleAnswer
 from splitserve.server.front_end import FrontEnd, read_object
-from splitserve.server.generate_route import Prompts, serve
-from splitserve.server.prompts import prompt_spec
+from splitserve.server.generate_route import Prompts, ReplyFormat, prompt_spec, serve
+from splitserve.server.generation import Delta, SampleAnswer
 
 
 def native_routes(front: FrontEnd) -> APIRouter:
@@ -52,7 +51,7 @@ def native_routes(front: FrontEnd) -> APIRouter:
     return router
 
 
-class NativeFormat:
+class NativeFormat(ReplyFormat):
     """Reply format of /generate. `is_list`: whether the answer is a list."""
 
     def __init__(self, front: FrontEnd, *, is_list: bool, with_text: bool) -> None:
@@ -70,9 +69,6 @@ class NativeFormat:
             frame["index"] = answer.sample.index
         return event_of(msgspec.json.encode(frame))
 
-    def end(self, answers: Sequence[SampleAnswer]) -> bytes:
-        return b""
-
 
 def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> Prompts:
     """Return the prompts of a body and its reply format. Raises InvalidRequestError."""
@@ -89,7 +85,6 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
     if len(counts) != 1:
         raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")
     n = counts.pop()
-    validation.check_sample_counts(len(prompts), n, front.config.server.limits)
     wanted = zip(
         per_prompt("return_logprob"), per_prompt("logprob_start_len"), per_prompt("top_logprobs_num"), strict=True
     )

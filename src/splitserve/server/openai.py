@@ -1,24 +1,46 @@
-"""OpenAI API: /v1/completions, /v1/chat/completions, /v1/models. A body becomes prompts and a reply format."""
+"""OpenAI API: /v1/completions, /v1/chat/completions, /v1/models. A body becomes prompts and a reply format.
+
+The formats write whole answers and streamed chunks, of completions and of chat completions.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from openai.types import Model
+from openai.types import Completion, CompletionChoice, CompletionUsage, Model
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionTokenLogprob,
+)
+from openai.types.chat import chat_completion as whole
+from openai.types.chat import chat_completion_chunk as part
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
+from pydantic import BaseModel
 
 from splitserve.api import validation
 from splitserve.api.error_response import json_response
 from splitserve.api.grammars import openai_grammar
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import chat_tokens, tokenize
-from splitserve.api.schemas import ChatBody, CompletionBody
+from splitserve.api.schemas import ChatBody, CompletionBody, OpenAIBody
+from splitserve.api.sse import event_of
+from splitserve.api.tools import CallDelta, Parsed, ToolCallParser, ToolForm
+from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError
+from splitserve.core.request import FinishType
 from splitserve.server.front_end import FrontEnd
-from splitserve.server.generate_route import Prompts, serve
-from splitserve.server.openai_formats import ChatFormat, CompletionFormat
-from splitserve.server.prompts import prompt_spec
+from splitserve.server.generate_route import Prompts, ReplyFormat, prompt_spec, serve
+from splitserve.server.generation import Delta, SampleAnswer
 
 
 def openai_routes(front: FrontEnd) -> APIRouter:
@@ -66,7 +88,7 @@ def read_completion(front: FrontEnd, body: CompletionBody, rid: str | list[str])
     echo = None
     if body.echo:
         echo = [p if isinstance(p, str) else front.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
-    return Prompts(specs, 1 if body.n is None else body.n, CompletionFormat(front, body, rid, echo))
+    return Prompts(specs, body.n, CompletionFormat(front, body, rid, echo))
 
 
 def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
@@ -85,7 +107,7 @@ def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         top_name="top_logprobs",
     )
-    return Prompts([spec], 1 if body.n is None else body.n, ChatFormat(front, body, rid, use.form if use else None))
+    return Prompts([spec], body.n, ChatFormat(front, body, rid, use.form if use else None))
 
 
 def _model(front: FrontEnd, started: int) -> dict[str, Any]:
@@ -93,3 +115,274 @@ def _model(front: FrontEnd, started: int) -> dict[str, Any]:
     info = front.scheduler.info
     limit = None if info is None else info.max_total_tokens_per_request
     return model.model_dump(exclude_unset=True) | {"root": front.model_path, "max_model_len": limit}
+
+
+class OpenAIFormat(ReplyFormat):
+    """Parts that both formats share. Models are written without the fields that were never set."""
+
+    prefix: str
+    # Model and its name in the field `object`, of whole answers and of chunks.
+    whole_model: tuple[type[BaseModel], str]
+    chunk_model: tuple[type[BaseModel], str]
+
+    def __init__(self, front: FrontEnd, body: OpenAIBody, rid: str | list[str]) -> None:
+        options, dispatch = body.stream_options, body.dispatch
+        self._tokenizer = front.tokenizer
+        self._id = f"{self.prefix}-{rid if isinstance(rid, str) else rid[0]}"
+        self._model = body.model or front.served_model_name
+        # Equal in all attempts of a request.
+        self._created = int(time.time()) if dispatch is None or dispatch.created is None else dispatch.created
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._with_token_ids = bool(body.return_token_ids)
+        # Samples of one prompt; choice i belongs to prompt i // n.
+        self._n = body.n or 1
+
+    def answer(self, answers: Sequence[SampleAnswer]) -> bytes:
+        extra = {"usage": self._usage(answers)} | self._prompt_ids(answers)
+        return self._json(self.whole_model, [self._whole_choice(a) for a in answers], extra)
+
+    def frame(self, answer: SampleAnswer, delta: Delta, answers: Sequence[SampleAnswer]) -> bytes:
+        usage: dict[str, Any] = {}
+        if self._include_usage:
+            usage = {"usage": self._usage(answers) if self._continuous_usage else None}
+        chunks = self._chunks(answer, delta)
+        return b"".join(event_of(self._json(self.chunk_model, [choice], usage | more)) for choice, more in chunks)
+
+    def end(self, answers: Sequence[SampleAnswer]) -> bytes:
+        if not self._include_usage:
+            return b""
+        return event_of(self._json(self.chunk_model, [], {"usage": self._usage(answers)}))
+
+    def _whole_choice(self, answer: SampleAnswer) -> BaseModel:
+        raise NotImplementedError
+
+    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[BaseModel, dict[str, Any]]]:
+        """Return the choice and further fields of each chunk of this delta: none, one, or an opening chunk and one."""
+        raise NotImplementedError
+
+    def _json(self, form: tuple[type[BaseModel], str], choices: list[BaseModel], extra: dict[str, Any]) -> bytes:
+        model, name = form
+        fields = {"id": self._id, "object": name, "created": self._created, "model": self._model, "choices": choices}
+        return model(**fields, **extra).model_dump_json(exclude_unset=True, warnings=False).encode()
+
+    def _usage(self, answers: Sequence[SampleAnswer]) -> CompletionUsage:
+        """Return the usage. A prompt and its cached tokens count once, whatever n is."""
+        first_samples = answers[:: self._n]
+        prompt = sum(len(a.prompt_ids) for a in first_samples)
+        completion = sum(len(a.output_ids) for a in answers)
+        return CompletionUsage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(a.num_cached_tokens for a in first_samples)),
+        )
+
+    def _prompt_ids(self, answers: Sequence[SampleAnswer]) -> dict[str, Any]:
+        """Return the prompt tokens as a field of the answer itself, if they are requested and there is one prompt."""
+        has_one = self._with_token_ids and len({a.sample.prompt_index for a in answers}) == 1
+        return {"prompt_token_ids": answers[0].prompt_ids} if has_one else {}
+
+
+class CompletionFormat(OpenAIFormat):
+    """Format of /v1/completions: text choices, and logprobs as parallel lists.
+
+    `echo`: prompts' texts to repeat before the answers. None: no echo.
+    """
+
+    prefix = "cmpl"
+    whole_model = chunk_model = (Completion, "text_completion")
+
+    def __init__(self, front: FrontEnd, body: CompletionBody, rid: str | list[str], echo: Sequence[str] | None) -> None:
+        super().__init__(front, body, rid)
+        # Alternatives per token. None: no logprobs.
+        self._num_logprobs = body.logprobs
+        self._echo = echo
+        # Choice -> characters of token texts written so far.
+        self._offsets: dict[int, int] = {}
+
+    def _whole_choice(self, answer: SampleAnswer) -> BaseModel:
+        return self._choice(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True))
+
+    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[BaseModel, dict[str, Any]]]:
+        wants_tokens = self._num_logprobs is not None or self._with_token_ids
+        is_echo = self._echo is not None and delta.is_first
+        if is_echo or _has_news(answer, delta, wants_tokens=wants_tokens):
+            yield self._choice(answer, delta), self._prompt_ids([answer]) if delta.is_first else {}
+
+    def _choice(self, answer: SampleAnswer, delta: Delta) -> CompletionChoice:
+        text, is_echo = delta.text, False
+        if self._echo is not None and delta.is_first:
+            text, is_echo = self._echo[answer.sample.prompt_index] + text, True
+        extra: dict[str, Any] = {}
+        if self._with_token_ids:
+            extra["token_ids"] = delta.token_ids
+            if delta.is_first:
+                extra["prompt_token_ids"] = answer.prompt_ids
+        # Skip validation, also of the logprobs: the API allows nulls in mid-stream, the openai package's types do not.
+        return CompletionChoice.model_construct(
+            index=answer.sample.index,
+            text=text,
+            finish_reason=_finish_reason(answer),
+            logprobs=None if self._num_logprobs is None else self._logprobs(answer, delta, is_echo),
+            **extra,
+        )
+
+    def _logprobs(self, answer: SampleAnswer, delta: Delta, is_echo: bool) -> Logprobs:
+        tokens: list[tuple[int, TokenLogprob | None]] = [(t.token_id, t) for t in delta.logprobs]
+        if is_echo:
+            tokens = [*_scored_prompt(answer), *tokens]
+        texts = [self._tokenizer.token_text(token_id) for token_id, _ in tokens]
+        offset = self._offsets.get(answer.sample.index, 0)
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[answer.sample.index] = offset
+        return Logprobs.model_construct(
+            tokens=texts,
+            token_logprobs=[None if t is None else t.logprob for _, t in tokens],
+            top_logprobs=[None if t is None else self._top(t) for _, t in tokens] if self._num_logprobs else None,
+            text_offset=offsets,
+        )
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """Return the logprobs by text, including the chosen token.
+
+        If two tokens have one text, the likelier, which comes first, keeps it.
+        """
+        alternatives = list(token.top)
+        if not any(token_id == token.token_id for token_id, _ in alternatives):
+            alternatives.append((token.token_id, token.logprob))
+        top: dict[str, float] = {}
+        for token_id, logprob in alternatives:
+            top.setdefault(self._tokenizer.token_text(token_id), logprob)
+        return top
+
+
+class ChatFormat(OpenAIFormat):
+    """Format of /v1/chat/completions: an assistant's message with its tool calls, or deltas of it.
+
+    `tool_form`: format of calls in the answers' text. None: there are no tools to call.
+    """
+
+    prefix = "chatcmpl"
+    whole_model = (ChatCompletion, "chat.completion")
+    chunk_model = (ChatCompletionChunk, "chat.completion.chunk")
+
+    def __init__(self, front: FrontEnd, body: ChatBody, rid: str | list[str], tool_form: ToolForm | None) -> None:
+        super().__init__(front, body, rid)
+        self._with_logprobs = bool(body.logprobs)
+        self._tool_form = tool_form
+        # Choice -> parser of the calls in its text.
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[BaseModel, dict[str, Any]]]:
+        index = answer.sample.index
+        parsed = self._parse(answer, delta.text)
+        delta = dataclasses.replace(delta, text=parsed.text)
+        if delta.is_first:
+            opening = part.Choice(
+                index=index, delta=part.ChoiceDelta(role="assistant", content=""), finish_reason=None, logprobs=None
+            )
+            yield opening, self._prompt_ids([answer])
+        wants_tokens = self._with_logprobs or self._with_token_ids
+        if parsed.calls or _has_news(answer, delta, wants_tokens=wants_tokens):
+            extra: dict[str, Any] = {"token_ids": delta.token_ids} if self._with_token_ids else {}
+            has_text = bool(delta.text) or (answer.finish is None and not parsed.calls)
+            content: dict[str, Any] = {"content": delta.text} if has_text else {}
+            if parsed.calls:
+                content["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
+            # Skip validation: the openai package does not know the finish reason "abort".
+            choice = part.Choice.model_construct(
+                index=index,
+                delta=part.ChoiceDelta(**content),
+                finish_reason=self._call_or_finish(answer),
+                logprobs=part.ChoiceLogprobs(content=self._logprobs(delta.logprobs)) if self._with_logprobs else None,
+                **extra,
+            )
+            yield choice, {}
+
+    def _whole_choice(self, answer: SampleAnswer) -> whole.Choice:
+        extra: dict[str, Any] = {"token_ids": answer.output_ids} if self._with_token_ids else {}
+        parsed = self._parse(answer, answer.text)
+        content: dict[str, Any] = {"content": parsed.text}
+        if parsed.calls:
+            content = {"content": parsed.text or None, "tool_calls": _whole_calls(parsed.calls)}
+        return whole.Choice.model_construct(
+            index=answer.sample.index,
+            message=ChatCompletionMessage(role="assistant", refusal=None, **content),
+            finish_reason=self._call_or_finish(answer),
+            logprobs=whole.ChoiceLogprobs(content=self._logprobs(answer.logprobs)) if self._with_logprobs else None,
+            **extra,
+        )
+
+    def _parse(self, answer: SampleAnswer, text: str) -> Parsed:
+        """Return new text of an answer without its calls, and the calls."""
+        if self._tool_form is None:
+            return Parsed(text)
+        parser = self._parsers.setdefault(answer.sample.index, ToolCallParser(self._tool_form))
+        parsed = parser.push(text)
+        if answer.finish is not None:
+            parsed.text += parser.finish().text
+        return parsed
+
+    def _call_or_finish(self, answer: SampleAnswer) -> Any:
+        parser = self._parsers.get(answer.sample.index)
+        is_call = parser is not None and parser.num_calls > 0
+        has_stopped = answer.finish is not None and answer.finish.type is FinishType.STOP
+        return "tool_calls" if is_call and has_stopped else _finish_reason(answer)
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:
+        return [
+            ChatCompletionTokenLogprob(
+                **self._token(t.token_id, t.logprob),
+                top_logprobs=[TopLogprob(**self._token(token_id, logprob)) for token_id, logprob in t.top],
+            )
+            for t in tokens
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self._tokenizer
+        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+
+def _has_news(answer: SampleAnswer, delta: Delta, *, wants_tokens: bool) -> bool:
+    """Return whether a delta needs a chunk: text, the end, or tokens if the client requested them."""
+    return bool(delta.text) or answer.finish is not None or (wants_tokens and bool(delta.token_ids))
+
+
+def _finish_reason(answer: SampleAnswer) -> Any:
+    """Return "stop", "length", or "abort" if the abort was ordered. None: the sample is still running."""
+    return None if answer.finish is None else str(answer.finish.type)
+
+
+def _scored_prompt(answer: SampleAnswer) -> list[tuple[int, TokenLogprob | None]]:
+    """Return the prompt tokens and their logprobs.
+
+    The first token has no logprob. If this worker did not compute the prompt, no token has one.
+    """
+    unscored = len(answer.prompt_ids) - len(answer.input_logprobs)
+    return [
+        *((token_id, None) for token_id in answer.prompt_ids[:unscored]),
+        *((t.token_id, t) for t in answer.input_logprobs),
+    ]
+
+
+def _call_chunk(call: CallDelta) -> part.ChoiceDeltaToolCall:
+    if call.name is None:
+        function = part.ChoiceDeltaToolCallFunction(arguments=call.arguments)
+        return part.ChoiceDeltaToolCall(index=call.index, function=function)
+    function = part.ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+    return part.ChoiceDeltaToolCall(index=call.index, id=call.id, type="function", function=function)
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[ChatCompletionMessageFunctionToolCall]:
+    calls: list[ChatCompletionMessageFunctionToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            function = Function(name=delta.name, arguments="")
+            calls.append(ChatCompletionMessageFunctionToolCall(id=delta.id, type="function", function=function))
+        calls[delta.index].function.arguments += delta.arguments
+    return calls

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.server.answer import Detokenizer
+from splitserve.server.generation import Detokenizer
 
 from .server_fakes import byte_tokenizer
 

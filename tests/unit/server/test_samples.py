@@ -9,7 +9,7 @@ from splitserve.api.schemas import GenerationFields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.request import DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling, sample_seed
-from splitserve.server.prompts import bootstrap_infos
+from splitserve.server.generate_route import bootstrap_infos
 
 SPEC = PromptSpec([1, 2], ResolvedSampling(seed=5))
 
