@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.json_body import json_type
 from splitserve.api.schemas import OpenAIBody, SamplingFields
+from splitserve.api.validation import json_type
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 

@@ -5,18 +5,65 @@ Pure except for the tokenizer: workers and routers get equal ids from equal bodi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitserve.api import validation
 from splitserve.api.schemas import ChatBody, CompletionBody, GenerateBody
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.api.tools import ToolUse, readable_calls
+from splitserve.core.errors import InvalidRequestError
+
+_CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Maximum number of characters of an invalid value that an error repeats.
+_MAX_ECHO = 32
 
 
 def tokenize(tokenizer: Tokenizer, prompt: str | list[int], max_tokens: int | None = None) -> list[int]:
     """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes all of a text that is too long."""
     return tokenizer.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else prompt
+
+
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False
+) -> list[dict[str, Any]]:
+    """Return the messages with their contents as plain text, ready for a chat template."""
+    if not messages:
+        raise InvalidRequestError("messages is empty: send at least one", param="messages")
+    chat = []
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}].role is missing or no string", param="messages")
+        if message["role"] not in _CHAT_ROLES:
+            raise InvalidRequestError(
+                f"messages[{i}].role is {message['role'][:_MAX_ECHO]!r}: give one of {', '.join(_CHAT_ROLES)}",
+                param="messages",
+            )
+        chat.append({**message, "content": _content_text(message.get("content"), i)})
+    if continue_final_message and chat[-1]["role"] != "assistant":
+        raise InvalidRequestError(
+            "continue_final_message needs a final message of the assistant to continue", param="continue_final_message"
+        )
+    return chat
+
+
+def _content_text(content: object, i: int) -> str:
+    """Return the text of a string, a list of text parts, or null (an assistant's message with only tool calls)."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"messages[{i}].content must be a string or a list of parts", param="messages")
+    texts = []
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"messages[{i}].content[{j}] is of type {kind!r}: this model takes parts "
+                '{"type": "text", "text": "..."} only',
+                param="messages",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def chat_tokens(
@@ -25,7 +72,7 @@ def chat_tokens(
     """Return the tokens of a conversation and its callable tools. Raises InvalidRequestError as `tokenize`."""
     continues = bool(body.continue_final_message)
     template = tokenizer.chat_template
-    chat = validation.chat_messages(body.messages, continue_final_message=continues)
+    chat = chat_messages(body.messages, continue_final_message=continues)
     chat = readable_calls(chat, template)
     use = ToolUse.of(body, template)
     variables: dict[str, Any] = {}

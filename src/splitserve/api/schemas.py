@@ -191,7 +191,7 @@ class CompletionBody(OpenAIBody):
 class ChatBody(OpenAIBody):
     """Body of POST /v1/chat/completions."""
 
-    # `validation.chat_messages` checks them.
+    # `prompt_tokens.chat_messages` checks them.
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitserve.api.grammars import json_grammar
-from splitserve.api.json_body import check_chars
 from splitserve.api.schemas import ChatBody
 from splitserve.api.tokenizer import ChatTemplate
+from splitserve.api.validation import check_chars
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarKind, GrammarSpec
 

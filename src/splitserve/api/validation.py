@@ -1,4 +1,9 @@
-"""Validation: converts the client's values for the scheduler, or raises InvalidRequestError with field and remedy.
+"""Validation: any bytes in, values for the scheduler or an InvalidRequestError with field and remedy out.
+
+1. `parse_object` reads the JSON object of a body, `check_fields` compares its fields with their limits. Values of a
+   wrong type pass there.
+2. `parse` types a body by its model and rejects wrong types by name.
+3. The other functions resolve and check single values.
 
 Fields that the API does not define become a warning for the client. Pure: no tokenizer, no HTTP.
 """
@@ -9,28 +14,41 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import islice
-from typing import Any, TypeVar, cast
+from itertools import chain, islice
+from typing import Any, TypeGuard, TypeVar, cast
 
+import msgspec
 import pydantic
 
-from splitserve.api.json_body import is_batch
 from splitserve.api.schemas import RequestModel, SamplingFields
+from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError
-from splitserve.core.grammar import GrammarSpec
+from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.sampling import ResolvedSampling
 
-MAX_TOP_LOGPROBS = 20
-
 B = TypeVar("B", bound=RequestModel)
+
+_JSON_TYPES: dict[type, str] = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    type(None): "null",
+}
+# Context length in tokens that the limit of a body assumes until the length of a model is known.
+DEFAULT_CONTEXT_LENGTH = 32_768
+_SCHEDULER_LIMITS = (
+    *("max_running_requests", "max_queued_requests", "max_queued_grammars", "grammar_timeout"),
+    *("grammar_compile_budget", "grammar_step_budget", "grammar_request_budget", "grammar_memory"),
+)
+MAX_TOP_LOGPROBS = 20
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("ignore_eos", "skip_special_tokens"),
 )
-_CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Maximum number of characters of an invalid value that an error repeats.
-_MAX_ECHO = 32
 WARNING_HEADER = "x-splitserve-warning"
 # Fields of the OpenAI API that change nothing in the output of any server.
 _WITHOUT_EFFECT = frozenset(
@@ -39,6 +57,90 @@ _WITHOUT_EFFECT = frozenset(
 # Unknown fields named in one warning, and characters of a name.
 MAX_NAMED = 8
 _MAX_NAME_CHARS = 64
+
+
+def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
+    """Return the JSON object in `raw`. Raises InvalidRequestError."""
+    depth_problem = f"the body is nested deeper than {limits.max_json_depth} levels: flatten it"
+    try:
+        body = msgspec.json.decode(raw)
+    except RecursionError:
+        raise InvalidRequestError(depth_problem) from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError("the body is not valid UTF-8: send JSON in UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"the body is a JSON {json_type(body)}: send an object")
+    if _depth(body, limits.max_json_depth + 1) > limits.max_json_depth:
+        raise InvalidRequestError(depth_problem)
+    return body
+
+
+def json_type(value: object) -> str:
+    """Return JSON's name for the type of a decoded value."""
+    return _JSON_TYPES[type(value)]
+
+
+def _depth(value: Any, at_most: int) -> int:
+    """Return the number of nested levels, counted up to `at_most`."""
+    level: list[Any] = [value]
+    depth = 0
+    while level and depth < at_most:
+        depth += 1
+        children: Iterable[Any] = chain.from_iterable(v.values() if isinstance(v, dict) else v for v in level)
+        level = [child for child in children if isinstance(child, dict | list)]
+    return depth
+
+
+def is_batch(prompt: object) -> TypeGuard[list[Any]]:
+    """Return whether `prompt` is a list of prompts. A text or a list of token ids is one prompt, and [] is none."""
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Check all limited fields. Raises InvalidRequestError that names the field and its limit."""
+    for rid in _as_list(body.get("rid")):
+        check_chars("rid", rid, limits.max_rid_chars)
+    _check_entries("messages", body.get("messages"), limits.max_messages)
+    for name in ("text", "prompt", "input_ids", "sampling_params"):
+        value = body.get(name)
+        if is_batch(value):
+            _check_entries(name, value, limits.max_samples)
+    for sampling in (body, *_as_list(body.get("sampling_params"))):
+        if isinstance(sampling, dict):
+            _check_sampling(sampling, limits)
+
+
+def _check_sampling(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
+    _check_entries("stop", fields.get("stop"), limits.max_stop_strings)
+    for stop in _as_list(fields.get("stop")):
+        check_chars("stop", stop, limits.max_stop_chars)
+    _check_entries("stop_token_ids", fields.get("stop_token_ids"), limits.max_stop_token_ids)
+    _check_entries("logit_bias", fields.get("logit_bias"), limits.max_logit_bias)
+    for name in (*GrammarKind, "response_format"):
+        grammar = fields.get(name)
+        if isinstance(grammar, list | dict):
+            grammar = msgspec.json.encode(grammar).decode()
+        check_chars(name, grammar, limits.max_grammar_chars)
+    n = fields.get("n")
+    if isinstance(n, int) and n > limits.max_n:
+        raise InvalidRequestError(f"n is {n}: at most {limits.max_n} samples of a prompt are generated", param="n")
+
+
+def _check_entries(name: str, value: object, limit: int) -> None:
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise InvalidRequestError(f"{name} has {len(value)} entries: send at most {limit}", param=name)
+
+
+def check_chars(name: str, value: object, limit: int) -> None:
+    """Raise InvalidRequestError if the field `name` is a longer text than that."""
+    if isinstance(value, str) and len(value) > limit:
+        raise InvalidRequestError(f"{name} has {len(value)} characters: send at most {limit}", param=name)
+
+
+def _as_list(value: object) -> Iterator[Any]:
+    yield from value if isinstance(value, list) else (value,)
 
 
 @contextmanager
@@ -185,48 +287,6 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
         raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
 
 
-def chat_messages(
-    messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False
-) -> list[dict[str, Any]]:
-    """Return the messages with their contents as plain text, ready for a chat template."""
-    if not messages:
-        raise InvalidRequestError("messages is empty: send at least one", param="messages")
-    chat = []
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{i}].role is missing or no string", param="messages")
-        if message["role"] not in _CHAT_ROLES:
-            raise InvalidRequestError(
-                f"messages[{i}].role is {message['role'][:_MAX_ECHO]!r}: give one of {', '.join(_CHAT_ROLES)}",
-                param="messages",
-            )
-        chat.append({**message, "content": _content_text(message.get("content"), i)})
-    if continue_final_message and chat[-1]["role"] != "assistant":
-        raise InvalidRequestError(
-            "continue_final_message needs a final message of the assistant to continue", param="continue_final_message"
-        )
-    return chat
-
-
-def _content_text(content: object, i: int) -> str:
-    """Return the text of a string, a list of text parts, or null (an assistant's message with only tool calls)."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"messages[{i}].content must be a string or a list of parts", param="messages")
-    texts = []
-    for j, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"messages[{i}].content[{j}] is of type {kind!r}: this model takes parts "
-                '{"type": "text", "text": "..."} only',
-                param="messages",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
 def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = "") -> list[str]:
     """Return a description of each unknown field with a value, with the name that was probably meant.
 
@@ -250,3 +310,14 @@ def _described(name: str, known: Sequence[str]) -> str:
     text = ascii(name[:_MAX_NAME_CHARS])[1:-1]
     near = get_close_matches(name, known, n=1) if len(name) <= _MAX_NAME_CHARS else []
     return f"{text} (did you mean {near[0]}?)" if near else text
+
+
+def worker_limits(config: WorkerConfig, context_length: int) -> dict[str, Any]:
+    """Return the limits of a worker: those of its front end, and those of its scheduler's queues and grammars."""
+    scheduler = msgspec.to_builtins(config.scheduler)
+    return effective_limits(config.server.limits, context_length) | {n: scheduler[n] for n in _SCHEDULER_LIMITS}
+
+
+def effective_limits(limits: LimitsConfig, context_length: int) -> dict[str, Any]:
+    """Return the value of each limit. The limit of a body is computed for this context length in tokens."""
+    return {**msgspec.to_builtins(limits), "max_request_bytes": limits.request_bytes(context_length)}

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from pydantic import ConfigDict, field_validator
 
 from splitserve.api import validation
+from splitserve.api.prompt_tokens import chat_messages
 from splitserve.api.samples import random_rid
 from splitserve.api.schemas import NativeSampling
 from splitserve.api.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ def _token_ids(prompt: Any, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return tokenizer.encode_chat(validation.chat_messages(prompt))
+        return tokenizer.encode_chat(chat_messages(prompt))
     if not isinstance(prompt, Sequence):
         raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}: give a text, token ids, or chat messages")
     return list(prompt)

@@ -20,7 +20,6 @@ from splitserve.api import validation
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
 from splitserve.api.error_response import Headers, install_error_handlers, json_response, raw_json
 from splitserve.api.intake import Intake, RequestMemory
-from splitserve.api.json_body import effective_limits, parse_object
 from splitserve.api.openapi import (
     BOOLEAN,
     DOCS_PATHS,
@@ -36,6 +35,7 @@ from splitserve.api.openapi import (
     shared_operations,
 )
 from splitserve.api.schemas import AbortBody
+from splitserve.api.validation import effective_limits, parse_object
 from splitserve.core.errors import InvalidRequestError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.error_response import Headers, error_body, error_headers
-from splitserve.api.json_body import check_fields, parse_object
 from splitserve.api.tls import worker_tls
+from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.json_body import is_batch
 from splitserve.api.schemas import NativeSampling, SamplingFields
+from splitserve.api.validation import is_batch
 from splitserve.core.grammar import GrammarKind
 from splitserve.router.pairing import Body
 

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from splitserve.api.json_body import is_batch
+from splitserve.api.validation import is_batch
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.limits import LimitsConfig
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitserve.api.json_body import DEFAULT_CONTEXT_LENGTH
+from splitserve.api.validation import DEFAULT_CONTEXT_LENGTH
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode

@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
 from splitserve.api.error_response import json_response
-from splitserve.api.json_body import worker_limits
 from splitserve.api.openapi import (
     BOOLEAN,
     INDEX,
@@ -33,6 +32,7 @@ from splitserve.api.openapi import (
 )
 from splitserve.api.samples import FanOut, PromptSpec, fan_out, random_rid
 from splitserve.api.schemas import AbortBody, RoleBody
+from splitserve.api.validation import worker_limits
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
@@ -309,9 +309,9 @@ def role_routes(front: FrontEnd) -> APIRouter:
         order = _role_order(await read_body(front, request, RoleBody))
         if order.mode is front.mode and front.switching_to is None:
             return json_response(_describe_switch(front, RoleReport(front.mode, front.mode, 0.0)))
-        if front.role_switch is None:
+        if front.switch_role is None:
             raise WorkerUnavailableError(front.unready_reason() or "this worker's role is fixed")
-        return json_response(_describe_switch(front, await front.role_switch.switch(order)))
+        return json_response(_describe_switch(front, await front.switch_role(order)))
 
     return router
 

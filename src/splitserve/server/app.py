@@ -17,10 +17,9 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.observe.worker_metrics import PREFIX, WorkerMetrics
 from splitserve.server.admin import admin_routes, role_routes
-from splitserve.server.front_end import FrontEnd
+from splitserve.server.front_end import FrontEnd, RequestTable
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
-from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerGroup
 
 # Monitoring and the documentation need no key.

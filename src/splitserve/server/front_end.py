@@ -1,27 +1,31 @@
 """Front end: the parts that every route uses. Settings, tokenizer, scheduler, request table, metrics, bodies.
 
 The FrontEnd is owned by the app as `app.state.front`. It builds no part itself. Bodies are converted to the values that
-a route needs off the event loop, if they are large.
+a route needs off the event loop, if they are large. The RequestTable admits requests; it knows request ids and counts
+only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Request
 
 from splitserve.api import validation
 from splitserve.api.intake import RequestMemory
-from splitserve.api.json_body import DEFAULT_CONTEXT_LENGTH, parse_object
-from splitserve.api.schemas import GenerateBody, NativeSampling, RequestModel
+from splitserve.api.schemas import RequestModel
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.api.validation import MAX_NAMED, WARNING_HEADER, unknown_fields, warning
+from splitserve.api.validation import (
+    DEFAULT_CONTEXT_LENGTH,
+    parse_object,
+)
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.errors import (
@@ -35,17 +39,12 @@ from splitserve.core.errors import (
 from splitserve.core.messages import SchedulerReady, SchedulerState
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.server.requests import RequestTable
 from splitserve.server.scheduler_group import SchedulerGroup
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 B = TypeVar("B", bound=RequestModel)
-# Warnings that were logged: each text once, up to this many texts.
-_MAX_LOGGED = 256
-_logged: set[str] = set()
-
 # Largest body that is processed in the event loop, bytes: some milliseconds of tokenization.
 INLINE_BYTES = 8 << 10
 # Largest body in the lane of medium requests, bytes.
@@ -63,8 +62,11 @@ class PromptPool:
     """Two lanes of threads. `max_waiting`: requests in each lane. `timeout`: seconds per request. `close` it."""
 
     def __init__(self, max_waiting: int = _MAX_WAITING, timeout: float = _LANE_SECONDS) -> None:
-        self._medium = _Lane("medium-prompts", max_waiting, timeout)
-        self._large = _Lane("large-prompts", max_waiting, timeout)
+        self._max_waiting = max_waiting
+        self._timeout = timeout
+        self._lanes = {name: ThreadPoolExecutor(1, name) for name in ("medium-prompts", "large-prompts")}
+        # Requests in each lane, the running one included.
+        self._num_waiting = dict.fromkeys(self._lanes, 0)
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Return the result of `work` for a body of this size.
@@ -73,39 +75,115 @@ class PromptPool:
         """
         if num_bytes <= INLINE_BYTES:
             return work()
-        return await (self._medium if num_bytes <= MEDIUM_BYTES else self._large).run(work)
-
-    def close(self) -> None:
-        """Cancel work that has not begun. Idempotent."""
-        self._medium.close()
-        self._large.close()
-
-
-class _Lane:
-    """One thread, and the requests that wait for it in order of arrival."""
-
-    def __init__(self, name: str, max_waiting: int, timeout: float) -> None:
-        self._max_waiting = max_waiting
-        self._timeout = timeout
-        self._num_waiting = 0
-        self._thread = ThreadPoolExecutor(1, name)
-
-    async def run(self, work: Callable[[], T]) -> T:
-        if self._num_waiting >= self._max_waiting:
-            raise CapacityError(f"{self._num_waiting} large requests wait for tokenization: retry later")
-        self._num_waiting += 1
+        lane = "medium-prompts" if num_bytes <= MEDIUM_BYTES else "large-prompts"
+        if self._num_waiting[lane] >= self._max_waiting:
+            raise CapacityError(f"{self._num_waiting[lane]} large requests wait for tokenization: retry later")
+        self._num_waiting[lane] += 1
         try:
             async with asyncio.timeout(self._timeout):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                return await asyncio.get_running_loop().run_in_executor(self._lanes[lane], work)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the prompt was not tokenized within {self._timeout:g} s (stage: tokenization): retry later"
             ) from None
         finally:
-            self._num_waiting -= 1
+            self._num_waiting[lane] -= 1
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Cancel work that has not begun. Idempotent."""
+        for thread in self._lanes.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+class RequestTable:
+    """Open requests. `capacity`: maximum number of open samples."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # Request id -> the rids of its samples.
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._rids: set[str] = set()
+        # Rids that a client or operator ordered to end.
+        self._ordered_to_end: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.is_draining = False
+
+    @property
+    def num_open_samples(self) -> int:
+        return len(self._rids)
+
+    @contextmanager
+    def admit(self, names: Mapping[str, tuple[str, ...]], *, is_again: bool = False) -> Iterator[None]:
+        """Hold a slot for each sample while the context is open.
+
+        `is_again`: an earlier attempt of the same request may still run here; its samples have rids of their own.
+
+        Raises WorkerUnavailableError while draining, CapacityError when full, InvalidRequestError on a running id.
+        """
+        rids = [rid for group in names.values() for rid in group]
+        self._check(names, rids, is_again)
+        for name, group in names.items():
+            self._names[name] = (*self._names.get(name, ()), *group)
+        self._rids.update(rids)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            for name, group in names.items():
+                self._names[name] = tuple(rid for rid in self._names[name] if rid not in group)
+                if not self._names[name]:
+                    del self._names[name]
+            self._rids.difference_update(rids)
+            self._ordered_to_end.difference_update(rids)
+            if not self._rids:
+                self._idle.set()
+
+    def samples_of(self, name: str) -> tuple[str, ...]:
+        """Return the rids to abort for this request id (or the rid of a single sample). Empty if none is open."""
+        return self._names.get(name) or ((name,) if name in self._rids else ())
+
+    def all_samples(self) -> tuple[str, ...]:
+        return tuple(self._rids)
+
+    def order_to_end(self, rid: str) -> None:
+        """Mark a sample as ordered to end, so that its end does not count as a failure."""
+        if rid in self._rids:
+            self._ordered_to_end.add(rid)
+
+    def is_ordered_to_end(self, rid: str) -> bool:
+        return rid in self._ordered_to_end
+
+    def begin_drain(self) -> None:
+        """Accept no new requests; running ones continue."""
+        self.is_draining = True
+
+    def end_drain(self) -> None:
+        """Accept requests again."""
+        self.is_draining = False
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Return whether all requests ended within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str], is_again: bool) -> None:
+        if self.is_draining:
+            raise WorkerUnavailableError("this worker is draining and takes no new requests: send it to another")
+        is_known = not is_again and bool(names.keys() & self._names.keys())
+        if len(set(rids)) < len(rids) or any(rid in self._rids for rid in rids) or is_known:
+            raise InvalidRequestError(
+                "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
+            )
+        if len(self._rids) + len(rids) > self._capacity:
+            raise CapacityError(
+                f"{len(self._rids)} samples are open and {len(rids)} more would exceed this worker's {self._capacity}: "
+                "retry in a second"
+            )
 
 
 class Heartbeat:
@@ -157,14 +235,6 @@ class RoleReport:
     seconds: float
 
 
-class RoleSwitchPort(Protocol):
-    """Interface of the role switch; implemented by WorkerRoleSwitch."""
-
-    async def switch(self, order: RoleChange) -> RoleReport:
-        """Switch the role. Raises SplitserveError; then the worker continues in its old role."""
-        ...
-
-
 @dataclass(slots=True)
 class FrontEnd:
     config: WorkerConfig
@@ -176,8 +246,8 @@ class FrontEnd:
     bootstrap_port: int
     requests: RequestTable
     metrics: WorkerMetrics
-    # None: the role cannot change.
-    role_switch: RoleSwitchPort | None = None
+    # Switch the role. Raises SplitserveError; then the worker continues in its old role. None: it cannot change.
+    switch_role: Callable[[RoleChange], Awaitable[RoleReport]] | None = None
     # None: the schedulers' heartbeat is not checked.
     heartbeat: Heartbeat | None = None
     # During a role switch: the new role.
@@ -271,36 +341,3 @@ async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict
 async def read_body(front: FrontEnd, request: Request, model: type[B]) -> B:
     """Return the body as `model`, for routes that do not warn about unknown fields. Raises like `read_object`."""
     return await read_object(front, request, lambda body: validation.parse(model, body))
-
-
-def check_unknown(front: FrontEnd, found: dict[str, Any], model: type[RequestModel]) -> str:
-    """Return a warning about unknown fields of a body, empty if there are none.
-
-    Raises InvalidRequestError if the worker is configured to reject such fields.
-    """
-    unknown = unknown_fields(found, model.model_fields)
-    parts = found.get("sampling_params") if model is GenerateBody else None
-    for part in parts if isinstance(parts, list) else [parts]:
-        if isinstance(part, dict):
-            unknown += unknown_fields(part, NativeSampling.model_fields, "sampling_params.")
-    unknown = list(dict.fromkeys(unknown))[:MAX_NAMED]
-    if not unknown:
-        return ""
-    text = warning(unknown)
-    if front.config.server.strict_fields:
-        raise InvalidRequestError(f"{text} (--strict-fields): correct or remove", param=unknown[0].split(" ")[0])
-    _log_once(text)
-    return f"{text} ignored"
-
-
-def with_warning(response: Response, text: str) -> Response:
-    """Return the response, with a header for this warning if it is not empty."""
-    if text:
-        response.headers[WARNING_HEADER] = text
-    return response
-
-
-def _log_once(text: str) -> None:
-    if text not in _logged and len(_logged) < _MAX_LOGGED:
-        _logged.add(text)
-        logger.warning("request has %s (logged once)", text)

@@ -13,6 +13,7 @@ room determines the rank. A request to a decode worker with `local_prefill` and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from starlette.datastructures import Headers
 
 from splitserve.api import validation
 from splitserve.api.error_response import raw_json
-from splitserve.api.json_body import check_fields
 from splitserve.api.samples import (
     TIMEOUT_HEADER,
     FanOut,
@@ -35,16 +35,28 @@ from splitserve.api.samples import (
     random_seed,
     urgency_of,
 )
-from splitserve.api.schemas import ROLE_HEADER, GenerationFields, SamplingFields
+from splitserve.api.schemas import (
+    ROLE_HEADER,
+    GenerateBody,
+    GenerationFields,
+    NativeSampling,
+    RequestModel,
+    SamplingFields,
+)
 from splitserve.api.sse import Frames, stream_response, unless_disconnected
+from splitserve.api.validation import check_fields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.grammar import GrammarSpec
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.server.front_end import FrontEnd, check_unknown, read_object, with_warning
+from splitserve.server.front_end import FrontEnd, read_object
 from splitserve.server.generation import Delta, Generation, SampleAnswer, journal_line
 
 B = TypeVar("B", bound=GenerationFields)
+logger = logging.getLogger(__name__)
+# Warnings that were logged: each text once, up to this many texts.
+_MAX_LOGGED = 256
+_logged: set[str] = set()
 
 
 class ReplyFormat:
@@ -87,7 +99,9 @@ async def serve(front: FrontEnd, request: Request, model: type[B], read_prompts:
         response = await stream_response(request, frames, has_journal=generation.has_journal)
     else:
         response = raw_json(reply.answer(await unless_disconnected(request, generation.complete())))
-    return with_warning(response, warning)
+    if warning:
+        response.headers[validation.WARNING_HEADER] = warning
+    return response
 
 
 def _prepare(
@@ -98,11 +112,33 @@ def _prepare(
     body = validation.parse(model, found)
     rid = body.rid or random_rid()
     with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
-        warning = check_unknown(front, found, model)
+        warning = _check_unknown(front, found, model)
         front.check_role(headers.get(ROLE_HEADER))
         prompts = read_prompts(front, body, rid)
         urgency = urgency_of(body, headers.get(TIMEOUT_HEADER))
         return bool(body.stream), prompts.reply, samples_of(front, body, rid, prompts, urgency), warning
+
+
+def _check_unknown(front: FrontEnd, found: dict[str, Any], model: type[RequestModel]) -> str:
+    """Return a warning about unknown fields of a body, empty if there are none.
+
+    Raises InvalidRequestError if the worker is configured to reject such fields.
+    """
+    unknown = validation.unknown_fields(found, model.model_fields)
+    parts = found.get("sampling_params") if model is GenerateBody else None
+    for part in parts if isinstance(parts, list) else [parts]:
+        if isinstance(part, dict):
+            unknown += validation.unknown_fields(part, NativeSampling.model_fields, "sampling_params.")
+    unknown = list(dict.fromkeys(unknown))[: validation.MAX_NAMED]
+    if not unknown:
+        return ""
+    text = validation.warning(unknown)
+    if front.config.server.strict_fields:
+        raise InvalidRequestError(f"{text} (--strict-fields): correct or remove", param=unknown[0].split(" ")[0])
+    if text not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(text)
+        logger.warning("request has %s (logged once)", text)
+    return f"{text} ignored"
 
 
 def samples_of(

@@ -15,11 +15,11 @@ from fastapi import APIRouter, Request, Response
 from splitserve.api import validation
 from splitserve.api.error_response import json_response
 from splitserve.api.grammars import grammar_of
-from splitserve.api.json_body import check_fields
 from splitserve.api.openapi import OPERATIONS
-from splitserve.api.prompt_tokens import tokenize
+from splitserve.api.prompt_tokens import chat_messages, tokenize
 from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from splitserve.api.sse import event_of
+from splitserve.api.validation import check_fields
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import SpeculationStats
@@ -193,7 +193,7 @@ def _tokenize(front: FrontEnd, found: dict[str, Any]) -> dict[str, Any]:
     adds_special = body.add_special_tokens is not False
     tokens: list[int] | list[list[int]]
     if body.messages is not None:
-        chat = validation.chat_messages(body.messages)
+        chat = chat_messages(body.messages)
         tokens = front.tokenizer.encode_chat(chat, add_generation_prompt=body.add_generation_prompt is not False)
     elif isinstance(body.prompt, list):
         tokens = [front.tokenizer.encode(text, add_special_tokens=adds_special) for text in body.prompt]

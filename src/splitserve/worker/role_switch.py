@@ -78,7 +78,7 @@ class MembershipPort(Protocol):
 
 
 class WorkerRoleSwitch:
-    """Role switch of one worker; implements RoleSwitchPort. One switch at a time."""
+    """Role switch of one worker. One switch at a time."""
 
     def __init__(
         self, front: FrontEnd, schedulers: SchedulersPort, bootstrap: BootstrapPort, membership: MembershipPort

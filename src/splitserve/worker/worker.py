@@ -187,7 +187,8 @@ class _Worker:
             head.serves(url)
         membership = Membership(self._registration)
         membership.enter(self._mode, self._bootstrap.port)
-        front.role_switch = switch = WorkerRoleSwitch(front, schedulers.group, self._bootstrap, membership)
+        switch = WorkerRoleSwitch(front, schedulers.group, self._bootstrap, membership)
+        front.switch_role = switch.switch
         front.heartbeat = Heartbeat(schedulers.group, front.clock)
         heartbeat = asyncio.create_task(front.heartbeat.run(), name="heartbeat")
         draining = asyncio.create_task(self._lifecycle.draining.wait())

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.api.error_response import shortened
-from splitserve.api.json_body import check_fields, is_batch, parse_object
-from splitserve.api.validation import unknown_fields
+from splitserve.api.validation import check_fields, is_batch, parse_object, unknown_fields
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.limits import LimitsConfig
 

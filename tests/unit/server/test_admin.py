@@ -235,7 +235,8 @@ class FakeSwitch:
 
 async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Worker) -> None:
     assert (await worker.http.post("/role", json={"role": "decode"})).status_code == 503
-    worker.front.role_switch = switch = FakeSwitch(worker.front)
+    switch = FakeSwitch(worker.front)
+    worker.front.switch_role = switch.switch
     assert (await worker.http.get("/role")).json() == {"role": "null", "switching_to": None, "bootstrap_port": None}
     body = {"role": "prefill", "drain": "migrate", "timeout": 5, "bootstrap_port": 7000}
     answer = (await worker.http.post("/role", json=body)).json()
@@ -257,10 +258,11 @@ async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Work
 
 
 async def test_an_order_for_the_current_role_is_no_switch_even_if_the_role_is_fixed(worker: Worker) -> None:
-    assert worker.front.role_switch is None
+    assert worker.front.switch_role is None
     response = await worker.http.post("/role", json={"role": "null"})
     assert (response.status_code, response.json()["old_role"], response.json()["seconds"]) == (200, "null", 0.0)
-    worker.front.role_switch = switch = FakeSwitch(worker.front)
+    switch = FakeSwitch(worker.front)
+    worker.front.switch_role = switch.switch
     assert (await worker.http.post("/role", json={"role": "null"})).status_code == 200
     assert switch.orders == []
 
@@ -269,7 +271,8 @@ async def test_an_order_for_the_current_role_is_no_switch_even_if_the_role_is_fi
     "wrong", [{"role": "both"}, {"drain": "now"}, {"timeout": 0}, {"timeout": 1e9}, {"bootstrap_port": 1 << 16}]
 )
 async def test_an_order_that_makes_no_sense_is_refused(worker: Worker, wrong: dict[str, object]) -> None:
-    worker.front.role_switch = switch = FakeSwitch(worker.front)
+    switch = FakeSwitch(worker.front)
+    worker.front.switch_role = switch.switch
     response = await worker.http.post("/role", json={"role": "decode", **wrong})
     assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(wrong)))
     assert switch.orders == []

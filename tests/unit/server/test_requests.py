@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from splitserve.core.errors import CapacityError, InvalidRequestError, WorkerUnavailableError
-from splitserve.server.requests import RequestTable
+from splitserve.server.front_end import RequestTable
 
 
 async def test_places_are_held_while_the_context_is_open() -> None:

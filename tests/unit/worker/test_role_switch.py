@@ -20,8 +20,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.server.front_end import FrontEnd, RoleChange
-from splitserve.server.requests import RequestTable
+from splitserve.server.front_end import FrontEnd, RequestTable, RoleChange
 from splitserve.server.scheduler_group import HalfSwitchedError
 from splitserve.worker.role_switch import WorkerRoleSwitch
 
